@@ -193,10 +193,13 @@ class OrchestratorLink:
         if self._is_welcome:
             self._socket.send(message)
 
-    def send_goodbye(self, reason: str, *, has_failed: bool = False) -> None:
+    def send_goodbye(
+        self, reason: str, *, has_failed: bool = False, is_requested: bool = False
+    ) -> None:
         """Send a goodbye, if a hello was sent."""
         if self._hello_connection is not None:
-            self._socket.send(Goodbye(reason=reason, has_failed=has_failed))
+            goodbye = Goodbye(reason=reason, has_failed=has_failed, is_requested=is_requested)
+            self._socket.send(goodbye)
 
     @property
     def has_credit(self) -> bool:

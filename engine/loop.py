@@ -94,6 +94,8 @@ class EngineLoop:
         """Reason that the orchestrator gave for refusing this engine; None if it has not."""
         self.end_reason: str | None = None
         """Reason for the end of the loop; None while it runs."""
+        self.is_end_requested = False
+        """Whether the loop was asked to end, by a signal or by the orchestrator."""
 
     def run(self) -> str:
         """Serve until asked to end; return the reason.
@@ -115,8 +117,13 @@ class EngineLoop:
         return self.end_reason
 
     def end(self, why: str) -> None:
-        """Make ``run`` return soon; safe to call from a signal handler."""
+        """Make ``run`` return soon."""
         self.end_reason = why
+
+    def end_on_request(self, why: str) -> None:
+        """Make ``run`` return soon, for good; safe to call from a signal handler."""
+        self.is_end_requested = True
+        self.end(why)
 
     def _send_hello(self) -> None:
         """Send a hello. Only turns and live weights outlive the previous connection.
@@ -178,7 +185,7 @@ class EngineLoop:
             case UnloadAdapter(name=name, version=version):
                 self._scheduler.unload_adapter(name, version)
             case Shutdown():
-                self.end("asked to shut down")
+                self.end_on_request("asked to shut down")
             case HelloRejected(message=why):
                 self.refusal = why
                 self.end(f"refused by the orchestrator: {why}")

@@ -392,7 +392,8 @@ def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
     if loop.refusal is not None:  # a refused engine sends no goodbye
         print_stderr(f"error: the orchestrator refused this engine: {loop.refusal}")
         return REFUSED
-    link.send_goodbye(reason, has_failed=status == DEFECT)
+    is_requested = status == ENDED and loop.is_end_requested
+    link.send_goodbye(reason, has_failed=status == DEFECT, is_requested=is_requested)
     if status == ENDED:
         print_stderr(f"engine ends: {reason}")
     return status
@@ -435,12 +436,13 @@ def _hello(
         supports_submit_turns=True,
         supports_sessions=True,
         adapters_max=adapters_max,
+        device=arguments.device,
     )
 
 
 def _end_on_signals(loop: EngineLoop) -> None:
     def end(number: int, frame: FrameType | None) -> None:
-        loop.end(f"got {signal.Signals(number).name}")
+        loop.end_on_request(f"got {signal.Signals(number).name}")
 
     # In other threads the embedding program handles signals.
     if threading.current_thread() is threading.main_thread():

@@ -15,6 +15,8 @@ class CoverageMark(StrEnum):
     HUNG = "an engine hung with work to do"
     SLOWED = "an engine got slow"
     LEFT = "an engine sent a goodbye"
+    DRAINED = "an engine without turns was drained"
+    DRAINED_AT_WORK = "an engine with turns was drained"
     LATE = "an engine joined late"
     ALONE = "no engine could serve a requested turn"
     CAME_BACK = "an engine rejoined after it was given up"

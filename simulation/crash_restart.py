@@ -38,6 +38,7 @@ from tidegate.simulation.model import check_turn
 from tidegate.simulation.scenario import Scenario, draw_scenario
 from tidegate.simulation.simulation import (
     Failure,
+    drain,
     empty_model_files,
     engine_hosts,
     failure_of,
@@ -323,7 +324,12 @@ class CrashRestartRun:
         store = SimulatedStore(
             commit_s=self._chance.choice((0.0001, 0.002, 0.02)), chance=self._chance
         )
-        self._hosts = engine_hosts(self._scenario, context, self._engine_ended)
+        self._hosts = engine_hosts(
+            self._scenario,
+            context,
+            self._engine_ended,
+            lambda engine, within_s: drain(self._scheduler, engine, within_s),
+        )
         for host in self._hosts:
             host.start()
         async with asyncio.timeout(self._scenario.longest_run_s):

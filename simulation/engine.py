@@ -81,6 +81,9 @@ class EngineOwner(Protocol):
     def stepped(self, tokens: int) -> None:
         """Count the tokens of one step that the engine has sent."""
 
+    def shut_down(self, running_turns: int) -> None:
+        """Note that the engine process was told to end, while it ran this many turns."""
+
     def ended(self) -> None:
         """Note that the engine process has ended by itself."""
 
@@ -161,7 +164,7 @@ class SimulatedEngine:
     def end(self, reason: str) -> None:
         """Send a goodbye and end the process; unfinished turns continue on other engines."""
         if self.is_alive:
-            self._send(Goodbye(reason=reason))
+            self._send(Goodbye(reason=reason, is_requested=reason.startswith("asked")))
             self.is_alive = False
             self._link.hang_up(is_clean=True)
             self._owner.ended()
@@ -363,6 +366,7 @@ class SimulatedEngine:
                 check_refusal(why)
                 self.end(f"refused: {why}")
             case Shutdown():
+                self._owner.shut_down(len(self.turns.running))
                 self.end("asked to shut down")
             case Welcome() if self._hello_repeated_at_s is not None:
                 self._handle_repeated_welcome(message)

@@ -24,6 +24,8 @@ class FaultKind(StrEnum):
     """The engine's steps take many times as long for a while."""
     LEAVE = "leave"
     """The engine sends a goodbye, ends, and is started again later."""
+    DRAIN = "drain"
+    """The run has the engine leave, at once or within some time; another process joins later."""
     LATE = "late"
     """The engine's first process is started only when the run is well under way."""
     CUT = "cut"
@@ -62,6 +64,12 @@ AFTER_SWAP_SHARE = 0.3
 """Share of faults that are placed right after a weight swap, when the most messages without a
 sequence number are in flight."""
 
+DRAIN_SHARE = 0.3
+"""Share of runs in which engines are drained, beside the other faults."""
+
+DRAINS_MAX = 3
+"""Most drains of one run."""
+
 FAULTS_MAX = 6
 """Most faults of one run: enough that they overlap, and few enough to understand a failure."""
 
@@ -82,7 +90,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of the engine's weight swap, from 1, that the fault follows while the announcement of
     the swap is on its way; 0 for a fault at a fixed time."""
     lasts_s: float = 0.0
-    """Duration of the fault, in virtual seconds."""
+    """Duration of the fault, in virtual seconds; of a drain, the time that the engine's turns have
+    to end."""
 
 
 def parse_faults(text: str) -> frozenset[FaultKind]:
@@ -111,7 +120,7 @@ def plan_faults(
     kinds: frozenset[FaultKind], *, engines: int, until_s: float, chance: random.Random
 ) -> list[Fault]:
     """Draw the faults of one run, at times before ``until_s`` or right after weight swaps."""
-    engine_faults = sorted(kinds - SCENARIO_FAULTS)
+    engine_faults = sorted(kinds - SCENARIO_FAULTS - {FaultKind.DRAIN})
     if not engine_faults:
         return []
     faults = []
@@ -131,3 +140,23 @@ def plan_faults(
             )
         )
     return faults
+
+
+def plan_drains(
+    kinds: frozenset[FaultKind], *, engines: int, until_s: float, chance: random.Random
+) -> list[Fault]:
+    """Draw the drains of one run, at times before ``until_s`` or right after weight swaps."""
+    if FaultKind.DRAIN not in kinds or chance.random() >= DRAIN_SHARE:
+        return []
+    drains = []
+    for _ in range(chance.randint(1, DRAINS_MAX)):
+        is_after_swap = chance.random() < AFTER_SWAP_SHARE
+        drain = Fault(
+            kind=FaultKind.DRAIN,
+            engine=chance.randrange(engines),
+            at_s=0.0 if is_after_swap else round(chance.uniform(0.0, until_s), 4),
+            after_swap=chance.randint(1, 3) if is_after_swap else 0,
+            lasts_s=chance.choice((0.0, 0.0, round(LONGEST_FAULT_S * chance.random() ** 3, 4))),
+        )
+        drains.append(drain)
+    return drains

@@ -38,13 +38,19 @@ class EngineHost:
         latency_s: float,
         chance: random.Random,
         on_exit: Callable[[str, str], None],
+        on_drain: Callable[[str, float], None] = lambda engine, within_s: None,
     ) -> None:
-        """Create the host; ``on_exit`` is called with a crashed engine's name and the reason."""
+        """Create the host; ``on_exit`` is called with a crashed engine's name and the reason,
+        ``on_drain`` with an engine that the run is to drain, and the time for it in seconds."""
         self.name = name
         self._spec = spec
         self._context = context
         self._loop = context.loop
         self._on_exit = on_exit
+        self._on_drain = on_drain
+        self.must_end_idle = False
+        """Whether the engine must have handed back its turns when it is told to shut down, because
+        nothing but drains was planned for it."""
         self._chance = chance
         self._epoch = 0
         self._swaps = 0
@@ -79,6 +85,12 @@ class EngineHost:
 
     def stepped(self, tokens: int) -> None:
         """Ignore the tokens of a step; :class:`EngineOwner` requires the method."""
+
+    def shut_down(self, running_turns: int) -> None:
+        """Note that the engine process was told to end, while it ran this many turns."""
+        assert not (running_turns and self.must_end_idle), (
+            f"{self.name} was told to end while it ran {running_turns} turns"
+        )
 
     def ended(self) -> None:
         """Start the next process after the engine process has ended by itself."""
@@ -120,6 +132,8 @@ class EngineHost:
             case FaultKind.LEAVE:
                 self._context.coverage.record(CoverageMark.LEFT)
                 engine.end("asked to leave")
+            case FaultKind.DRAIN:
+                self._on_drain(self.name, fault.lasts_s)
             case FaultKind.REFUSE:
                 engine.staging.refusals_due += 1
             case FaultKind.LAG:

@@ -171,6 +171,10 @@ class InvariantChecker:
         self._versions_without_batch = 0
         """Number of published versions beyond one per trained batch; they age the batches that the
         trainer holds."""
+        self._draining: set[str] = set()
+        """Engines that are about to leave, and must get no turns."""
+        self._drained: set[tuple[str, int]] = set()
+        """(engine, epoch) of each process that was drained, and must not join again."""
         self._departed: set[str] = set()
         """Engines that were given up, or have sent a goodbye."""
         self.admitted: Counter[int] = Counter()
@@ -266,6 +270,7 @@ class InvariantChecker:
                 if self._epochs.get(engine) != epoch:
                     self._lose(engine, is_crash=True)
                     self._leave(engine)
+                assert (engine, epoch) not in self._drained, f"{engine} joined again, drained"
                 self._epochs[engine] = epoch
                 self._serve(engine, version)
                 if engine in self._departed:
@@ -274,8 +279,15 @@ class InvariantChecker:
                 assert version <= self._published, f"{engine} serves v{version}, not published"
                 if engine in self._serving:  # otherwise the engine was given up meanwhile
                     self._serve(engine, version)
+            case ev.EngineDraining(engine=engine):
+                self._draining.add(engine)
+                has_turns = bool(self._placed.get(engine))
+                mark = CoverageMark.DRAINED_AT_WORK if has_turns else CoverageMark.DRAINED
+                self._coverage.record(mark)
             case ev.EngineLeft(engine=engine, is_crash=is_crash):
                 self._lose(engine, is_crash=is_crash)
+                if engine in self._draining:
+                    self._drained.add((engine, self._epochs[engine]))
                 assert engine not in self._engines_without_faults, (
                     f"{engine} was given up without a fault"
                 )
@@ -362,6 +374,7 @@ class InvariantChecker:
         self.live_version = max(self.live_version, min(self._serving.values()))
 
     def _leave(self, engine: str) -> None:
+        self._draining.discard(engine)
         self._serving.pop(engine, None)
         oldest = min(self._serving.values(), default=0)
         self.live_version = max(self.live_version, oldest)
@@ -385,6 +398,7 @@ class InvariantChecker:
             self.trained[group.task] -= not group.is_split_remainder
 
     def _check_submit(self, engine: str) -> None:
+        assert engine not in self._draining, f"{engine} got a turn while it drains"
         version = self._serving.get(engine, -1)
         assert version >= self.live_version, (
             f"{engine} with v{version} got a turn while v{self.live_version} is live everywhere"

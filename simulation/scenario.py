@@ -37,6 +37,7 @@ from tidegate.simulation.faults import (
     WEIGHT_FAULTS,
     Fault,
     FaultKind,
+    plan_drains,
     plan_faults,
 )
 from tidegate.simulation.script import (
@@ -496,9 +497,20 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
         discarded_rows=random.Random(f"{seed}/left out").choice((0.0, 0.0, 0.3)),
         look_ahead=random.Random(f"{seed}/look-ahead").choice((0, 0, 0, 0, 1, 2)),
         patches=random.Random(f"{seed}/patches").random() < 0.5,
-        faults=plan_faults(
-            kinds, engines=engines, until_s=FAULTS_UNTIL_S, chance=random.Random(f"{seed}/faults")
-        ),
+        faults=[
+            *plan_faults(
+                kinds,
+                engines=engines,
+                until_s=FAULTS_UNTIL_S,
+                chance=random.Random(f"{seed}/faults"),
+            ),
+            *plan_drains(
+                kinds,
+                engines=engines,
+                until_s=FAULTS_UNTIL_S,
+                chance=random.Random(f"{seed}/drain faults"),
+            ),
+        ],
     )
     return _with_run_wide_faults(msgspec.structs.replace(plain, **draw_rules(plain)), kinds)
 

@@ -121,7 +121,10 @@ def empty_model_files() -> ModelFiles:
 
 
 def engine_hosts(
-    scenario: Scenario, context: SimulationContext, on_exit: Callable[[str, str], None]
+    scenario: Scenario,
+    context: SimulationContext,
+    on_exit: Callable[[str, str], None],
+    on_drain: Callable[[str, float], None],
 ) -> list[EngineHost]:
     """Make the scenario's engines with their planned faults, without starting them."""
     spec = SimulatedEngineSpec(
@@ -143,13 +146,23 @@ def engine_hosts(
             latency_s=scenario.latency_s,
             chance=scenario.chance("engine", number),
             on_exit=on_exit,
+            on_drain=on_drain,
         )
         for number, name in enumerate(map(engine_name, range(scenario.engines)))
     ]
     for fault in scenario.faults:
         if fault.engine < len(hosts):
             hosts[fault.engine].plan(fault)
+    for number, host in enumerate(hosts):
+        kinds = {fault.kind for fault in scenario.faults if fault.engine == number}
+        host.must_end_idle = kinds == {FaultKind.DRAIN} and not scenario.deadly_turns
     return hosts
+
+
+def drain(scheduler: Scheduler | None, engine: str, within_s: float) -> None:
+    """Have a run's engine leave, if it is connected."""
+    if scheduler is not None and engine in scheduler.fleet.engines:
+        scheduler.engines.drains.begin(engine, within_s)
 
 
 class Simulation:
@@ -177,7 +190,12 @@ class Simulation:
         self._trainer = SimulatedTrainer(
             scenario, self._context, episodes.play, self._checker.begin_training
         )
-        self._hosts = engine_hosts(scenario, self._context, self._engine_ended)
+        self._hosts = engine_hosts(
+            scenario,
+            self._context,
+            self._engine_ended,
+            lambda engine, within_s: drain(self._scheduler, engine, within_s),
+        )
         self._failed: asyncio.Future[None] = self._loop.create_future()
         """Future that gets the first error of the run, wherever it was raised."""
         self._scheduler: Scheduler | None = None

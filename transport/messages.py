@@ -139,6 +139,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     their own. 0: the engine serves only adapters that are part of the weights."""
     adapters: list[HeldAdapter] = []
     """Live versions of adapters with versions of their own; they outlive a connection."""
+    device: str = ""
+    """Device that the model is computed on: ``cpu``, ``cuda:0``. Empty: not reported."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -252,6 +254,8 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     reason: str
     has_failed: bool = False
     """Whether the engine ends because of an error, which one of its turns may have caused."""
+    is_requested: bool = False
+    """Whether it was asked to end, by a message or a signal: then it is not started again."""
 
 
 class MessageRejected(Message, frozen=True, kw_only=True, tag="message_rejected"):

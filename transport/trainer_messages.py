@@ -129,7 +129,16 @@ class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):
     """A small request without a message type of its own, such as pause, resume or statistics."""
 
     action: Literal[
-        "pause", "resume", "sleep", "wake", "ack", "report_off_policyness", "statistics", "discard"
+        "pause",
+        "resume",
+        "sleep",
+        "wake",
+        "drain",
+        "scale",
+        "ack",
+        "report_off_policyness",
+        "statistics",
+        "discard",
     ]
     arguments: dict[str, Any] = {}
 

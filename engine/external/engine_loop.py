@@ -54,7 +54,10 @@ TICK_S = 0.02
 CHECK_INTERVAL_S = 5.0
 """Seconds between liveness checks of the engine. A broken stream is noticed sooner."""
 
-END_TIMEOUT_S = 4.0
+HAND_BACK_TIMEOUT_S = 2.0
+"""Seconds after a signal for the engine to abort its requests and return their tokens."""
+
+END_TIMEOUT_S = 2.0
 """Seconds to unpause the engine and abort its requests at the end. The parent kills this
 process after 5."""
 
@@ -116,6 +119,9 @@ class ExternalEngineLoop:
         """Replies to send, in order, after all tokens received before them."""
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
+        self.is_end_requested = False
+        """Whether the loop was asked to end, by a signal or by the orchestrator."""
+        self._is_signalled = False
         self.refusal: str | None = None
         self.failure: TidegateError | None = None
         """The error that ended the loop; None if it ended on request."""
@@ -143,12 +149,22 @@ class ExternalEngineLoop:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._is_signalled and self.failure is None and self._streams.paused is None:
+                await self._hand_back_turns()
             await self._streams.close()
             self._batcher.flush_now()
             if self.failure is None:
                 await self._restore_engine()
             self._swapper.loras.remove_files()
         return self.end_reason or "ended"
+
+    async def _hand_back_turns(self) -> None:
+        """Have the engine abort its requests, which return the tokens sampled so far."""
+        try:
+            async with asyncio.timeout(HAND_BACK_TIMEOUT_S):
+                await self._streams.stop(ends_turns=True)
+        except (TidegateError, TimeoutError) as error:
+            print_stderr(f"warning: tokens of unfinished turns may be lost: {error}")
 
     async def _restore_engine(self) -> None:
         try:
@@ -164,6 +180,11 @@ class ExternalEngineLoop:
         """Make ``run`` return soon."""
         self.end_reason = self.end_reason or why
         self._ended.set()
+
+    def end_on_signal(self, why: str) -> None:
+        """Make ``run`` return soon, for good, with the tokens of all unfinished turns."""
+        self.is_end_requested = self._is_signalled = True
+        self.end(why)
 
     async def _guard(self, work: Coroutine[None, None, None]) -> None:
         """Run a task; any error ends the loop, and its message is sent to the orchestrator."""
@@ -246,6 +267,7 @@ class ExternalEngineLoop:
             case Sleep() | Wake():
                 self._sleep_controller.queue_request(message)
             case Shutdown():
+                self.is_end_requested = True
                 self.end("asked to shut down")
             case HelloRejected(message=why):
                 self.refusal = why

@@ -175,7 +175,7 @@ async def _serve(
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, engine_loop.end, f"got {number.name}")
+        loop.add_signal_handler(number, engine_loop.end_on_signal, f"got {number.name}")
     try:
         reason = await engine_loop.run()
     except Exception as error:  # noqa: BLE001 - any failure must reach the orchestrator
@@ -192,7 +192,9 @@ def _end(link: OrchestratorLink, engine_loop: ExternalEngineLoop, reason: str) -
     if engine_loop.refusal is not None:
         print_stderr(f"error: the orchestrator refused this engine: {engine_loop.refusal}")
         return REFUSED
-    link.send_goodbye(reason, has_failed=engine_loop.failure is not None)
+    has_failed = engine_loop.failure is not None
+    is_requested = not has_failed and engine_loop.is_end_requested
+    link.send_goodbye(reason, has_failed=has_failed, is_requested=is_requested)
     if engine_loop.failure is not None:
         print_stderr(f"error: {reason}")
         return DEFECT

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import io
+import itertools
 import logging
 import os
 import sys
@@ -30,7 +31,9 @@ from tidegate.orchestrator.fleet.launcher import Engines, OnExit
 from tidegate.orchestrator.fleet.processes import (
     LOG_LINES_REPORTED,
     RESTARTS_MAX,
+    STOP_TIMEOUT_S,
     WORKER,
+    engine_number,
     engine_options,
 )
 from tidegate.orchestrator.settings.config import RunSettings
@@ -151,6 +154,8 @@ class RayEngines:
         """Number of failures in a row, by engine."""
         self._reported: set[str] = set()
         """Engines whose last end was already reported."""
+        self._retired: dict[str, Any] = {}
+        """Actors of engines that were asked to leave, until they are killed."""
         self._timers: set[asyncio.TimerHandle] = set()
         self._is_stopped = False
         self.may_restart = False
@@ -163,18 +168,48 @@ class RayEngines:
     def start(self) -> None:
         """Request an actor for each engine; Ray may need long to find resources."""
         for index in range(self._settings.fleet.engines):
-            name = f"engine-{index}"
-            actor = self._ray.remote(RayEngine).options(
-                max_restarts=-1,
-                max_task_retries=0,  # so that a failure is reported at once, and not after a retry
-                max_concurrency=2,  # so that pid() answers while serve() runs
-                **self._placement.options(index),
-            )
-            arguments = engine_options(
-                self._settings.model, self._settings.engine, name, self._address
-            )
-            self._actors[name] = actor.remote(arguments, self._keys)
-            self._serve(name)
+            self._start(index)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all engines, by number."""
+        return sorted(self._actors, key=engine_number)
+
+    def add(self, count: int) -> list[str]:
+        """Request actors for more engines; return their names: the lowest unused numbers."""
+        used = {engine_number(name) for name in (*self._actors, *self._retired)}
+        numbers = itertools.islice((n for n in itertools.count() if n not in used), count)
+        return [self._start(number) for number in numbers]
+
+    def retire(self, name: str) -> None:
+        """Kill an engine's actor once it has ended, or in :data:`STOP_TIMEOUT_S`, for good."""
+        actor = self._actors.pop(name, None)
+        if actor is None:
+            return
+
+        def remove() -> None:
+            self._timers.discard(timer)
+            del self._retired[name]
+            self._ray.kill(actor)
+            self._placement.remove(engine_number(name))
+
+        timer = self._loop.call_later(STOP_TIMEOUT_S, remove)
+        self._timers.add(timer)
+        self._retired[name] = actor
+
+    def _start(self, index: int) -> str:
+        name = f"engine-{index}"
+        actor = self._ray.remote(RayEngine).options(
+            max_restarts=-1,
+            max_task_retries=0,  # so that a failure is reported at once, and not after a retry
+            max_concurrency=2,  # so that pid() answers while serve() runs
+            **self._placement.options(index),
+        )
+        arguments = engine_options(self._settings.model, self._settings.engine, name, self._address)
+        self._actors[name] = actor.remote(arguments, self._keys)
+        self._failures.pop(name, None)
+        self._serve(name)
+        return name
 
     def kill(self, name: str) -> None:
         """Kill an engine's process; Ray starts another one."""
@@ -183,7 +218,7 @@ class RayEngines:
 
     def kill_all(self) -> None:
         """Kill all actors without a restart."""
-        for actor in list(self._actors.values()):
+        for actor in (*self._actors.values(), *self._retired.values()):
             self._ray.kill(actor)
 
     def stop(self) -> None:
@@ -199,17 +234,18 @@ class RayEngines:
     def _serve(self, name: str) -> None:
         """Make the actor serve; the call waits in Ray until the actor has resources."""
         self._started_s[name] = self._loop.time()
-        future: Future[tuple[int, str]] = self._actors[name].serve.remote().future()
-        future.add_done_callback(partial(self._on_serve_done, name))
+        actor = self._actors[name]
+        future: Future[tuple[int, str]] = actor.serve.remote().future()
+        future.add_done_callback(partial(self._on_serve_done, name, actor))
 
-    def _on_serve_done(self, name: str, future: "Future[tuple[int, str]]") -> None:
+    def _on_serve_done(self, name: str, actor: Any, future: "Future[tuple[int, str]]") -> None:
         try:
-            self._loop.call_soon_threadsafe(self._ended, name, future)
+            self._loop.call_soon_threadsafe(self._ended, name, actor, future)
         except RuntimeError:
             return  # the loop has closed: the run is over
 
-    def _ended(self, name: str, future: "Future[tuple[int, str]]") -> None:
-        if self._is_stopped or name not in self._actors:
+    def _ended(self, name: str, actor: Any, future: "Future[tuple[int, str]]") -> None:
+        if self._is_stopped or self._actors.get(name) is not actor:
             return
         error = future.exception()
         served_s = self._loop.time() - self._started_s[name]

@@ -265,6 +265,9 @@ class Core:
                 return self._release(self.turns.join(event))
             case ev.EngineLeft(engine=engine, is_crash=is_crash):
                 return self._release(self.turns.leave(engine, is_crash=is_crash))
+            case ev.EngineDraining(engine=engine):
+                self.turns.drain(engine)
+                return []
             case ev.BatchesCheckpointed(batches=batches, offer=offer):
                 self.handed.mark_checkpointed(batches, offer)
                 return []

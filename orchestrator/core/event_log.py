@@ -46,6 +46,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.BatchReturned,
     ev.PublishFailed,
     ev.AdapterReleased,
+    ev.EngineDraining,
 )
 """An event's number in a record is its index in this tuple: add at the end, remove none."""
 

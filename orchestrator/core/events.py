@@ -120,6 +120,12 @@ class EngineLeft(Struct, frozen=True, gc=False):
     False if it left on request, or was removed because of its weights."""
 
 
+class EngineDraining(Struct, frozen=True, gc=False):
+    """An engine is about to leave: it gets no more turns, and its turns end, or are moved."""
+
+    engine: str
+
+
 @final
 class StepArrived(Struct, frozen=True, gc=False):
     """One decode step of an engine, its columns checked and unpacked. R rows, N tokens."""
@@ -302,6 +308,7 @@ Event = (
     | EpisodeFailed
     | EngineJoined
     | EngineLeft
+    | EngineDraining
     | StepArrived
     | TurnRejected
     | EngineSwapped

@@ -48,6 +48,8 @@ class EngineTurns:
     """Factor by which its slots are weighed."""
     media: tuple[MediaKind, ...] = ()
     """Kinds of media that its model reads."""
+    is_draining: bool = False
+    """Whether the engine is about to leave, and gets no more turns."""
     filing: TokenAppender = field(default_factory=TokenAppender)
 
 
@@ -82,7 +84,8 @@ class Placement:
         engine = self._engines[name]
         if self._reserved and name in self._reserved:
             loads = self._open_reserved
-        if engine.weight_version >= live_version and not engine.is_away:
+        is_leaving = engine.is_away or engine.is_draining
+        if engine.weight_version >= live_version and not is_leaving:
             loads.set(name, len(engine.submissions), engine.max_running_turns * engine.speed)
         else:
             loads.discard(name)
@@ -111,7 +114,8 @@ class Placement:
         if self._open is None:
             self._open, self._open_reserved = EngineLoads(), EngineLoads()
             policy = self._rules.migration_policy
-            reserved = policy.reserve(sorted(self._engines)) if policy else ()
+            names = sorted(name for name, e in self._engines.items() if not e.is_draining)
+            reserved = policy.reserve(names) if policy else ()
             self._reserved = frozenset(reserved)
             for name in self._engines:
                 self.rank(name, live_version)

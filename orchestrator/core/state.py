@@ -107,6 +107,7 @@ class SavedEngine(Saved):
     is_away: bool
     speed: float
     media: tuple[MediaKind, ...] = ()
+    is_draining: bool = False
 
 
 class SavedBatch(Saved):
@@ -350,6 +351,7 @@ def _engine(name: str, engine: EngineTurns) -> SavedEngine:
         engine.is_away,
         engine.speed,
         engine.media,
+        engine.is_draining,
     )
 
 
@@ -583,6 +585,7 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
         engine = EngineTurns(each.weight_version, each.max_running_turns, epoch=each.epoch)
         engine.missing, engine.replay_until = each.missing, each.replay_until
         engine.is_away, engine.speed, engine.media = each.is_away, each.speed, each.media
+        engine.is_draining = each.is_draining
         for s in each.submissions:
             turn = running[s.rollout_id][0].turns[-1]
             turn.priority, turn.sampled_before = s.priority, s.sampled_before

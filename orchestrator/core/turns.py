@@ -159,6 +159,13 @@ class TurnTracker:
         commands = [c for turn in lost_turns for c in self.submit(turn, turn.priority)]
         return commands + self._send_next_suspect()
 
+    def drain(self, name: str) -> None:
+        """Give an engine no more turns; it keeps those that it has until they end or it leaves."""
+        engine = self.engines.get(name)
+        if engine is not None:
+            engine.is_draining = True
+            self.placement.forget()
+
     def swap(self, engine: str, version: int) -> list[Command]:
         """Record that an engine serves ``version`` from now on, and submit waiting turns."""
         turns = self.engines.get(engine)

@@ -691,6 +691,11 @@ class WeightControl:
         return tuple(_in_order(self._sleep_tags))
 
     @property
+    def is_pausing(self) -> bool:
+        """Whether engines are paused, or a pause or resume is under way."""
+        return self.pause_mode is not None or self._pauses.current is not None
+
+    @property
     def staging_version(self) -> int | None:
         """Newest version published, while some engine has not staged it; else None."""
         return self.update.version if self.update is not None and self.is_undecided else None

@@ -38,6 +38,8 @@ class Engine:
     """Time without decoding in all weight swaps, in microseconds."""
     stuck_since_s: float | None = None
     """Time since which the next step is missing or always refused; None if neither."""
+    is_draining: bool = False
+    """Whether the engine is about to leave, and gets no more work."""
     may_return: bool = False
     """Whether the engine was removed only for its silence, so that it may rejoin by a hello."""
 
@@ -88,4 +90,6 @@ class Engine:
             quantization=self.hello.quantization,
             weight_swaps=self.weight_swaps,
             weight_swap_stall_s=self.weight_swap_stall_us / 1e6,
+            state="draining" if self.is_draining else "serving",
+            device=self.hello.device,
         )

@@ -30,6 +30,7 @@ from tidegate.transport.messages import (
     Message,
     MessageRejected,
     OrchestratorHeartbeat,
+    Shutdown,
     Step,
     TurnFailed,
     WeightsLive,
@@ -240,6 +241,8 @@ class Fleet:
         """Engine -> reason for which it left."""
         self._given_up: dict[str, Engine] = {}
         """Engines that left, by name: one that was only silent may continue its stream."""
+        self._retired: dict[str, int] = {}
+        """Engine -> epoch of a process that was asked to leave for good."""
         self._streams: Mapping[str, tuple[int, int]] = {}
         """After a resume: engine -> (epoch, next seq) of the crashed process."""
         self._expected: dict[str, float] = {}
@@ -315,6 +318,15 @@ class Fleet:
         self._next_tick_s = now_s + self._settings.heartbeat_interval_s
         return max(0.0, now_s - due_s)
 
+    def retire(self, name: str) -> None:
+        """Let the present process of an engine not join again once it has left."""
+        _keep_newest(self._retired, name, self.engines[name].hello.epoch)
+
+    def is_retired(self, name: str) -> bool:
+        """Whether an engine that has left was asked to leave for good."""
+        gone = self._given_up.get(name)
+        return gone is not None and self._retired.get(name) == gone.hello.epoch
+
     def lose(self, name: str, why: str, *, is_crash: bool = True) -> list[Event]:
         """Remove an engine; ``is_crash``: one of its turns may have caused the loss."""
         engine = self.engines.pop(name, None)
@@ -362,17 +374,15 @@ class Fleet:
         engine = self.engines.get(name)
         if engine is None:
             gone = self._given_up.get(name)
-            if (
-                gone is not None and gone.may_return
-            ):  # a hang of the engine or the network has ended
+            may_return = gone is not None and gone.may_return and not self.is_retired(name)
+            if may_return:  # a hang of the engine or the network has ended
                 raise BadFrame(
                     f"{name!r} {self.departed[name]} and was removed; send a hello message to "
                     "join again"
                 )
             if name in self.departed:  # its turns run on other engines: it must end
-                self._reply_to(
-                    peer, HelloRejected(message=f"removed: {self.departed[name]}"), now_s
-                )
+                rejected = HelloRejected(message=f"removed: {self.departed[name]}")
+                self._reply_to(peer, Shutdown() if self.is_retired(name) else rejected, now_s)
                 return
             raise BadFrame(f"{name!r} sent a message before its hello was accepted")
         engine.last_message_s = now_s
@@ -385,7 +395,9 @@ class Fleet:
                 engine.out_of_memory_steps = message.out_of_memory_steps
             case TurnFailed(turn=turn, message=why):
                 received.append(TurnRejected(name, turn, cut(why)))
-            case Goodbye(reason=reason, has_failed=has_failed):
+            case Goodbye(reason=reason, has_failed=has_failed, is_requested=is_requested):
+                if is_requested:
+                    self.retire(name)
                 received += self.lose(name, reason, is_crash=has_failed)
             case MessageRejected() if not self._reply_limiter.has(peer, now_s):
                 self.malformed_frames += 1  # above the rate limit: counted, not logged
@@ -437,6 +449,9 @@ class Fleet:
             _keep_newest(self.refused_engines, hello.engine[:ENGINE_NAME_BYTES_MAX], cut(why))
             self._reply_to(peer, HelloRejected(message=cut(why)), now_s)
             return
+        if self._retired.get(hello.engine) == hello.epoch and hello.engine not in self.engines:
+            self._send(peer, Shutdown())  # the one sent when it left was lost
+            return
         held = _handles(hello)
         if hello.vocab_size < self._vocab_size_min:
             self._vocab_size_min, self._have_valid_tokens = hello.vocab_size, False
@@ -451,7 +466,9 @@ class Fleet:
             window = self._window(hello)
         self._given_up.pop(hello.engine, None)
         self._expected.pop(hello.engine, None)
-        self.engines[hello.engine] = Engine(hello, window, now_s, hello.weight_version)
+        engine = Engine(hello, window, now_s, hello.weight_version)
+        engine.is_draining = self._retired.get(hello.engine) == hello.epoch
+        self.engines[hello.engine] = engine
         self.departed.pop(hello.engine, None)
         welcome = Welcome(
             heartbeat_interval_s=self._settings.heartbeat_interval_s,

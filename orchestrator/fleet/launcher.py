@@ -32,6 +32,22 @@ class Engines(Protocol):
         """Start all engines; they join when they have loaded the model."""
         ...
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the engines of the run's model that run or will be restarted, by number."""
+        ...
+
+    def add(self, count: int) -> list[str]:
+        """Start more engines of the run's model; return their names: the lowest unused numbers."""
+        ...
+
+    def retire(self, name: str) -> None:
+        """Don't restart an engine that was told to end; kill it if it does not end in time.
+
+        Its end is not reported. Harmless for engines that this launcher has not started.
+        """
+        ...
+
     def kill(self, name: str) -> None:
         """Kill an engine that does not answer; it is restarted like any other."""
         ...

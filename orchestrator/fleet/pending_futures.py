@@ -80,8 +80,8 @@ class PendingFutures:
     scores: set[asyncio.Future[Score]] = field(default_factory=set)
     calls: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Trainer's calls about weights, pauses and sleep, by number."""
-    others: "set[asyncio.Future[None]]" = field(default_factory=set)
-    """Trainer's calls about adapters with versions of their own."""
+    others: "set[asyncio.Future[Any]]" = field(default_factory=set)
+    """Trainer's calls about adapters with versions of their own, and about engines that leave."""
     conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = field(default_factory=list)
     """Conditions checked whenever an engine or its weights have changed."""
 

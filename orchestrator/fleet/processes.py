@@ -5,6 +5,7 @@ separate program that speaks the wire protocol. Built on ``subprocess``.
 """
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -28,6 +29,10 @@ RESTART_DELAY_FIRST_S = 0.5
 
 WORKER = "tidegate.engine.worker"
 """Module of the worker program, by name, because the orchestrator imports nothing of the engine."""
+
+GOODBYE_TIMEOUT_S = 0.5
+"""Time in which the goodbye of a process that has ended with status 0 is read. It says whether the
+engine was asked to leave, and all its steps are read before it."""
 
 STOP_TIMEOUT_S = 5.0
 """Time between SIGTERM and SIGKILL for a process that does not end."""
@@ -69,6 +74,11 @@ class EngineProcess:
         """Cancel :meth:`watch`. Harmless if repeated."""
         if self._pidfd is not None:
             loop.remove_reader(self._pidfd)
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether the process has ended with status 0."""
+        return self._process.poll() == 0
 
     @property
     def is_running(self) -> bool:
@@ -134,6 +144,10 @@ class LocalEngines:
         self._restarts: Counter[str] = Counter()
         self._pending: dict[str, asyncio.TimerHandle] = {}
         """Timers of engines that will be started again."""
+        self._retired: set[str] = set()
+        """Engines that were asked to leave, and are not started again."""
+        self._timers: set[asyncio.TimerHandle] = set()
+        """Timers of engines whose end is yet to be handled."""
         self.may_restart = False
         """Whether engines that die are restarted; set once the first ones are ready."""
 
@@ -144,12 +158,58 @@ class LocalEngines:
             self._start(f"engine-{index}")
 
     def _command(self, name: str) -> list[str]:
-        """Return an engine's command; workers for ``engine_urls`` are numbered after engines."""
-        settings = self._settings
-        number = engine_number(name) - settings.fleet.engines
-        if number < 0:
+        """Return an engine's command; workers for ``engine_urls`` are numbered after the engines
+        that the run begins with."""
+        settings, number = self._settings, engine_number(name)
+        if number not in self._server_numbers:
             return engine_command(settings, name, self._address)
-        return adapter_command(settings, name, self._address, settings.fleet.engine_urls[number])
+        url = settings.fleet.engine_urls[number - settings.fleet.engines]
+        return adapter_command(settings, name, self._address, url)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the engines of the run's model that run or will be restarted, by number."""
+        names = {*self._processes, *self._pending} - self._retired
+        servers = self._server_numbers
+        return sorted(
+            (name for name in names if engine_number(name) not in servers), key=engine_number
+        )
+
+    @property
+    def _server_numbers(self) -> range:
+        """Numbers of the workers for ``engine_urls``."""
+        fleet = self._settings.fleet
+        return range(fleet.engines, fleet.engines_started)
+
+    def add(self, count: int) -> list[str]:
+        """Start more engines of the run's model; return their names: the lowest unused numbers."""
+        used = {engine_number(name) for name in (*self._processes, *self._pending)}
+        used.update(self._server_numbers)
+        numbers = itertools.islice((n for n in itertools.count() if n not in used), count)
+        names = [f"engine-{number}" for number in numbers]
+        for name in names:
+            self._retired.discard(name)
+            del self._restarts[name]
+            self._start(name)
+        return names
+
+    def retire(self, name: str) -> None:
+        """Don't restart an engine that was told to end; kill it if it does not end in time."""
+        if name not in self._processes and name not in self._pending:
+            return
+        self._retired.add(name)
+        if (timer := self._pending.pop(name, None)) is not None:
+            timer.cancel()
+        if (process := self._processes.get(name)) is not None:
+            self._later(STOP_TIMEOUT_S, process.kill)
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        def act() -> None:
+            self._timers.discard(timer)
+            action()
+
+        timer = self._loop.call_later(delay_s, act)
+        self._timers.add(timer)
 
     @property
     def are_gone(self) -> bool:
@@ -168,9 +228,17 @@ class LocalEngines:
         self._processes[name] = process
 
     def _ended(self, name: str) -> None:
+        if self._processes[name].has_succeeded:
+            self._later(GOODBYE_TIMEOUT_S, lambda: self._handle_end(name))
+        else:
+            self._handle_end(name)
+
+    def _handle_end(self, name: str) -> None:
         process = self._processes.pop(name)
         why = process.exit_reason()
         process.join()
+        if name in self._retired:
+            return
         if self.may_restart and self._restarts[name] < RESTARTS_MAX:
             delay_s = RESTART_DELAY_FIRST_S * 4 ** self._restarts[name]
             self._restarts[name] += 1
@@ -189,7 +257,7 @@ class LocalEngines:
 
     def stop(self) -> None:
         """End all engines and wait for that; those that don't end in time are killed."""
-        for timer in self._pending.values():
+        for timer in (*self._pending.values(), *self._timers):
             timer.cancel()
         for process in self._processes.values():
             process.unwatch(self._loop)

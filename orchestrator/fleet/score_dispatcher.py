@@ -133,6 +133,7 @@ class ScoreDispatcher:
             slots = max(1, engine.hello.max_running_turns // 2)
             load = len(self._sent.get(name, ())) / slots
             is_able = want in engine.hello.score_kinds and engine.weight_version >= live_version
+            is_able = is_able and not engine.is_draining
             if is_able and load < best_load:
                 best, best_load = name, load
         return best

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from tidegate.errors import BadFrame
+from tidegate.errors import BadFrame, ConfigError, EngineStartFailed
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.outbox import Outbox
+from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet, Heartbeats
+from tidegate.orchestrator.fleet.launcher import Engines
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
@@ -114,6 +116,13 @@ class EngineSide:
             live_version=lambda: self.core.turns.live_version,
             post=self.outbox.post,
         )
+        self.drains = Drains(
+            self.fleet, pending, self, answer_timeout_s=settings.fleet.engine_timeout_s
+        )
+        self.launched: Engines | None = None
+        """Engines that this run has started; None: the run can start none."""
+        self._starting: dict[str, str | None] = {}
+        """Engines that :meth:`scale` waits for, and why they have ended; None while they start."""
         self.on_silent: Callable[[str], None] = lambda engine: None
         """Called with the name of each engine that was removed because it did not reply."""
 
@@ -153,6 +162,7 @@ class EngineSide:
         try:
             for item in self.fleet.receive(frames, asyncio.get_running_loop().time()):
                 self._on_item(item)
+            self.drains.check()
             if acks := self.fleet.take_acks():
                 self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines drop these
         except Exception as error:  # noqa: BLE001 - a bug ends the run, not only this callback
@@ -160,7 +170,9 @@ class EngineSide:
 
     def _on_item(self, item: ev.Event | EngineReply) -> None:
         if isinstance(item, EngineReply):
-            if isinstance(item.message, ScoreResult | ScoreFailed):
+            if item.engine in self.drains and not isinstance(item.message, WeightsLive):
+                self.drains.received(item.engine, item.message)
+            elif isinstance(item.message, ScoreResult | ScoreFailed):
                 self.scores.received(item.engine, item.message)
             elif self.adapters.receive(item.engine, item.message):
                 pass
@@ -225,17 +237,27 @@ class EngineSide:
         engine = event.engine
         if isinstance(event, ev.EngineJoined):
             self._check_dtype(engine)
+            self._pending.notify()
+            known = self.core.turns.engines.get(engine)
+            if known is not None and known.is_draining and known.epoch == event.epoch:
+                self.drains.joined(engine)
+                return
             self.control.joined(engine, event.weight_version)
             self.adapters.joined(engine, self.hello_of(engine))
             self.scores.joined(engine)
             self.sessions.joined(engine, self.hello_of(engine))
             return
-        log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
+        is_retired = self.fleet.is_retired(engine)
+        if is_retired and self.launched is not None:
+            self.launched.retire(engine)
+        level, what = (logging.INFO, "left") if is_retired else (logging.WARNING, "lost")
+        log.log(level, "engine=%s %s: %s", engine, what, self.fleet.departed.get(engine))
         self.control.left(engine)
         self.adapters.left(engine)
         self.scores.left(engine)
         self.sessions.left(engine)
-        self._record(engine, "lost")
+        self.drains.left(engine)
+        self._record(engine, what)
 
     def _check_dtype(self, engine: str) -> None:
         """Record an engine's compute dtype; warn if it is not the expected one."""
@@ -256,13 +278,78 @@ class EngineSide:
                 expected,
             )
 
+    def exclude(self, engine: str) -> None:
+        """Leave a draining engine out of weight updates, pauses, sleep, adapters and scoring."""
+        self.control.left(engine)
+        self.adapters.left(engine)
+        self.scores.joined(engine)  # its requests are sent to others, and count no loss
+        self._record(engine, "draining")
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether engines are paused, or about to be."""
+        return self.control.state.is_pausing
+
     def refuse_engine(self, engine: str, why: str) -> None:
         """Remove an engine that refused weights that other engines serve, and tell it why."""
         self.fleet.send(engine, HelloRejected(message=why))
         self.handle(self.fleet.lose(engine, f"could not take weights: {why}", is_crash=False))
 
+    async def scale(self, engines: int, within_s: float) -> None:
+        """Start engines, or have some leave, until ``engines`` of the run's model run here.
+
+        Return once the new ones have joined, or the others have left. The ones with the highest
+        numbers leave, as by :meth:`Drains.drain`.
+
+        Raises:
+            ConfigError: this run starts no engines.
+            EngineStartFailed: a new engine ended, or did not join in time. The others stay.
+        """
+        launched = self.launched
+        if launched is None:
+            raise ConfigError("this run starts no engines itself; start or drain them one by one")
+        names = launched.names
+        if leaving := names[engines:]:
+            for name in leaving:
+                if name not in self.fleet.engines:  # it starts, or waits for its restart
+                    launched.retire(name)
+                    launched.kill(name)
+            drains = [self.drains.begin(n, within_s) for n in leaving if n in self.fleet.engines]
+            await asyncio.gather(*map(asyncio.shield, drains))
+            return
+        new = launched.add(engines - len(names))
+        self._starting.update(dict.fromkeys(new))
+        try:
+            await self._wait_joined(launched, new)
+        finally:
+            for name in new:
+                del self._starting[name]
+
+    async def _wait_joined(self, launched: Engines, names: list[str]) -> None:
+        timeout_s = self._settings.fleet.engine_start_timeout_s
+
+        def is_settled(name: str) -> bool:
+            return name in self.fleet.engines or self._starting[name] is not None
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._pending.until(lambda: all(map(is_settled, names)))
+        except TimeoutError:
+            for name in names:
+                if not is_settled(name):
+                    self._starting[name] = f"not ready after {timeout_s:.0f} s"
+        failed = {name: why for name in names if (why := self._starting[name]) is not None}
+        for name in failed:
+            launched.retire(name)
+            launched.kill(name)
+        for name, why in failed.items():
+            raise EngineStartFailed(engine=name, why=why)
+
     def ended(self, engine: str, why: str) -> None:
         """Remove a local engine whose process has ended."""
+        if engine in self._starting and engine not in self.fleet.engines:
+            self._starting[engine] = why
+            self._pending.notify()
         self.handle(self.fleet.lose(engine, why))
 
     def give_up_engine(self, engine: str, why: str) -> None:

@@ -145,6 +145,7 @@ class Scheduler:
         finally:
             await self._episodes.end()
             self._task_iterators.close()
+            self.engines.drains.close()
             self._group = None
             self._router.detach()
 
@@ -270,6 +271,9 @@ class Scheduler:
         if type(event) is ev.VersionPublished:
             self.fleet.newest_version = event.version
             self.published.record(asyncio.get_running_loop().time(), event.version)
+            self.engines.drains.hurry()
+        elif type(event) is ev.AdapterReleased:
+            self.engines.drains.hurry()
         elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
             self.engines.membership_changed(event)
 

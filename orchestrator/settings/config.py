@@ -579,7 +579,8 @@ class RunSettings(SettingsRecord):
         if device == CPU:
             return self.engine_processes + 1
         engines = [self.engine.device_of(index) for index in range(self.fleet.engines)]
-        return engines.count(device) + (self.weights.weight_channel == "cuda_ipc")
+        # An engine that is added to a running run may be the first one on its device.
+        return max(1, engines.count(device)) + (self.weights.weight_channel == "cuda_ipc")
 
     @property
     def engine_threads(self) -> int:

@@ -6,12 +6,15 @@ Standard library dataclasses, made of the ledger's, the discards' and the watchd
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tidegate.orchestrator.core.discards import DiscardStatistics, LengthBiasStatistics
 from tidegate.orchestrator.core.failure_counts import FailureStatistics
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.watchdog import Stuck
+
+EngineState = Literal["serving", "draining"]
+"""What an engine of a run does."""
 
 
 class EngineWork(NamedTuple):
@@ -74,6 +77,10 @@ class EngineStatistics:
     """Number of weight swaps since the engine joined."""
     weight_swap_stall_s: float = 0.0
     """Seconds without decoding in these swaps, as the engine reports them."""
+    state: EngineState = "serving"
+    """``serving``; or ``draining``: the engine is about to leave, and gets no more turns."""
+    device: str = ""
+    """Device that the engine computes on: ``cpu``, ``cuda:0``, …; empty if it reports none."""
 
 
 @dataclass(frozen=True, slots=True)

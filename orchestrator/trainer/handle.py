@@ -8,6 +8,7 @@ A sync handle is a :class:`SyncHandle`: it runs the coroutines of an async one t
 import asyncio
 import concurrent.futures
 import functools
+import math
 import threading
 import types
 from abc import ABC, abstractmethod
@@ -51,6 +52,14 @@ class RunRequests(ABC):
     @abstractmethod
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
         """Have all engines allocate memory again."""
+
+    @abstractmethod
+    async def drain(self, engine: str, within_s: float) -> int:
+        """Have an engine leave; return the number of its turns that were moved."""
+
+    @abstractmethod
+    async def scale(self, engines: int, within_s: float) -> None:
+        """Start engines or have some leave, until the run has ``engines`` of its own."""
 
 
 class RunHandle(ABC):
@@ -195,6 +204,48 @@ class RunHandle(ABC):
         """
         await self._requests.wake(None if tags is None else _checked_tags(tags))
 
+    async def drain(self, engine: str, *, within_s: float = 30.0) -> int:
+        """Have an engine leave the run; return the number of its turns that were moved.
+
+        The engine gets no new turns. Its turns have ``within_s`` seconds to end; the others then
+        continue on other engines with all their tokens. Then the engine's process ends, with status
+        0, and is not started again. The time ends early when weights are released that the engine
+        does not have, or when engines pause or sleep, because nothing waits for a draining engine.
+
+        Without another engine, turns wait until one joins. A second call for the same engine waits
+        for the same end; the earlier deadline counts. If the call is cancelled, the engine leaves
+        all the same.
+
+        Raises:
+            ConfigError: there is no such engine, or ``within_s`` is no time.
+        """
+        if not 0 <= within_s < math.inf:
+            raise ConfigError(f"within_s must be at least 0 seconds and finite, got {within_s}")
+        return await self._requests.drain(engine, within_s)
+
+    async def retire(self, engine: str) -> int:
+        """Have an engine leave the run now: :meth:`drain` without time for its turns to end."""
+        return await self.drain(engine, within_s=0.0)
+
+    async def scale(self, *, engines: int, within_s: float = 0.0) -> None:
+        """Start engines, or have some leave, until the run has ``engines`` of its own.
+
+        Return once new engines have joined; they get the newest weights first, then turns. The
+        engines with the highest numbers leave, as by :meth:`drain`. Engines that others have
+        started, and workers of ``engine_urls``, are not counted.
+
+        Raises:
+            ConfigError: ``engines`` is negative, or this run starts no engines.
+            EngineStartFailed: a new engine ended, or did not join within
+                ``engine_start_timeout_s``.
+        """
+        if engines < 0 or not 0 <= within_s < math.inf:
+            raise ConfigError(
+                f"engines and within_s must be at least 0, got engines={engines}, "
+                f"within_s={within_s}"
+            )
+        await self._requests.scale(engines, within_s)
+
 
 class TrainerHandle(RunHandle):
     """Async handle of a run's trainer: adds the trainer's weight version and checkpoint state."""
@@ -333,6 +384,9 @@ class SyncHandle(Generic[HandleT]):
     resume = blocking(RunHandle.resume)
     sleep = blocking(RunHandle.sleep)
     wake = blocking(RunHandle.wake)
+    drain = blocking(RunHandle.drain)
+    retire = blocking(RunHandle.retire)
+    scale = blocking(RunHandle.scale)
 
 
 class SyncTrainerHandle:

@@ -57,7 +57,7 @@ from tidegate.orchestrator.telemetry.forecast import Forecaster, window_groups
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.orchestrator.telemetry.off_policy import off_policy
 from tidegate.orchestrator.telemetry.recorder import TrainerActivity
-from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 from tidegate.orchestrator.trainer.adapters import AdapterHandle, SyncAdapterHandle
 from tidegate.orchestrator.trainer.batch_metrics import (
@@ -189,6 +189,14 @@ class LocalRequests(RunRequests):
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
         await self.do(lambda scheduler: scheduler.control.wake(tags))
 
+    @override
+    async def drain(self, engine: str, within_s: float) -> int:
+        return await self.do(lambda scheduler: scheduler.engines.drains.drain(engine, within_s))
+
+    @override
+    async def scale(self, engines: int, within_s: float) -> None:
+        await self.do(lambda scheduler: scheduler.engines.scale(engines, within_s))
+
 
 class Scorer(RunHandle):
     """Async handle of a run that only scores, e.g. with a frozen reference model."""
@@ -215,6 +223,11 @@ class Scorer(RunHandle):
         if self._final is not None:
             return self._final
         return self._read(self._statistics_of)
+
+    @property
+    def engines(self) -> tuple[EngineStatistics, ...]:
+        """Connected engines: name, state, weight version, running turns, device and counters."""
+        return self.statistics().engines
 
     @property
     def dashboard_url(self) -> str | None:
@@ -953,6 +966,11 @@ class SyncScorer(SyncHandle[Scorer]):
     def run_directory(self) -> Path | None:
         """As :attr:`Scorer.run_directory`."""
         return self._handle.run_directory
+
+    @property
+    def engines(self) -> tuple[EngineStatistics, ...]:
+        """As :attr:`Scorer.engines`."""
+        return self._handle.engines
 
     @property
     def dashboard_url(self) -> str | None:

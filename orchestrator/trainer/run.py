@@ -339,6 +339,7 @@ class Run:
         engines = self._launcher.engines(address, logs, on_exit=on_exit)
         self._engines = engines
         scheduler.engines.on_silent = engines.kill
+        scheduler.engines.launched = engines
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(scheduler.run(), name="scheduler")

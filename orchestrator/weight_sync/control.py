@@ -18,6 +18,7 @@ from tidegate.orchestrator.core import weight_control as wc
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.weight_content import Change, replace_all
 from tidegate.orchestrator.core.weight_control import PublishWait, Reserved, WeightControl
+from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
@@ -75,6 +76,10 @@ class EngineControlCallbacks(Protocol):
 
     def swapped(self, engine: str, message: WeightsLive) -> None:
         """Record that an engine now serves other weights."""
+
+    @property
+    def drains(self) -> Drains:
+        """Engines that are about to leave. They have left weight control, and may sample on."""
 
     def hello_of(self, engine: str) -> Hello | None:
         """Return an engine's hello; None if the engine has left again."""
@@ -215,10 +220,16 @@ class EngineControl:
         is cancelled, the pause may hold all the same; resume to be sure. While engines sleep, it
         takes effect once they are awake.
         """
+        if mode is not None:
+            self._callbacks.drains.hurry()
         await self._run_call(wc.PauseRequested(next(self._call_ids), mode, clear_cache))
+        if mode is not None:
+            await self._callbacks.drains.wait_left()
 
     async def halt_engines(self, is_halted: bool) -> None:
         """Pause engines for the staleness policy; afterwards the user's pause holds again."""
+        if is_halted:
+            self._callbacks.drains.hurry()
         await self._run_call(wc.EngineHaltRequested(next(self._call_ids), is_halted))
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
@@ -230,9 +241,11 @@ class EngineControl:
             ConfigError: an engine can't sleep at this level, or couldn't get its weights again.
             SleepFailed: some engine failed to sleep. The others sleep.
         """
-        return cast(
-            int, await self._run_call(wc.SleepRequested(next(self._call_ids), level, tags, mode))
-        )
+        self._callbacks.drains.hurry()
+        request = wc.SleepRequested(next(self._call_ids), level, tags, mode)
+        freed_bytes = cast(int, await self._run_call(request))
+        await self._callbacks.drains.wait_left()
+        return freed_bytes
 
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
         """Wake this memory on every engine.
@@ -310,6 +323,7 @@ class EngineControl:
             case wc.RecordPublishFailure():
                 callbacks.handle([ev.PublishFailed()])
             case wc.RetractVersions(first_bad=first_bad):
+                callbacks.drains.cut()
                 callbacks.handle([ev.VersionRetracted(first_bad)])
             case wc.SuspendDeadlines(is_halted=is_halted):
                 callbacks.suspend_deadlines(is_halted)

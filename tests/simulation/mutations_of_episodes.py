@@ -12,7 +12,7 @@ from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 __all__ = ["MUTATIONS"]
 
 
-@mutation(seed=20)
+@mutation(seed=24)
 def engines_with_old_weights_are_asked_for_scores(patch: pytest.MonkeyPatch) -> None:
     right = ScoreDispatcher._choose
 

@@ -104,6 +104,14 @@ class RemoteRequests(RunRequests):
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
         await self.control("wake", tags=None if tags is None else list(tags))
 
+    @override
+    async def drain(self, engine: str, within_s: float) -> int:
+        return int(await self.control("drain", engine=engine, within_s=within_s))
+
+    @override
+    async def scale(self, engines: int, within_s: float) -> None:
+        await self.control("scale", engines=engines, within_s=within_s)
+
 
 class RemoteRollouts(TrainerHandle):
     """Async handle of a run in another process, for one rank of its trainer."""

@@ -384,6 +384,10 @@ class TrainerService:
                 return await run.sleep(values["level"], tags=values["tags"], mode=values["mode"])
             case "wake":
                 await run.wake(values["tags"])
+            case "drain":
+                return await run.drain(str(values["engine"]), within_s=float(values["within_s"]))
+            case "scale":
+                await run.scale(engines=int(values["engines"]), within_s=float(values["within_s"]))
             case "report_off_policyness":
                 await run.report_off_policyness(**values)
             case "ack":

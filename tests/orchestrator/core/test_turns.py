@@ -125,3 +125,39 @@ def test_a_turn_that_was_left_behind_is_given_up_when_its_rollout_asks_for_anoth
     assert (second.start, second.length) == (first.start + 2, 3)
     driver.return_reward(rollout)
     assert not driver.core.handle(step("a", 0, [(0, [5], ABORT)]))
+
+
+def test_turns_that_a_draining_engine_hands_back_go_on_elsewhere_with_their_tokens() -> None:
+    driver, rollouts = driver_with("ab", 3)
+    for rollout in rollouts[:2]:
+        driver.ask_turn(rollout)
+    driver.sample("b", 1, 2)
+    assert driver.do(ev.EngineDraining("b")) == []
+    driver.ask_turn(rollouts[2])
+    assert places(driver, rollouts) == ["a", "b", "a"]
+    driver.sample("b", 1, 3)
+    driver.sample("b", 1, 0, ABORT)
+    assert places(driver, rollouts) == ["a", "a", "a"]
+    assert rollouts[1].sampled_tokens == 5
+    assert driver.do(ev.EngineLeft("b", is_crash=False)) == []
+
+
+def test_turns_wait_while_the_only_engine_drains_until_another_joins() -> None:
+    driver, rollouts = driver_with("a", 2)
+    driver.ask_turn(rollouts[0])
+    driver.do(ev.EngineDraining("a"))
+    driver.ask_turn(rollouts[1])
+    driver.sample("a", 0, 2)
+    driver.leave("a")
+    assert places(driver, rollouts) == [None, None]
+    driver.join("b")
+    assert places(driver, rollouts) == ["b", "b"]
+    assert rollouts[0].sampled_tokens == 2
+
+
+def test_a_new_process_of_a_drained_engine_gets_turns() -> None:
+    driver, rollouts = driver_with("a", 1)
+    driver.do(ev.EngineDraining("a"))
+    driver.do(ev.EngineJoined("a", 0, 8, epoch=7))
+    driver.ask_turn(rollouts[0])
+    assert places(driver, rollouts) == ["a"]

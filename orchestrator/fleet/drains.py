@@ -1,0 +1,240 @@
+"""Engines that leave a run on request: their turns end or are moved, then the engine ends.
+
+:class:`EngineSide` owns one :class:`Drains`. A draining engine has left weight control, adapters
+and scoring, so no publish, pause or sleep waits for it. It gets no more turns (``EngineDraining``).
+When its time is up, ``Pause("abort")`` makes it hand back its turns with all their tokens, which
+continue on other engines; then it is told to shut down. Time is up at once if weights that it will
+not serve are released, or if engines pause.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.fleet.fleet import Fleet
+from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
+from tidegate.transport.messages import FromEngine, Message, Pause, Shutdown, TurnsPaused
+
+log = logging.getLogger("tidegate")
+
+
+class DrainCallbacks(Protocol):
+    """Methods of :class:`EngineSide` that drains call."""
+
+    @property
+    def core(self) -> Core:
+        """The run's core."""
+
+    def handle(self, events: Iterable[ev.Event]) -> None:
+        """Feed events to the core."""
+
+    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
+        """Send messages to engines, after all messages posted before."""
+
+    def exclude(self, engine: str) -> None:
+        """Leave an engine out of weight updates, pauses, sleep, adapters and scoring."""
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether engines are paused, or about to be."""
+
+
+@dataclass(slots=True, eq=False)
+class _Drain:
+    """One engine that drains."""
+
+    left: "asyncio.Future[int]"
+    """Resolved once the engine has left, with the number of its turns that were moved."""
+    timer: asyncio.TimerHandle | None = None
+    """Ends the engine's time; later, the wait for its answer."""
+    is_time_up: bool = False
+    """Whether the engine was told to hand back its turns."""
+    moved_turns: int = 0
+
+    def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        """Replace the timer."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = timer
+
+
+class Drains:
+    """All draining engines of a run."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        pending: PendingFutures,
+        callbacks: DrainCallbacks,
+        *,
+        answer_timeout_s: float,
+    ) -> None:
+        """``answer_timeout_s``: time for an engine to hand back its turns; then they are moved
+        with the tokens received so far."""
+        self._fleet = fleet
+        self._pending = pending
+        self._callbacks = callbacks
+        self._answer_timeout_s = answer_timeout_s
+        self._drains: dict[str, _Drain] = {}
+
+    def __contains__(self, engine: str) -> bool:
+        return engine in self._drains
+
+    async def drain(self, engine: str, within_s: float) -> int:
+        """Have an engine leave; return the number of its turns that were moved.
+
+        A cancelled call leaves the engine draining. If it drains already, the earlier deadline
+        counts.
+
+        Raises:
+            ConfigError: there is no such engine.
+        """
+        return await asyncio.shield(self.begin(engine, within_s))
+
+    def begin(self, engine: str, within_s: float) -> "asyncio.Future[int]":
+        """Begin to drain an engine; the future is done once it has left.
+
+        Raises:
+            ConfigError: there is no such engine.
+        """
+        if (drain := self._drains.get(engine)) is None:
+            drain = self._begin(engine, within_s)
+        self.check()
+        if within_s <= 0 or self._must_hurry(engine):
+            self._end_time(engine)
+        else:
+            self._shorten(engine, within_s)
+        return drain.left
+
+    def _begin(self, engine: str, within_s: float) -> _Drain:
+        record = self._fleet.engines.get(engine)
+        if record is None:
+            raise ConfigError(_unknown_message(engine, self._fleet))
+        loop = asyncio.get_running_loop()
+        drain = self._drains[engine] = _Drain(loop.create_future())
+        self._pending.others.add(drain.left)
+        drain.left.add_done_callback(self._pending.others.discard)
+        record.is_draining = True
+        self._fleet.retire(engine)
+        self._callbacks.exclude(engine)
+        self._callbacks.handle([ev.EngineDraining(engine)])
+        turns = self._callbacks.core.turns.engines
+        others = [name for name, each in turns.items() if not each.is_draining]
+        log.info(
+            "engine=%s drains turns=%d within_s=%g engines_left=%d",
+            engine,
+            len(turns[engine].submissions) if engine in turns else 0,
+            within_s,
+            len(others),
+        )
+        if not others:
+            log.warning(
+                "engine=%s is the last that takes turns: turns wait until another engine joins",
+                engine,
+            )
+        return drain
+
+    def _must_hurry(self, engine: str) -> bool:
+        """Whether an engine must not sample on: engines pause, or it lacks released weights."""
+        record = self._fleet.engines.get(engine)
+        is_old = record is not None and record.weight_version < self._fleet.newest_version
+        return is_old or self._callbacks.is_pausing
+
+    def _shorten(self, engine: str, within_s: float) -> None:
+        """End an engine's time after ``within_s``, unless it ends sooner."""
+        loop, drain = asyncio.get_running_loop(), self._drains.get(engine)
+        if drain is None or drain.is_time_up:
+            return
+        if drain.timer is None or drain.timer.when() > loop.time() + within_s:
+            drain.set_timer(loop.call_later(within_s, self._end_time, engine))
+
+    # ------------------------------------------------------------ what happens meanwhile
+
+    def hurry(self) -> None:
+        """End the time of all draining engines: weights were released, or engines pause."""
+        for engine in list(self._drains):
+            self._end_time(engine)
+
+    def cut(self) -> None:
+        """Have all draining engines leave now, before they sample another token."""
+        for engine in list(self._drains):
+            self._leave(engine)
+
+    async def wait_left(self) -> None:
+        """Return once no engine drains any more."""
+        await self._pending.until(lambda: not self._drains)
+
+    def check(self) -> None:
+        """Have engines leave that have no turns left."""
+        for engine in list(self._drains):
+            turns = self._callbacks.core.turns.engines.get(engine)
+            if turns is None or not turns.submissions:
+                self._leave(engine)
+
+    def received(self, engine: str, message: FromEngine) -> None:
+        """Handle a control message of a draining engine."""
+        drain = self._drains[engine]
+        is_abort = isinstance(message, TurnsPaused) and message.mode == "abort"
+        if is_abort and drain.is_time_up:
+            self._leave(engine)  # turns that it had not begun are moved, too
+
+    def joined(self, engine: str) -> None:
+        """Handle a draining engine that has reconnected, and has forgotten its pause."""
+        if engine not in self._drains:  # it drained when the run was resumed
+            self._begin(engine, 0.0)
+            self._end_time(engine)
+        elif self._drains[engine].is_time_up:
+            self._callbacks.send([(engine, Pause(mode="abort"))])
+
+    def left(self, engine: str) -> None:
+        """Handle an engine that is gone."""
+        drain = self._drains.pop(engine, None)
+        if drain is None:
+            return
+        drain.set_timer(None)
+        resolve(drain.left, drain.moved_turns)
+        self._pending.notify()
+
+    def close(self) -> None:
+        """Stop all timers; no call may follow."""
+        for drain in self._drains.values():
+            drain.set_timer(None)
+
+    # ------------------------------------------------------------ the end
+
+    def _end_time(self, engine: str) -> None:
+        """Have an engine hand back its turns."""
+        drain = self._drains.get(engine)
+        if drain is None or drain.is_time_up:
+            return
+        drain.is_time_up = True
+        turns = self._callbacks.core.turns.engines.get(engine)
+        drain.moved_turns = len(turns.submissions) if turns is not None else 0
+        loop = asyncio.get_running_loop()
+        drain.set_timer(loop.call_later(self._answer_timeout_s, self._give_up, engine))
+        self._callbacks.send([(engine, Pause(mode="abort"))])
+
+    def _give_up(self, engine: str) -> None:
+        log.warning("engine=%s has not handed back its turns in time", engine)
+        self._leave(engine)
+
+    def _leave(self, engine: str) -> None:
+        """Remove an engine, move the turns that it still has, and have it end."""
+        drain = self._drains.get(engine)
+        if drain is None:
+            return
+        gone = self._fleet.lose(engine, f"drained; {drain.moved_turns} turns moved", is_crash=False)
+        self._callbacks.handle(gone)
+        self._callbacks.send([(engine, Shutdown())])
+
+
+def _unknown_message(engine: str, fleet: Fleet) -> str:
+    names = ", ".join(sorted(fleet.engines)) or "none"
+    if (why := fleet.departed.get(engine)) is not None:
+        return f"engine {engine!r} has left ({why}); connected engines: {names}"
+    return f"no engine is named {engine!r}; connected engines: {names}"
