@@ -5,7 +5,7 @@ followed by raw frames for its arrays. New fields go last and have defaults. Bui
 ``messages.py``.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -14,7 +14,7 @@ from tidegate.transport.limits import Count, cut
 from tidegate.transport.message import Message
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Protocol version; both ends must have the same."""
 
 FRAME_BYTES = 16 * 1024 * 1024
@@ -66,6 +66,28 @@ class NextBatch(TrainerRequest, frozen=True, kw_only=True, tag="next_batch"):
     after_batch: Count
 
 
+class PartBox(msgspec.Struct, frozen=True, array_like=True):
+    """Place of a rank's part in a whole tensor: a box."""
+
+    shape: Annotated[list[Count], msgspec.Meta(max_length=16)]
+    """Shape of the whole tensor."""
+    start: Annotated[list[Count], msgspec.Meta(max_length=16)]
+    """Index of the part's first element, in each dimension."""
+
+
+class PrepareParts(TrainerRequest, frozen=True, kw_only=True, tag="prepare_parts"):
+    """Announces this rank's part of a publish; answered by a plan once every rank has done so."""
+
+    batch_number: Count
+    publish_index: Count
+    wait: Literal["live", "staged", "none"] = "live"
+    partial: bool = False
+    is_rollback: bool = False
+    first_bad: Count | None = None
+    held: str = ""
+    """Plan of the publish whose parts the rank has kept, to make patches from; empty if none."""
+
+
 class PublishWeights(TrainerRequest, frozen=True, kw_only=True, tag="publish_weights"):
     """Publishes weights to the engines, once every rank has finished batch ``number``."""
 
@@ -83,6 +105,13 @@ class PublishWeights(TrainerRequest, frozen=True, kw_only=True, tag="publish_wei
     tensors: list[TensorSpec] = []
     """Location of each tensor in the upload. With neither source, this rank only reports that it is
     ready."""
+    plan: str = ""
+    """Name of the plan that the tensors are parts for; empty if they are whole."""
+    boxes: list[PartBox] = []
+    """For parts: place of each tensor, in the order of the tensors."""
+    is_too_dense: bool = False
+    """Whether patches of this rank's parts would be too large, so that nothing is sent yet and all
+    ranks should send whole parts."""
 
 
 class UploadChunk(TrainerRequest, frozen=True, kw_only=True, tag="upload_chunk"):
@@ -146,6 +175,7 @@ class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):
 AnyTrainerRequest = (
     JoinRun
     | NextBatch
+    | PrepareParts
     | PublishWeights
     | UploadChunk
     | OpenTaskStream
@@ -231,6 +261,25 @@ class PublishReply(TrainerReply, frozen=True, kw_only=True, tag="publish_reply")
     version: Count
 
 
+class PartsPlan(TrainerReply, frozen=True, kw_only=True, tag="parts_plan"):
+    """How every rank sends its parts of a version."""
+
+    plan: str
+    """Name of this plan."""
+    version: Count
+    """The version that the parts will make."""
+    are_patches: bool
+    """Whether to send patches of the parts that the rank has kept, instead of whole parts."""
+    keep_copy: bool
+    """Whether to keep a copy of the parts, because the next publish may send patches."""
+    has_checksums: bool
+    """Whether patches carry a checksum of the patched part."""
+
+
+class SendWholeParts(TrainerReply, frozen=True, kw_only=True, tag="send_whole_parts"):
+    """A rank's patches were too large: send whole parts for the same plan."""
+
+
 class EvaluateReply(TrainerReply, frozen=True, kw_only=True, tag="evaluate_reply"):
     """One reward per task; None if the episode failed."""
 
@@ -255,6 +304,8 @@ AnyTrainerReply = (
     | BatchReply
     | NoMoreBatches
     | PublishReply
+    | PartsPlan
+    | SendWholeParts
     | EvaluateReply
     | ScoresReply
     | ResultReply

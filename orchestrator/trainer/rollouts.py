@@ -81,6 +81,8 @@ from tidegate.orchestrator.trainer.run import Run, RunParts
 from tidegate.orchestrator.trainer.weight_updates import (
     AdapterPublish,
     AdapterRemoval,
+    CollectParts,
+    ShardedPublish,
     WeightPublish,
     WeightRollback,
 )
@@ -753,6 +755,25 @@ class Rollouts(Scorer, TrainerHandle):
         """
         first_bad = self._version if first_bad is None else first_bad
         return await self._publish(WeightRollback(self._running, state_dict, first_bad=first_bad))
+
+    async def publish_parts(
+        self,
+        collect: CollectParts,
+        *,
+        wait: PublishWait = "live",
+        partial: bool = False,
+        is_rollback: bool = False,
+        first_bad: int | None = None,
+    ) -> int:
+        """Publish weights that the ranks of a remote trainer send in parts; return the version.
+
+        ``collect`` is awaited on the run's event loop once the version is reserved. Otherwise as
+        :meth:`publish` and :meth:`rollback`.
+        """
+        if is_rollback and first_bad is None:
+            first_bad = self._version
+        call = ShardedPublish(self._running, collect, wait, partial=partial, first_bad=first_bad)
+        return await self._publish(call)
 
     async def publish_adapter(
         self,

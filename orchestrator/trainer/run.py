@@ -65,6 +65,15 @@ class RunParts:
     """Recorder and dashboard; None if the run has neither."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenByRanks:
+    """A version whose tensors the ranks of a trainer sent in parts."""
+
+    version: int
+    plan: str
+    """Name under which the ranks remember what they sent."""
+
+
 class Run:
     """A run's thread, event loop, socket, weight channel and engine processes."""
 
@@ -92,6 +101,8 @@ class Run:
             undo.callback(self.channel.close)
             self.written = written_by(settings.weights.weight_deltas)
             """What was written to the channel. Only the publish that holds the buffer uses them."""
+            self.written_by_ranks: WrittenByRanks | None = None
+            """The last write, if a sharded trainer's ranks wrote it in parts."""
             self._scheduler: Scheduler | None = None
             self._loop: asyncio.AbstractEventLoop | None = None
             if parts.observers is not None:

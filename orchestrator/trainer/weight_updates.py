@@ -8,12 +8,14 @@ time. :mod:`tidegate.orchestrator.core.weight_control` decides everything else.
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import msgspec
+from typing_extensions import override
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator.core.weight_content import (
@@ -27,13 +29,15 @@ from tidegate.orchestrator.core.weight_content import (
 )
 from tidegate.orchestrator.core.weight_control import PublishWait, Reserved
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.trainer.run import Run
+from tidegate.orchestrator.trainer.run import Run, WrittenByRanks
 from tidegate.orchestrator.weight_sync.adapter_files import checked_name, load_adapter
 from tidegate.orchestrator.weight_sync.channel import write_on_gpu
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, WeightParts
-from tidegate.orchestrator.weight_sync.state_dict import named_buffers
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers, tensors_of
+from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart, joined
 from tidegate.transport.messages import Adapter, UpdateWeights
+from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.checksums import checksums, with_checksums
 from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
 
@@ -140,6 +144,7 @@ class WeightPublish:
         version, keep = reserved.version, reserved.keep
         written, settings = self._run.written, self._run.settings.weights
         written.forget(version)
+        self._run.written_by_ranks = None
         if self._is_part and not self.state_dict:
             return []
         channel = self._run.channel
@@ -164,9 +169,16 @@ class WeightPublish:
                 buffers, self._change = changed, change
             if not buffers:
                 return []
+        return self._write_buffers(reserved, buffers)
+
+    def _write_buffers(
+        self, reserved: Reserved, buffers: Sequence[NamedBuffer]
+    ) -> list[UpdateWeights]:
+        settings, channel = self._run.settings.weights, self._run.channel
+        assert not isinstance(channel, CudaIpcSender)  # the caller has looked
         # Computed over the source tensors, so that an error of the copy shows too.
         sums = checksums(buffers) if settings.weight_checksums else {}
-        chunks = channel.write(version, buffers, keep=keep)
+        chunks = channel.write(reserved.version, buffers, keep=reserved.keep)
         return with_checksums(chunks, sums) if sums else chunks
 
 
@@ -189,12 +201,98 @@ class WeightRollback(WeightPublish):
     ) -> None:
         """``first_bad``: oldest of the bad versions; all newer ones are bad too."""
         super().__init__(run, state_dict, "live")
-        if first_bad < 1:
-            raise ConfigError(
-                f"first_bad must be >= 1, because version 0 is the model directory's weights and "
-                f"there are none before it; got {first_bad}"
-            )
+        _check_first_bad(first_bad)
         self._first_bad = first_bad
+
+
+def _check_first_bad(first_bad: int) -> None:
+    if first_bad < 1:
+        raise ConfigError(
+            f"first_bad must be >= 1, because version 0 is the model directory's weights and "
+            f"there are none before it; got {first_bad}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartsWanted:
+    """What a trainer's ranks should send for a version that is reserved."""
+
+    version: int
+    base_plan: str
+    """Plan of the publish that patches may be made from; empty if none may be."""
+    keep_copy: bool
+    """Whether ranks should keep a copy, because the next publish may be one of patches."""
+    has_checksums: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedParts:
+    """What all ranks have sent."""
+
+    plan: str
+    """Name under which the ranks remember what they sent."""
+    parts: Sequence[TensorPart]
+
+
+CollectParts = Callable[[PartsWanted], Awaitable[CollectedParts]]
+"""Has the ranks of a trainer send their parts of a version."""
+
+
+class ShardedPublish(WeightPublish):
+    """A publish or rollback whose tensors the ranks of a trainer send in parts."""
+
+    def __init__(
+        self,
+        run: Run,
+        collect: CollectParts,
+        wait: PublishWait,
+        *,
+        partial: bool = False,
+        first_bad: int | None = None,
+    ) -> None:
+        super().__init__(run, {}, wait, partial=partial)
+        if first_bad is not None:
+            _check_first_bad(first_bad)
+        self._collect = collect
+        self._first_bad = first_bad
+        self._collected = CollectedParts("", ())
+
+    @override
+    async def _write_in_thread(self, reserved: Reserved) -> list[UpdateWeights]:
+        self._collected = await self._collect(self._wanted(reserved))
+        return await super()._write_in_thread(reserved)
+
+    def _wanted(self, reserved: Reserved) -> PartsWanted:
+        settings, run = self._run.settings.weights, self._run
+        base = run.written_by_ranks
+        # A recorder archives whole tensors, which patches alone do not give.
+        can_patch = settings.weight_deltas == "elements" and run.recorder is None
+        is_base = base is not None and base.version == reserved.delta_base_version
+        return PartsWanted(
+            reserved.version,
+            base.plan if base is not None and is_base and can_patch else "",
+            keep_copy=can_patch and self._change is replace_all,
+            has_checksums=settings.weight_checksums,
+        )
+
+    @override
+    def _write(self, reserved: Reserved) -> list[UpdateWeights]:
+        plan, buffers = self._collected.plan, joined(self._collected.parts)
+        self._collected = CollectedParts("", ())
+        self._run.written.forget(reserved.version)
+        has_patches = any(buffer.patch is not None for buffer in buffers)
+        if has_patches:
+            assert reserved.delta_base_version is not None  # else no plan asks for patches
+            self._change = partial(patch_elements, reserved.delta_base_version)
+            chunks = self._write_buffers(reserved, buffers)
+        else:
+            self.state_dict = tensors_of(buffers)
+            if isinstance(self._run.written, WrittenElements):
+                # The ranks compare with their own copies, so the run keeps none.
+                reserved = msgspec.structs.replace(reserved, delta_base_version=None)
+            chunks = super()._write(reserved)
+        self._run.written_by_ranks = WrittenByRanks(reserved.version, plan)
+        return chunks
 
 
 class AdapterPublish(WeightPublish):

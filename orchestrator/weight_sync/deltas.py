@@ -97,6 +97,32 @@ class WrittenElements:
         if self._version == version:
             self._version = None
 
+    def patches(
+        self, version: int, tensors: Sequence[NamedBuffer], *, has_checksums: bool = False
+    ) -> list[NamedBuffer] | None:
+        """Record a set written as ``version``; return patches of all tensors from the last one.
+
+        For a rank of a sharded trainer, whose parts are joined with those of others: unchanged
+        tensors have empty patches, and tensors of other element sizes than patched ones are whole.
+        None if that is too large, or other tensors are known.
+        """
+        kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+        if kinds != {name: kind for name, (kind, _) in self._tensors.items()}:
+            self.keep(version, tensors)
+            return None
+        self._version = None
+        found = [
+            self._encoded(tensor, has_checksums=has_checksums)
+            if ITEM_BYTES[tensor.dtype] == PATCHED_ITEM_BYTES
+            else tensor
+            for tensor in tensors
+        ]
+        self._version = version
+        whole_bytes = sum(kept.nbytes for _, kept in self._tensors.values())
+        sent_bytes = sum(each.data.nbytes for each in found)
+        is_small = sent_bytes <= max(SMALL_PATCH_BYTES, PATCH_SHARE_MAX * whole_bytes)
+        return found if is_small else None
+
     def changed(
         self,
         version: int,
@@ -112,7 +138,7 @@ class WrittenElements:
         """
         kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
         if self._version != before or kinds != {n: kind for n, (kind, _) in self._tensors.items()}:
-            self._copy(version, tensors)
+            self.keep(version, tensors)
             return None
         self._version = None  # until all tensors are compared: an error leaves a mixture
         tied = self._equal_names(tensors)
@@ -138,13 +164,19 @@ class WrittenElements:
                 return None
             np.copyto(kept, given)
             return tensor
+        patched = self._encoded(tensor, has_checksums=has_checksums)
+        if patched.patch is not None and not patched.patch.changed:
+            return None
+        is_large = len(patched.data) > max(SMALL_PATCH_BYTES, PATCH_SHARE_MAX * kept.nbytes)
+        return tensor if is_large else patched
+
+    def _encoded(self, tensor: NamedBuffer, *, has_checksums: bool) -> NamedBuffer:
+        """Return the patch from the kept tensor to this one, which is kept instead."""
+        kept = self._tensors[tensor.name][1]
+        given = np.frombuffer(tensor.data.cast("B"), np.uint8) if kept.size else kept
         old, new = bits_of(kept, tensor.dtype), bits_of(given, tensor.dtype)
         frame, patch, index = encode_patch(old, new)
-        if not len(index):
-            return None
         kept.view(old.dtype)[index] = new[index]
-        if len(frame) > max(SMALL_PATCH_BYTES, PATCH_SHARE_MAX * kept.nbytes):
-            return tensor
         if has_checksums:
             patch = msgspec.structs.replace(patch, result_crc32=zlib.crc32(given.data))
         return replace(tensor, data=memoryview(frame), patch=patch)
@@ -166,7 +198,8 @@ class WrittenElements:
                 groups.append([first, *equal])
         return groups
 
-    def _copy(self, version: int, tensors: Sequence[NamedBuffer]) -> None:
+    def keep(self, version: int, tensors: Sequence[NamedBuffer]) -> None:
+        """Copy a set written as ``version``, in place of the one before."""
         self._version = None
         kept, self._tensors = self._tensors, {}
         for tensor in tensors:

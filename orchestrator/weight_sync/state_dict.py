@@ -1,16 +1,21 @@
-"""Reads a trainer's state dict for publishing: whole tensors, each once, as bytes on the host.
+"""Reads a trainer's state dict for publishing: each tensor once, as bytes on the host.
 
 Called by the publish path and by remote trainers. FSDP and tensor parallelism leave each rank a
-shard of each tensor (a DTensor): the rank that publishes gathers one whole tensor at a time, and
-the other ranks call :func:`take_part`, so no device holds more than one whole tensor beside its
-shards. torch is imported when a tensor is read, because `tidegate audit` runs without it. Its
-tensors go to a sender of ``transport/weight_channels/``.
+shard of each tensor (a DTensor). Either every rank sends its own shards (:func:`own_parts`); or the
+rank that publishes gathers one whole tensor at a time, and the other ranks call :func:`take_part`,
+so no device holds more than one whole tensor beside its shards. torch is imported when a tensor is
+read, because `tidegate audit` runs without it. Its tensors go to a sender of
+``transport/weight_channels/``.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
+from tidegate.errors import WeightsRefused
+from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart
 from tidegate.transport.weight_channels import NamedBuffer
+from tidegate.transport.weight_channels.base import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -61,17 +66,87 @@ def distinct_tensors(
 
 def named_buffers(state_dict: "Mapping[str, torch.Tensor]") -> list[NamedBuffer]:
     """Return the bytes of a state dict on the host; copies only what is not there already."""
+    return [_buffer(name, tensor) for name, tensor in distinct_tensors(state_dict)]
+
+
+def own_parts(state_dict: "Mapping[str, torch.Tensor]", *, rank: int) -> list[TensorPart]:
+    """Return this rank's parts of a sharded state dict, on the host; gathers nothing.
+
+    Of a part that several ranks hold, the first of them sends it: of a DTensor the rank with
+    coordinate 0 in the replicated dimensions of its device mesh, of any other tensor rank 0.
+
+    Raises:
+        WeightsRefused: a DTensor holds sums that its ranks have not added up.
+    """
+    parts: list[TensorPart] = []
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in state_dict.items():
+        own, start = own_part(tensor.detach()), _start(tensor)
+        is_mine = rank == 0 if start is None else own.numel() > 0 and _is_first_holder(tensor)
+        key = (own.data_ptr(), tensor.shape)
+        if not is_mine or (key in seen and own.numel()):
+            continue
+        seen.add(key)
+        places = start or (0,) * tensor.ndim
+        parts.append(TensorPart(_buffer(name, own), tuple(tensor.shape), places))
+    return parts
+
+
+def _start(tensor: "torch.Tensor") -> tuple[int, ...] | None:
+    """Return the index of a DTensor's own shard in the whole; None of any other tensor."""
+    # The method by which torch.distributed.checkpoint reads shards, of DTensors and others.
+    chunks = getattr(tensor, "__create_chunk_list__", None)
+    if chunks is None:
+        return None
+    try:
+        (chunk,) = chunks()
+    except (RuntimeError, ValueError) as error:
+        raise WeightsRefused(
+            f"a DTensor of shape {list(tensor.shape)} has no single shard on this rank ({error}); "
+            "redistribute() it to Shard or Replicate placements"
+        ) from None
+    return tuple(chunk.offsets)
+
+
+def _is_first_holder(tensor: "torch.Tensor") -> bool:
+    """Whether this rank is the first of those with the same shard of a DTensor."""
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    coordinate = None if mesh is None else mesh.get_coordinate()
+    return coordinate is not None and not any(
+        at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()
+    )
+
+
+def _buffer(name: str, tensor: "torch.Tensor") -> NamedBuffer:
     import torch
 
-    buffers: list[NamedBuffer] = []
-    for name, tensor in distinct_tensors(state_dict):
-        host = tensor.to("cpu").contiguous()
-        buffers.append(
-            NamedBuffer(
-                name=name,
-                dtype=str(host.dtype).removeprefix("torch."),
-                shape=tuple(host.shape),
-                data=host.view(-1).view(torch.uint8).numpy().data,
-            )
+    host = tensor.to("cpu").contiguous()
+    return NamedBuffer(
+        name=name,
+        dtype=str(host.dtype).removeprefix("torch."),
+        shape=tuple(host.shape),
+        data=host.view(-1).view(torch.uint8).numpy().data,
+    )
+
+
+def tensors_of(buffers: Iterable[NamedBuffer]) -> "dict[str, torch.Tensor]":
+    """Return the tensors, which share their buffers' memory, by name.
+
+    Raises:
+        WeightsRefused: a dtype is unknown.
+    """
+    return {buffer.name: _tensor(buffer) for buffer in buffers}
+
+
+def _tensor(buffer: NamedBuffer) -> "torch.Tensor":
+    import torch
+
+    dtype = getattr(torch, buffer.dtype) if buffer.dtype in ITEM_BYTES else None
+    if dtype is None:
+        raise WeightsRefused(
+            f"tensor {buffer.name!r} has dtype {buffer.dtype!r}; publish one of "
+            f"{', '.join(ITEM_BYTES)}"
         )
-    return buffers
+    if not math.prod(buffer.shape):
+        return torch.empty(buffer.shape, dtype=dtype)
+    return torch.frombuffer(buffer.data, dtype=dtype).view(buffer.shape)

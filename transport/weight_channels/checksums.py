@@ -20,13 +20,43 @@ def checksums(tensors: Iterable[NamedBuffer]) -> dict[str, int]:
     return {tensor.name: zlib.crc32(tensor.data) for tensor in tensors}
 
 
+POLYNOMIAL = 0xEDB88320
+"""CRC-32's polynomial without x^32; bit 31 - k stands for x^k."""
+
+
+def joined_crc32(first: int, second: int, second_nbytes: int) -> int:
+    """Return ``crc32(a + b)``, given ``crc32(a)``, ``crc32(b)`` and ``len(b)``.
+
+    Appending n bytes multiplies the polynomial of what came before by x^(8 n).
+    """
+    power, shift = 1 << 23, second_nbytes  # x^8
+    while shift:
+        if shift & 1:
+            first = _product(first, power)
+        power, shift = _product(power, power), shift >> 1
+    return first ^ second
+
+
+def _product(one: int, other: int) -> int:
+    """Return the product of two polynomials modulo CRC-32's."""
+    result = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            result ^= other
+        other = other >> 1 ^ (POLYNOMIAL if other & 1 else 0)
+    return result
+
+
 def with_checksums(chunks: Iterable[UpdateWeights], sums: Mapping[str, int]) -> list[UpdateWeights]:
     """Return the update messages with the checksums filled in."""
-    replace = msgspec.structs.replace
     return [
-        replace(c, tensors=[replace(spec, crc32=sums[spec.name]) for spec in c.tensors])
-        for c in chunks
+        msgspec.structs.replace(chunk, tensors=specs_with(chunk.tensors, sums)) for chunk in chunks
     ]
+
+
+def specs_with(specs: Iterable[TensorSpec], sums: Mapping[str, int]) -> list[TensorSpec]:
+    """Return the specs with the checksums filled in."""
+    return [msgspec.structs.replace(spec, crc32=sums[spec.name]) for spec in specs]
 
 
 def verify_checksum(spec: TensorSpec, view: memoryview) -> None:

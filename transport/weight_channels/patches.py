@@ -49,11 +49,16 @@ def bits_of(data: memoryview | npt.NDArray[np.uint8], dtype: str) -> Bits:
 def encode_patch(old: Bits, new: Bits) -> tuple[bytes, TensorPatch, npt.NDArray[np.int64]]:
     """Return the patch from ``old`` to ``new``, its description, and the changed indices."""
     index = np.flatnonzero(old != new)
+    return *encode_elements(ElementPatch(index, new[index] - old[index])), index
+
+
+def encode_elements(elements: ElementPatch) -> tuple[bytes, TensorPatch]:
+    """Return the patch of these elements, and its description."""
+    index, difference = elements.index, elements.difference
     gaps = np.diff(index, prepend=-1) - 1
     lengths = gaps // PATCH_GAP_MAX + 1
     column = np.full(int(lengths.sum()), PATCH_GAP_MAX, np.uint8)
     column[np.cumsum(lengths) - 1] = gaps % PATCH_GAP_MAX
-    difference = new[index] - old[index]
     bits = 8 * difference.itemsize
     one = difference.dtype.type(1)
     # Zigzag: the sign moves into the lowest bit, so small differences have high bytes of 0.
@@ -62,7 +67,7 @@ def encode_patch(old: Bits, new: Bits) -> tuple[bytes, TensorPatch, npt.NDArray[
     planes = zigzag.view(np.uint8).reshape(-1, difference.itemsize).T
     compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
     frame = compressor.compress(column.tobytes() + planes.tobytes())
-    return frame, TensorPatch(len(index), len(column)), index
+    return frame, TensorPatch(len(index), len(column))
 
 
 def decode_patch(spec: TensorSpec, frame: memoryview) -> ElementPatch:

@@ -286,6 +286,38 @@ class RemoteRollouts(TrainerHandle):
             publish = self._weights.send(self._link, state_dict, publish)
         return self._link.request(publish)
 
+    def _prepare(self, **how: Any) -> wire.PrepareParts:
+        return wire.PrepareParts(
+            batch_number=self._number,
+            publish_index=self._publish_index,
+            held=self._weights.held_plan,
+            **how,
+        )
+
+    async def _publish_sharded(
+        self, state_dict: "Mapping[str, torch.Tensor] | None", prepare: wire.PrepareParts
+    ) -> int:
+        """Publish this rank's parts together with the other ranks'; return the version."""
+        if state_dict is None:
+            raise ConfigError(
+                "publish(sharded=True) sends each rank's own shards, and rank "
+                f"{self.rank} got state_dict=None; pass its state dict on every rank"
+            )
+        from tidegate.orchestrator.weight_sync.state_dict import own_parts  # torch
+
+        publish = wire.PublishWeights(
+            batch_number=prepare.batch_number, publish_index=prepare.publish_index
+        )
+        plan = (await result_of(self._link.request(prepare))).reply
+        assert isinstance(plan, wire.PartsPlan)
+        parts = await in_thread(own_parts, state_dict, rank=self.rank)
+        while True:
+            sent = await in_thread(self._weights.send_parts, self._link, parts, plan, publish)
+            received = await result_of(self._link.request(sent))
+            if not isinstance(received.reply, wire.SendWholeParts):
+                return self._published(received)
+            plan = msgspec.structs.replace(plan, are_patches=False)
+
     def _published(self, received: ReceivedReply) -> int:
         assert isinstance(received.reply, wire.PublishReply)
         self._publish_index += 1
@@ -380,16 +412,24 @@ class RemoteRollouts(TrainerHandle):
         *,
         wait: PublishWait = "live",
         partial: bool = False,
+        sharded: bool = False,
     ) -> int:
         """Bring rank 0's weights to the engines once every rank is done; return their version.
 
         The other ranks either call this equally often, without weights, and get the same version;
         or they request the next batch instead. Otherwise as :meth:`~tidegate.Rollouts.publish`.
 
+        With ``sharded``, every rank calls this with its own state dict, and sends its own shards of
+        the DTensors there, gathering nothing; tensors of other kinds are rank 0's. With
+        ``weight_deltas="elements"`` each rank makes patches from a copy of its shards.
+
         Raises:
             TrainerLost: a rank that is waited for is lost.
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`~tidegate.Rollouts.publish`.
         """
+        if sharded:
+            prepare = self._prepare(wait=wait, partial=partial)
+            return await self._publish_sharded(state_dict, prepare)
         answer = await in_thread(self._publish, state_dict, wait=wait, partial=partial)
         return self._published(await result_of(answer))
 
@@ -398,8 +438,12 @@ class RemoteRollouts(TrainerHandle):
         state_dict: "Mapping[str, torch.Tensor] | None" = None,
         *,
         first_bad: int | None = None,
+        sharded: bool = False,
     ) -> int:
         """As :meth:`~tidegate.Rollouts.rollback`, with ranks as in :meth:`publish`."""
+        if sharded:
+            prepare = self._prepare(is_rollback=True, first_bad=first_bad)
+            return await self._publish_sharded(state_dict, prepare)
         answer = await in_thread(self._publish, state_dict, is_rollback=True, first_bad=first_bad)
         return self._published(await result_of(answer))
 

@@ -19,8 +19,10 @@ from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, TokenScores
 from tidegate.orchestrator.trainer.remote.columns import to_frames
 from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
 from tidegate.orchestrator.trainer.remote.ranks import Barrier, RankRegistry
+from tidegate.orchestrator.trainer.remote.sharded_publish import ShardedPublishes
 from tidegate.orchestrator.trainer.remote.weight_transfer import ReceivedWeights
 from tidegate.orchestrator.trainer.rollouts import Rollouts
+from tidegate.orchestrator.trainer.weight_updates import CollectParts
 from tidegate.transport import trainer_messages as wire
 
 if TYPE_CHECKING:
@@ -120,9 +122,11 @@ class TrainerService:
         """Whether the run has no tasks, because they are used up or not offered yet."""
         self._pipe: tuple[str, TaskPipe] | None = None
         self._publishing = asyncio.Lock()
+        self._sharded = ShardedPublishes(self.progress, barrier, self._publish_parts)
 
     async def close(self) -> None:
-        """Cancel the pending request for a batch."""
+        """Cancel the pending request for a batch, and a publish of parts."""
+        await self._sharded.close()
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.gather(self._fetching, return_exceptions=True)
@@ -138,6 +142,15 @@ class TrainerService:
         match ask:
             case wire.NextBatch():
                 return await self._next_batch(rank, ask.after_batch)
+            case wire.PrepareParts():
+                self.progress.set_ready(rank, ask.batch_number)
+                return await self._sharded.prepare(rank, ask), ()
+            case wire.PublishWeights() if ask.plan:
+                reply = await self._sharded.send(rank, weights, ask)
+                if isinstance(reply, wire.PublishReply):
+                    self.progress.set_consumed(rank, ask.batch_number)
+                    self._barrier.notify()
+                return reply, ()
             case wire.PublishWeights():
                 return wire.PublishReply(version=await self._publish(rank, weights, ask)), ()
             case wire.UploadChunk():
@@ -179,6 +192,7 @@ class TrainerService:
                 self._published.clear()
         for publish in self._published.values():
             publish.ranks_done.add(rank)
+        self._sharded.rank_joined(rank)
         batches = self.progress.join(rank, ask.last_batch)
         self._barrier.notify()
         return wire.TrainerWelcome(
@@ -343,6 +357,20 @@ class TrainerService:
         if ask.is_rollback:
             return await self._rollouts.rollback(state_dict, first_bad=ask.first_bad)
         return await self._rollouts.publish(state_dict, wait=ask.wait, partial=ask.partial)
+
+    async def _publish_parts(self, ask: wire.PrepareParts, collect: CollectParts) -> int:
+        """Publish the parts of all ranks, which have announced them; return the version."""
+        async with self._publishing:
+            await self._give_back_orphans(ask.batch_number)
+            version = await self._rollouts.publish_parts(
+                collect,
+                wait=ask.wait,
+                partial=ask.partial,
+                is_rollback=ask.is_rollback,
+                first_bad=ask.first_bad,
+            )
+        self.progress.published_after(ask.batch_number)
+        return version
 
     async def _published_by_rank_0(self, key: PublishKey, rank: int) -> int:
         """Wait for rank 0's publish; return its version, or raise its failure, once per rank."""

@@ -1,14 +1,14 @@
 """Transfer of a remote trainer's weights to the run: by shared memory, or in chunks over ZeroMQ.
 
-The trainer's rank 0 sends with :class:`WeightUpload`. The run's listener keeps one
-:class:`ReceivedWeights` per client, which gives `service.py` the state dict to publish. Built on
-the ``shm`` weight channel and torch.
+The trainer's rank 0 sends whole tensors with :class:`WeightUpload`, or every rank its own parts.
+The run's listener keeps one :class:`ReceivedWeights` per client, which gives `service.py` the
+tensors or parts to publish. Built on the ``shm`` weight channel and torch.
 """
 
-import math
+import threading
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,10 +17,18 @@ import numpy.typing as npt
 
 from tidegate.errors import WeightsRefused
 from tidegate.orchestrator.trainer.remote.link import ReplyFuture, TrainerLink
+from tidegate.orchestrator.weight_sync.deltas import WrittenElements
+from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.messages import InitWeights, TensorSpec
 from tidegate.transport.weight_channels import NamedBuffer, WeightReceiver, receiver
-from tidegate.transport.weight_channels.base import ITEM_BYTES, check_buffers, layout, views
+from tidegate.transport.weight_channels.base import check_buffers, layout, views
+from tidegate.transport.weight_channels.checksums import (
+    checksums,
+    specs_with,
+    verify_checksum,
+    with_checksums,
+)
 from tidegate.transport.weight_channels.shm import ShmSender
 
 if TYPE_CHECKING:
@@ -37,6 +45,12 @@ class WeightUpload:
     def __init__(self) -> None:
         self._shared = ShmSender()
         self._writes = 0
+        self._kept = WrittenElements()
+        """Copy of the parts that this rank sent last, to make patches from."""
+        self._sending = threading.Lock()
+        """Held while parts are copied and sent: a cancelled publish's thread may still do so."""
+        self.held_plan = ""
+        """Plan of the publish whose parts are kept; empty if none are."""
         self.reads_shared_memory = False
         """Whether the run can read this trainer's shared memory, as its welcome says."""
 
@@ -59,7 +73,57 @@ class WeightUpload:
         """
         from tidegate.orchestrator.weight_sync.state_dict import named_buffers  # torch
 
-        buffers = named_buffers(state_dict)
+        return self._send_buffers(link, named_buffers(state_dict), publish)
+
+    def send_parts(
+        self,
+        link: TrainerLink,
+        parts: Sequence[TensorPart],
+        plan: wire.PartsPlan,
+        publish: wire.PublishWeights,
+    ) -> wire.PublishWeights:
+        """Bring a rank's parts to the run, as ``plan`` asks; return ``publish`` with their places.
+
+        Blocks. Where patches would be too large, nothing is sent and ``publish`` says so; then call
+        it again with a plan for whole parts.
+
+        Raises:
+            WeightsRefused, RunLost, RunClosed: as :meth:`send`.
+        """
+        publish = msgspec.structs.replace(
+            publish,
+            plan=plan.plan,
+            boxes=[wire.PartBox(list(part.shape), list(part.start)) for part in parts],
+        )
+        with self._sending:
+            buffers = self._kept_and_sent([part.buffer for part in parts], plan)
+            if buffers is None:
+                return msgspec.structs.replace(publish, is_too_dense=True)
+            sent = self._send_buffers(link, buffers, publish)
+        if not plan.has_checksums:
+            return sent
+        if sent.shared is not None:
+            (shared,) = with_checksums([sent.shared], checksums(buffers))
+            return msgspec.structs.replace(sent, shared=shared)
+        return msgspec.structs.replace(sent, tensors=specs_with(sent.tensors, checksums(buffers)))
+
+    def _kept_and_sent(
+        self, buffers: list[NamedBuffer], plan: wire.PartsPlan
+    ) -> list[NamedBuffer] | None:
+        """Keep a copy of the parts if the plan asks for one; return the parts or patches of them,
+        or None if patches are too large."""
+        held, self.held_plan = self.held_plan, ""  # until the copy is complete
+        found: list[NamedBuffer] | None = buffers
+        if plan.are_patches:
+            found = self._kept.patches(plan.version, buffers, has_checksums=plan.has_checksums)
+        elif plan.keep_copy and held != plan.plan:
+            self._kept.keep(plan.version, buffers)
+        self.held_plan = plan.plan if plan.keep_copy else ""
+        return found
+
+    def _send_buffers(
+        self, link: TrainerLink, buffers: list[NamedBuffer], publish: wire.PublishWeights
+    ) -> wire.PublishWeights:
         if not self.reads_shared_memory:
             return self._upload(link, buffers, publish)
         keep = range(self._writes - WRITES_KEPT + 2, self._writes + 1)
@@ -142,17 +206,40 @@ class ReceivedWeights:
         Raises:
             WeightsRefused: the upload is missing, or tensors don't fit it.
         """
+        return _tensors(self._received(publish))
+
+    def parts(self, publish: wire.PublishWeights) -> list[TensorPart]:
+        """Return a rank's parts of a publish.
+
+        Raises:
+            WeightsRefused: as :meth:`state_dict`.
+        """
+        received = list(self._received(publish))
+        for spec, view in received:
+            verify_checksum(spec, view)
+        buffers = list(_buffers(received))
+        if len(buffers) != len(publish.boxes):
+            raise WeightsRefused(
+                f"a rank sent {len(buffers)} tensors and {len(publish.boxes)} boxes; install the "
+                "same Tidegate version on the trainer and the run"
+            )
+        return [
+            TensorPart(buffer, tuple(box.shape), tuple(box.start))
+            for buffer, box in zip(buffers, publish.boxes, strict=True)
+        ]
+
+    def _received(self, publish: wire.PublishWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
         if publish.shared is not None:
             if self._receiver is None:
                 raise WeightsRefused(
                     "the weights are in shared memory, and the run is on another host or in "
                     "another IPC namespace; connect() from the same one, or over tcp"
                 )
-            return _tensors(self._receiver.tensors(publish.shared))
+            return self._receiver.tensors(publish.shared)
         upload = self._uploads.pop(publish.upload, None)
         if upload is None:
             raise WeightsRefused("the weights' upload has not arrived; publish again")
-        return _tensors(views(publish.tensors, upload.data))
+        return views(publish.tensors, upload.data)
 
     def close(self) -> None:
         """Release uploads and shared memory."""
@@ -172,17 +259,11 @@ def _buffer(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _tensors(received: Iterable[tuple[TensorSpec, memoryview]]) -> "dict[str, torch.Tensor]":
-    return {spec.name: _tensor(spec, view) for spec, view in received}
+    from tidegate.orchestrator.weight_sync.state_dict import tensors_of  # torch
+
+    return tensors_of(_buffers(received))
 
 
-def _tensor(spec: TensorSpec, view: memoryview) -> "torch.Tensor":
-    import torch
-
-    dtype = getattr(torch, spec.dtype) if spec.dtype in ITEM_BYTES else None
-    if dtype is None:
-        raise WeightsRefused(
-            f"tensor {spec.name!r} has dtype {spec.dtype!r}; publish one of {', '.join(ITEM_BYTES)}"
-        )
-    if not math.prod(spec.shape):
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype).view(spec.shape)
+def _buffers(received: Iterable[tuple[TensorSpec, memoryview]]) -> Iterator[NamedBuffer]:
+    for spec, view in received:
+        yield NamedBuffer(spec.name, spec.dtype, tuple(spec.shape), view, patch=spec.patch)

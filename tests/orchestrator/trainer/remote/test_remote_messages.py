@@ -37,7 +37,7 @@ async def test_a_request_that_comes_twice_is_done_once_and_what_was_lost_is_aske
         return wire.decode_to_trainer(frames[0])
 
     join = wire.RequestEnvelope(
-        request_id=1, request=wire.JoinRun(protocol=2, rank=0, world_size=1)
+        request_id=1, request=wire.JoinRun(protocol=wire.PROTOCOL, rank=0, world_size=1)
     )
     pause = wire.RequestEnvelope(request_id=2, request=wire.ControlRun(action="resume"))
     try:
