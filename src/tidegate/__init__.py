@@ -19,7 +19,14 @@ from tidegate.transport.printable import EscapeControls
 if TYPE_CHECKING:
     from tidegate.environments.environment import Environment, Observation
     from tidegate.environments.environment_episode import environment_episode
+    from tidegate.environments.local_sandboxes import Bubblewrap, Containers
     from tidegate.environments.pool import EnvironmentPool
+    from tidegate.environments.remote_sandboxes import (
+        DaytonaSandboxes,
+        E2BSandboxes,
+        ModalSandboxes,
+    )
+    from tidegate.environments.sandboxes import ProgramResult, Sandbox, Sandboxes, SandboxLimits
     from tidegate.environments.tools import Tools
     from tidegate.errors import InfrastructureFailed, PolicyFailed, TidegateError
     from tidegate.integrations.ray.ray_environments import ray_workers
@@ -95,7 +102,11 @@ __all__ = [
     "AdaptiveStaleness",
     "Batch",
     "BoundedStaleness",
+    "Bubblewrap",
+    "Containers",
+    "DaytonaSandboxes",
     "DynamicSampling",
+    "E2BSandboxes",
     "Endpoint",
     "EngineSettings",
     "Environment",
@@ -113,12 +124,14 @@ __all__ = [
     "InfrastructureFailed",
     "LogitsProcessor",
     "MLflow",
+    "ModalSandboxes",
     "Observation",
     "OneStepOffPolicy",
     "OverSampling",
     "PackedBatch",
     "PlacementSettings",
     "PolicyFailed",
+    "ProgramResult",
     "RayResources",
     "Readout",
     "RecordSettings",
@@ -131,6 +144,9 @@ __all__ = [
     "RunStatistics",
     "SamplingOptions",
     "SamplingSettings",
+    "Sandbox",
+    "SandboxLimits",
+    "Sandboxes",
     "Scorer",
     "StalenessPolicy",
     "StalenessSettings",
@@ -176,6 +192,15 @@ _HOMES = {
     "AdaptiveStaleness": "policies.adaptive",
     "Batch": "orchestrator.batches.batches",
     "BoundedStaleness": "policies.asynchrony",
+    "Bubblewrap": "environments.local_sandboxes",
+    "Containers": "environments.local_sandboxes",
+    "DaytonaSandboxes": "environments.remote_sandboxes",
+    "E2BSandboxes": "environments.remote_sandboxes",
+    "ModalSandboxes": "environments.remote_sandboxes",
+    "ProgramResult": "environments.sandboxes",
+    "Sandbox": "environments.sandboxes",
+    "SandboxLimits": "environments.sandboxes",
+    "Sandboxes": "environments.sandboxes",
     "DynamicSampling": "policies.filters",
     "Environment": "environments.environment",
     "EnvironmentPool": "environments.pool",

@@ -2,6 +2,7 @@
 
 TidegateError
 ├── ConfigError             settings are invalid or contradict each other   (also ValueError)
+│   └── SandboxUnavailable  this machine can't start any sandbox            (also RuntimeError)
 ├── ModelError              a model directory cannot be loaded              (also ValueError)
 │   └── ModelNotComputed    the built-in engine lacks this architecture     (also ValueError)
 ├── BadFrame                a peer sent an unreadable message               (also ValueError)
@@ -33,7 +34,9 @@ TidegateError
 ├── PackageMissing          an environment's package is not installed       (also ImportError)
 ├── EpisodeError            a user's episode fails every time               (also RuntimeError)
 ├── PolicyFailed            an episode ends because of what the model did   (also RuntimeError)
+│   └── SandboxFileError    programs left no such file, or a full disk      (also OSError)
 ├── InfrastructureFailed    an episode ends because of a tool, grader, …    (also RuntimeError)
+│   └── SandboxLost         a sandbox ended, not by its program's doing     (also ConnectionError)
 ├── RunBlocked              user code blocks the run's event loop           (also TimeoutError)
 ├── TrainerLost             a remote trainer, or a rank of it, is gone      (also ConnectionError)
 ├── RunLost                 a remote trainer's run stopped answering        (also ConnectionError)
@@ -338,6 +341,24 @@ class InfrastructureFailed(TidegateError, RuntimeError):
     def __init__(self, why: str, *, reason: str = "tool_failed") -> None:
         self.reason = _checked_reason(reason)
         super().__init__(why)
+
+
+class SandboxUnavailable(ConfigError, RuntimeError):
+    """No sandbox of this kind can be started on this machine; the message says what to install."""
+
+
+class SandboxLost(InfrastructureFailed, ConnectionError):
+    """A sandbox could not be started or ended, through no fault of the program in it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, reason="sandbox_lost")
+
+
+class SandboxFileError(PolicyFailed, OSError):
+    """A file in a sandbox can't be read or written, because of what programs did there."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, reason="sandbox_file")
 
 
 class RunBlocked(TidegateError, TimeoutError):
