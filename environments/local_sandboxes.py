@@ -25,6 +25,7 @@ from importlib import resources
 from pathlib import Path
 from typing import IO, Literal, cast
 
+from tidegate.environments.sandbox_init import OPEN_FILES_MAX
 from tidegate.environments.sandboxes import EndedBy, ProgramResult, SandboxLimits
 from tidegate.errors import ConfigError, SandboxFileError, SandboxLost, SandboxUnavailable
 
@@ -565,6 +566,9 @@ class Containers:
         """Return the command line that runs a container."""
         memory = limits.memory_bytes + limits.disk_bytes + SHM_BYTES
         network = [] if limits.network else ["--network=none"]
+        tmpfs = f"rw,exec,nosuid,nodev,mode=1777,size={limits.disk_bytes}"
+        # Podman would add unlimited ones at /run, /tmp and /var/tmp; Docker adds none.
+        none_else = ["--read-only-tmpfs=false"] if self._program == "podman" else []
         return [
             self._program,
             "run",
@@ -573,13 +577,15 @@ class Containers:
             f"--name={name}",
             *network,
             "--read-only",
-            f"--tmpfs={WORK}:rw,exec,nosuid,nodev,mode=1777,size={limits.disk_bytes}",
-            f"--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777,size={limits.disk_bytes}",
+            *none_else,
+            f"--tmpfs={WORK}:{tmpfs}",
+            f"--tmpfs=/tmp:{tmpfs}",
             f"--shm-size={SHM_BYTES}",
             f"--memory={memory}",
             f"--memory-swap={memory}",
             f"--pids-limit={limits.processes + 1}",
             f"--cpus={self._cpus:g}",
+            f"--ulimit=nofile={OPEN_FILES_MAX}:{OPEN_FILES_MAX}",
             "--cap-drop=ALL",
             "--security-opt=no-new-privileges",
             f"--user={NOBODY}:{NOBODY}",

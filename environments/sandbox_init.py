@@ -50,7 +50,7 @@ class HostGone(Exception):
 
 
 class ProgramLimits:
-    """ProgramLimits of each program, from the command line."""
+    """Limits of each program, from the command line."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.work = arguments[0]
@@ -377,12 +377,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would let programs deliver it
     if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
         sys.exit("prctl(PR_SET_DUMPABLE) failed")
+    limits = ProgramLimits(sys.argv[1:])
+    if not os.access(limits.work, os.W_OK):
+        sys.exit(f"{limits.work} is not writable: the image must not have such a directory")
     connection = Connection(os.dup(0), os.dup(1))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     try:
-        serve(connection, ProgramLimits(sys.argv[1:]))
+        serve(connection, limits)
     except (HostGone, BrokenPipeError, ConnectionResetError):
         os._exit(0)
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tidegate import Bubblewrap, Sandbox, Sandboxes, SandboxLimits
+from tidegate import Bubblewrap, Containers, Sandbox, Sandboxes, SandboxLimits
 from tidegate.environments.local_sandboxes import LocalSandbox
-from tidegate.environments.sandboxes import ProgramResult
+from tidegate.environments.sandboxes import ProgramResult, SandboxProvider
 from tidegate.errors import (
     ConfigError,
     InfrastructureFailed,
@@ -40,10 +40,19 @@ LIMITS = SandboxLimits(
 """Wall time is long, so that on a loaded machine CPU time is what ends a busy program."""
 
 
-@pytest.fixture(scope="module")
-def sandboxes() -> Iterator[Sandboxes]:
+IMAGE = os.environ.get("TIDEGATE_SANDBOX_IMAGE")
+"""A container image with Python: then the programs run in Podman's containers, too."""
+
+PROVIDERS: list[SandboxProvider] = [Bubblewrap()]
+if IMAGE:
+    options = os.environ.get("TIDEGATE_SANDBOX_OPTIONS", "").split()
+    PROVIDERS.append(Containers(IMAGE, options=options))
+
+
+@pytest.fixture(scope="module", params=PROVIDERS, ids=lambda provider: type(provider).__name__)
+def sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
     try:
-        pool = Sandboxes(Bubblewrap(), limits=LIMITS, sandboxes_max=2, ready=1)
+        pool = Sandboxes(request.param, limits=LIMITS, sandboxes_max=2, ready=1)
     except SandboxUnavailable as error:
         pytest.skip(str(error))
     with pool:
@@ -54,6 +63,12 @@ def sandboxes() -> Iterator[Sandboxes]:
 async def sandbox(sandboxes: Sandboxes) -> AsyncIterator[Sandbox]:
     async with sandboxes.take() as taken:
         yield taken
+
+
+BUBBLEWRAP_ONLY = pytest.mark.parametrize(
+    "sandboxes", PROVIDERS[:1], indirect=True, ids=["Bubblewrap"]
+)
+"""What a container's cgroup does otherwise, or its runtime's own filter of system calls."""
 
 
 async def python(sandbox: Sandbox, text: str, *arguments: str) -> ProgramResult:
@@ -93,7 +108,7 @@ async def test_a_program_that_fails_is_no_error_of_the_sandbox(sandbox: Sandbox)
 
 async def test_files_stay_between_programs_and_can_be_read(sandbox: Sandbox) -> None:
     await python(sandbox, "open('kept', 'w').write('12')")
-    assert (await python(sandbox, "print(open('/tmp/kept').read())")).stdout == "12\n"
+    assert (await python(sandbox, "print(open('/work/kept').read())")).stdout == "12\n"
     assert await sandbox.read("kept") == b"12"
 
 
@@ -181,6 +196,7 @@ while True:
 }
 
 
+@BUBBLEWRAP_ONLY
 @pytest.mark.parametrize("text", HOGS.values(), ids=HOGS)
 async def test_memory_is_limited_for_all_processes_together(sandbox: Sandbox, text: str) -> None:
     assert (await python(sandbox, text)).ended_by == "memory"
@@ -201,6 +217,7 @@ for _ in range(3):
     assert (await python(sandbox, text)).succeeded
 
 
+@BUBBLEWRAP_ONLY
 async def test_memory_that_no_process_owns_is_refused(sandbox: Sandbox) -> None:
     text = """
 import ctypes, os
@@ -341,6 +358,7 @@ os.kill(-1, signal.SIGKILL)
     await assert_works_and_is_empty(sandbox)
 
 
+@BUBBLEWRAP_ONLY
 async def test_the_init_process_can_not_be_traced_nor_namespaces_made(sandbox: Sandbox) -> None:
     text = """
 import ctypes
