@@ -1,13 +1,15 @@
 """Trainer process that may be killed at any time and resumes from its checkpoint.
 
-``python -m tests.mortal_trainer MODEL DIRECTORY ADDRESS TASKS`` prints a line per trained batch,
-and waits for a line on standard input before the next, so that a test can kill it in time.
+``python -m tests.mortal_trainer MODEL DIRECTORY ADDRESS TASKS [curriculum]`` prints a line per
+trained batch, and waits for a line on standard input before the next, so that a test can kill it in
+time.
 """
 
 import asyncio
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,18 @@ def save(path: Path, checkpoint: dict[str, Any]) -> None:
     os.replace(draft, path)
 
 
-async def main(model: Path, directory: Path, address: str, tasks: int) -> None:
-    """Train until the tasks are used up."""
+def check(curriculum: tidegate.Curriculum, trained: list[int]) -> None:
+    """Check that a curriculum's statistics count each trained group once, over all processes."""
+    seen = curriculum.statistics
+    assert curriculum.num_draws == len(trained) == curriculum.num_draws_max
+    assert {item: each.trained_groups for item, each in seen.items()} == Counter(trained)
+    assert all(each.rollouts >= 2 * each.draws for each in seen.values())
+
+
+async def main(model: Path, directory: Path, address: str, num_tasks: int, *, draws: bool) -> None:
+    """Train until the tasks are used up; ``draws``: they are drawn from half as many."""
+    curriculum = tidegate.Curriculum(range(num_tasks // 2), draws=num_tasks) if draws else None
+    tasks: Any = range(num_tasks) if curriculum is None else curriculum
     path = directory / "checkpoint.json"
     checkpoint = json.loads(path.read_text()) if path.exists() else {"trained": [], "state": None}
     async with tidegate.serve(
@@ -56,7 +68,7 @@ async def main(model: Path, directory: Path, address: str, tasks: int) -> None:
     ) as rollouts:
         if rollouts.is_resumed:
             await rollouts.publish(weights(model, len(checkpoint["trained"])))
-        async for batch in rollouts.batches(range(tasks), episode=two_turns):
+        async for batch in rollouts.batches(tasks, episode=two_turns):
             assert (batch.staleness <= 2).all()
             checkpoint["trained"].append([*batch.tasks[::2]])
             checkpoint["state"] = rollouts.state_dict()
@@ -69,8 +81,11 @@ async def main(model: Path, directory: Path, address: str, tasks: int) -> None:
         statistics = rollouts.statistics()
         assert statistics.ledger.error == 0
         assert statistics.max_staleness_seen <= 2
+        if curriculum is not None:
+            check(curriculum, [task for batch in checkpoint["trained"] for task in batch])
         save(directory / "ledger.json", {"trained": statistics.ledger.trained})
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+    model, directory, address, num_tasks, *tasks = sys.argv[1:]
+    asyncio.run(main(Path(model), Path(directory), address, int(num_tasks), draws=bool(tasks)))

@@ -8,14 +8,15 @@ import asyncio
 import hashlib
 import json
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import msgspec
 
+from tidegate.orchestrator.batches.curriculum import Curriculum
 from tidegate.orchestrator.core.group import TaskKey
 
-Tasks = Iterable[Any] | AsyncIterable[Any]
+Tasks = Iterable[Any] | AsyncIterable[Any] | Curriculum
 
 
 class _NoMore:
@@ -30,6 +31,9 @@ class Taken(msgspec.Struct, frozen=True, gc=False):
 
     task: object
     key: TaskKey | None = None
+    item: int | None = None
+    """Index in the curriculum of a task newly drawn."""
+    is_replay: bool = False
 
 
 class TaskSource:
@@ -44,7 +48,11 @@ class TaskSource:
         self._has_put_back = asyncio.Event()
         self._async: AsyncIterator[object] | None = None
         self._sync: Iterator[object] = iter(())
-        if isinstance(tasks, AsyncIterable):
+        self.curriculum: Curriculum | None = None
+        """The user's curriculum; None if the tasks are an iterator."""
+        if isinstance(tasks, Curriculum):
+            self.curriculum = tasks
+        elif isinstance(tasks, AsyncIterable):
             self._async = aiter(tasks)
         else:
             self._sync = iter(tasks)
@@ -78,7 +86,7 @@ class TaskSource:
 
     def reads_from(self, tasks: Tasks) -> bool:
         """Whether ``tasks`` is this source's iterator, so that a task read ahead stays valid."""
-        return tasks is self._sync or tasks is self._async
+        return any(tasks is each for each in (self._sync, self._async, self.curriculum))
 
     def put_back(self, task: object, key: TaskKey) -> None:
         """Return this task to the source, unless it is there already."""
@@ -100,12 +108,12 @@ class TaskSource:
         Known early, the end of tasks is told apart from a batch that waits for a publish. Always
         False for an async iterator, which can't be read ahead without waiting.
         """
-        if not self._put_back and self._next is None and self._async is None:
-            task = next(self._sync, NO_MORE)
-            if task is NO_MORE:
-                return True
-            self._next = Taken(task)
-        return False
+        if self._put_back or self._next is not None or self._async is not None:
+            return False
+        if self.curriculum is not None:
+            return self.curriculum.draw() is None  # not kept: the weights may change before it
+        self._next = self._new_nowait()
+        return self._next is None
 
     @property
     def is_async(self) -> bool:
@@ -121,10 +129,18 @@ class TaskSource:
             return taken
         if self._async is not None:
             return None
-        task = next(self._sync, NO_MORE)
-        if task is not NO_MORE:
-            return Taken(task)
+        taken = self._new_nowait()
+        if taken is not None:
+            return taken
         return self._put_back.popleft() if self._put_back else None
+
+    def _new_nowait(self) -> Taken | None:
+        """Return a new task of a curriculum or sync iterator; None if there are no more."""
+        if self.curriculum is not None:
+            drawn = self.curriculum.draw()
+            return None if drawn is None else Taken(drawn[0], None, drawn[1], drawn[2])
+        task = next(self._sync, NO_MORE)
+        return None if task is NO_MORE else Taken(task)
 
     async def next(self, *, prefers_returned: bool) -> Taken | None:
         """Return the next task, returned ones first or last; None if there is none."""
@@ -159,6 +175,13 @@ class TaskSource:
         if self._async is not None:
             return await anext(self._async, NO_MORE)
         return next(self._sync, NO_MORE)
+
+
+def num_tasks(tasks: Tasks) -> int | None:
+    """Return the number of tasks that ``tasks`` gives; None if that is not known."""
+    if isinstance(tasks, Curriculum):
+        return tasks.num_draws_max
+    return len(tasks) if isinstance(tasks, Sized) else None
 
 
 async def _next_of(tasks: AsyncIterator[object]) -> object:

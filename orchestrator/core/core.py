@@ -15,6 +15,7 @@ from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.core.task_records import TaskRecords
 from tidegate.orchestrator.core.trained import TrainedCounts
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.staleness import OffPolicyness, refuse_selection
@@ -55,6 +56,7 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     core.turns.resume()
     for batch in core.handed.undo_after(event.batches):
         core.trained.batches -= 1
+        core.task_records.trained(batch.groups, batch.trainer_version, -1)
         untrained_rows.undo_batch(batch, core.groups, core.trained)
     core.handed.forget_trainer_pace()
     core.handed.mark_checkpointed(event.batches, event.offer)
@@ -69,6 +71,7 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
             commands += _resume_group(core, group, event.offer, first_lost)
     while core.outstanding_groups > core.policy.outstanding_groups_ceiling:
         commands += _roll_back(core, core.groups.newest)
+    core.task_records.resume(event.offer)
     for group in core.groups.in_order:
         # A group of an earlier iterator waits for the first iterator given, see Core._on_offered.
         key = group.key
@@ -115,10 +118,12 @@ class Core:
         self.turns = TurnTracker(rules.placement)
         self.prompts = Prompts(rules.group_filter)
         self.tasks = TakenTasks()
+        self.task_records = TaskRecords()
         self.groups = GroupTracker(
             self.turns,
             self.prompts,
             self.tasks,
+            self.task_records,
             group_size=rules.group_size,
             failure_policy=rules.failure_policy,
         )
@@ -238,8 +243,13 @@ class Core:
                     *self._resume_generation(),
                     *self.groups.evaluate(task, index),
                 ]  # no admission
-            case ev.TasksOffered(episode=episode):
-                return self._on_offered(episode)
+            case ev.TasksOffered(episode=episode, curriculum=curriculum):
+                return self._on_offered(episode, curriculum)
+            case ev.TaskWeightsSet(curriculum=curriculum, weights=weights):
+                self.task_records.set_weights(curriculum, weights)
+                if curriculum == self.task_records.name_of(self.tasks.offer):
+                    self.are_tasks_exhausted = False  # a task may have a positive weight again
+                return []
             case ev.BatchRequested():
                 self.batch_requests += 1
                 return self._release([]) if self.handed.on_batch_requested() else self._hand_over()
@@ -292,7 +302,7 @@ class Core:
 
     # ------------------------------------------------------------ admission
 
-    def _on_offered(self, episode: str) -> list[ev.Command]:
+    def _on_offered(self, episode: str, curriculum: str) -> list[ev.Command]:
         """Take tasks from another iterator, whose episode function has the name ``episode``.
 
         The first iterator after a resume continues the one in use at the checkpoint. Earlier
@@ -304,6 +314,7 @@ class Core:
         tasks = self.tasks
         groups = [*self.groups.in_order, *(g for b in self.handed.kept for g in b.groups)]
         tasks.begin(episode, {group.key.offer for group in groups if group.key is not None})
+        self.task_records.begin(tasks.offer, curriculum)
         commands: list[ev.Command] = []
         was_pending = bool(self.pending_after_resume)
         for key in sorted(key for key in tasks.requeued if key.offer < tasks.offer):
@@ -330,6 +341,8 @@ class Core:
                 "`admissible_groups` says"
             )
         key = self.tasks.take(event.key)
+        if event.item is not None:
+            self.task_records.draw(key, event.item, is_replay=event.is_replay)
         if self.prompts.histories and self.prompts.skip(event.digest):
             return self._hand_over()
         is_retaken = event.key is not None
@@ -474,6 +487,7 @@ class Core:
         number = self.handed.add(batch, version, num_groups=self._groups_counted_for(batch))
         self.trained.batches += 1
         self.trained.count(rows, version, 1)
+        self.task_records.trained(batch, version, 1)
         hand_over = ev.HandOver(batch, version, number, oldest_trainable)
         return [hand_over, *self._expire(), *self._pause_generation()]
 
@@ -494,7 +508,9 @@ class Core:
         assert event.number == self.handed.count, f"{event} of {self.handed.count} batches"
         self.has_unmet_request |= event.is_held
         self.trained.batches -= 1
-        untrained_rows.undo_batch(self.handed.undo_newest(), self.groups, self.trained)
+        batch = self.handed.undo_newest()
+        self.task_records.trained(batch.groups, batch.trainer_version, -1)
+        untrained_rows.undo_batch(batch, self.groups, self.trained)
         return self._release([])
 
     def _pause_generation(self) -> list[ev.Command]:

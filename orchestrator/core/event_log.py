@@ -47,6 +47,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.PublishFailed,
     ev.AdapterReleased,
     ev.EngineDraining,
+    ev.TaskWeightsSet,
 )
 """An event's number in a record is its index in this tuple: add at the end, remove none."""
 

@@ -30,6 +30,19 @@ class TaskArrived(Struct, frozen=True, gc=False):
     """Digest that identifies the task after a crash; empty for a task that is not plain data."""
     body: bytes = b""
     """The task as bytes; empty without a journal, or if it is not plain data."""
+    item: int | None = None
+    """Position of a new task in the curriculum in use; None if the tasks are no curriculum."""
+    is_replay: bool = False
+    """Whether the curriculum replays a hard task."""
+
+
+class TaskWeightsSet(Struct, frozen=True, gc=False):
+    """The user set weights of a curriculum's tasks."""
+
+    curriculum: str
+    """Name of the curriculum."""
+    weights: tuple[tuple[int, float], ...]
+    """(position in the curriculum, weight)"""
 
 
 class TasksOffered(Struct, frozen=True, gc=False):
@@ -37,6 +50,8 @@ class TasksOffered(Struct, frozen=True, gc=False):
 
     episode: str = ""
     """Name of the function that runs the iterator's tasks. It is compared, never imported."""
+    curriculum: str = ""
+    """Name of the curriculum that the tasks are; empty if they are none."""
 
 
 class TasksExhausted(Struct, frozen=True, gc=False):
@@ -299,6 +314,7 @@ class RunEnded(Struct, frozen=True, gc=False):
 Event = (
     TaskArrived
     | TaskFoundAgain
+    | TaskWeightsSet
     | TasksOffered
     | TasksExhausted
     | EvaluationRequested

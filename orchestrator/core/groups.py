@@ -22,6 +22,7 @@ from tidegate.orchestrator.core.rollout import (
     Turn,
 )
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
+from tidegate.orchestrator.core.task_records import TaskRecords
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.failures import (
     EpisodeFailure,
@@ -280,6 +281,7 @@ class GroupTracker(OutstandingGroupIndex):
         turns: TurnTracker,
         prompts: Prompts,
         tasks: TakenTasks,
+        task_records: TaskRecords,
         *,
         group_size: int,
         failure_policy: FailurePolicy,
@@ -288,6 +290,7 @@ class GroupTracker(OutstandingGroupIndex):
         self._turns = turns
         self._tasks = tasks
         self._prompts = prompts
+        self._task_records = task_records
         self._keeps_all = type(prompts.filter) is GroupFilter
         """Whether the filter keeps every group, so that none is dropped before its end."""
         self.group_size = group_size
@@ -323,6 +326,7 @@ class GroupTracker(OutstandingGroupIndex):
         self.next_group_id += 1
         group.oldest_possible_version = self._turns.live_version
         self._add(group)
+        self._task_records.began(group)
         return self._start(group, self.group_size)
 
     def evaluate(self, task: object, index: int) -> list[ev.Command]:
@@ -485,6 +489,7 @@ class GroupTracker(OutstandingGroupIndex):
     ) -> None:
         if not group.is_evaluation:
             self.failures[FailureKey(event.cause, event.reason, outcome)] += 1
+            self._task_records.failed(group, f"{event.cause}/{event.reason}")
 
     def _retry(self, rollout: Rollout, group: Group, delay_s: float) -> ev.Command:
         """Begin an episode again from the turns that it has, as a resume does. Its running turn
@@ -507,11 +512,20 @@ class GroupTracker(OutstandingGroupIndex):
         self.rollout_ends += 1
         group.running -= 1
         reason = None if self._keeps_all else self._judge(group)
+        if self._task_records and (reason is not None or not group.running):
+            self._record_outcome(group)
         if not group.running:
             kept = self._end(group)
             if kept < self._min_rollouts and kept < self._needed(group):
                 reason = "group_too_small"
         return [] if reason is None else self.discard_group(group, reason)
+
+    def _record_outcome(self, group: Group) -> None:
+        """Add a group's rewards and lengths to the statistics of its task."""
+        rewarded = [r for r in group.kept if r.reward is not None and r.branch_of is None]
+        tokens = sum(rollout.tokens_of_all_rows for rollout in rewarded)
+        version = self._turns.live_version
+        self._task_records.ended(group, group.kept_rewards, tokens, version)
 
     def _needed(self, group: Group) -> int:
         return 1 if group.is_split_remainder else self._min_rollouts  # its siblings were trained
@@ -529,6 +543,7 @@ class GroupTracker(OutstandingGroupIndex):
         """Move a group whose last episode has ended to the buffer; return its kept rollouts."""
         kept, oldest = group.kept_and_oldest()
         self._mark_ended(group, self._turns.live_version if oldest is None else oldest)
+        self._task_records.stopped(group)
         return kept
 
     # ------------------------------------------------------------ giving up
@@ -551,6 +566,10 @@ class GroupTracker(OutstandingGroupIndex):
 
     def drop(self, group: Group, reason: str) -> list[ev.Command]:
         """Settle a buffered group as discarded, and free its admission slot."""
+        if self._task_records:
+            if group.group_id in self._running:
+                self._task_records.stopped(group)
+            self._task_records.discarded(group, reason)
         self._remove(group)
         commands: list[ev.Command] = []
         for rollout in group.kept:
@@ -618,6 +637,8 @@ class GroupTracker(OutstandingGroupIndex):
         self.next_group_id += 1
         group.sibling_rewards = part.kept_rewards
         self._prompts.record(part.digest, group.sibling_rewards)
+        if self._task_records:
+            self._record_outcome(part)
         group.rollouts = [r for r in group.rollouts if r.rollout_id in self.running]
         for rollout in group.rollouts:
             rollout.group_id = group.group_id

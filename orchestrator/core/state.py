@@ -22,6 +22,7 @@ from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.placement import EngineTurns
 from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.core.task_records import SavedTaskRecords
 from tidegate.policies.filters import PromptHistory
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import Attachment, SamplingParams
@@ -213,6 +214,7 @@ class SavedCore(Saved):
     has_unmet_request: bool = False
     adapters: dict[str, int] = {}
     failures: list[tuple[FailureKey, int]] = []
+    task_records: SavedTaskRecords = SavedTaskRecords()
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -256,6 +258,7 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
             has_unmet_request=core.has_unmet_request,
             adapters=core.adapters,
             failures=sorted(groups.failures.items()),
+            task_records=core.task_records.saved(),
         )
     )
 
@@ -447,6 +450,8 @@ def load(state: bytes, core: Core) -> None:
     core.tasks.is_continued = saved.tasks.is_continued
     core.tasks.first_available_offer = saved.tasks.first_available_offer
     _load_turns(saved.turns, core)
+    running = (group for group in core.groups.in_order if group.running)
+    core.task_records.load(saved.task_records, running)
 
 
 def _load_groups(saved: SavedCore, core: Core) -> None:

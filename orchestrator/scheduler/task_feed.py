@@ -6,11 +6,13 @@ are skipped. Iterators are read by ``batches/tasks.py``.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
 
 from tidegate.errors import ResumeMismatch
+from tidegate.orchestrator.batches.curriculum import Curriculum
 from tidegate.orchestrator.batches.tasks import NO_MORE, Tasks, TaskSource, task_digest
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -53,6 +55,8 @@ class TaskIterators:
     ) -> None:
         """Take tasks from this iterator from now on, each run by ``episode``."""
         core = self._core()
+        name = tasks.name if isinstance(tasks, Curriculum) else ""
+        _check_is_continued(core, name)
         if self._feeding is not None:
             self._feeding.cancel()  # the task may wait for the replaced iterator
         if self._source is None or not self._source.reads_from(tasks):
@@ -69,7 +73,9 @@ class TaskIterators:
             now_s=self._now_s,
         )
         self._feeding = group.create_task(feed.run(), name="tasks")
-        self._handle(ev.TasksOffered(_name_of(episode)), episode)
+        self._handle(ev.TasksOffered(_name_of(episode), name), episode)
+        if isinstance(tasks, Curriculum):
+            self._attach(tasks)
         if core.tasks.dropped > self._logged_dropped:
             log.warning(
                 "tasks=gone count=%d: unfinished tasks of earlier iterators than the checkpoint's. "
@@ -82,6 +88,21 @@ class TaskIterators:
         used |= {key.offer for key in core.tasks.requeued} | self._source.offers
         self._episodes = {offer: e for offer, e in self._episodes.items() if offer in used}
         self._episodes[core.tasks.offer] = episode
+
+    def _attach(self, curriculum: Curriculum) -> None:
+        """Give a curriculum its record, and the run the weights that are set in it."""
+        loop, name = asyncio.get_running_loop(), curriculum.name
+
+        def set_weights(weights: tuple[tuple[int, float], ...]) -> None:
+            self._handle(ev.TaskWeightsSet(name, weights), None)
+
+        def submit(weights: tuple[tuple[int, float], ...]) -> None:
+            with contextlib.suppress(RuntimeError):  # the run has ended, and its loop is closed
+                loop.call_soon_threadsafe(set_weights, weights)
+
+        first = curriculum.attach(self._core().task_records.curricula[name], submit)
+        if first:
+            set_weights(first)
 
     def episode_of(self, key: TaskKey | None) -> EpisodeFunction | None:
         """Return the episode function of a task; None is a new task of the newest iterator."""
@@ -97,6 +118,24 @@ class TaskIterators:
         """Stop taking tasks."""
         if self._source is not None:
             self._source.close()
+
+
+def _check_is_continued(core: Core, name: str) -> None:
+    """Check that the first tasks after a resume are of the curriculum in use before, if any.
+
+    Raises:
+        ResumeMismatch: they are not.
+    """
+    before = core.task_records.name_of(core.tasks.offer)
+    if core.tasks.is_continued and core.tasks.count and before != name:
+        raise ResumeMismatch(
+            f"before the run was resumed its tasks were {_described(before)}, and now are "
+            f"{_described(name)}; give the same tasks"
+        )
+
+
+def _described(name: str) -> str:
+    return f"the curriculum {name!r}" if name else "an iterator's"
 
 
 def _name_of(episode: object) -> str:
@@ -176,7 +215,7 @@ class TaskFeed:
             slots = 0 if is_async else slots - 1  # after a wait, compute it again
             digest = task_digest(task.task) if self._needs_digests else b""
             body = task_body(task.task) if self._is_journalled else b""
-            arrived = ev.TaskArrived(task.task, task.key, digest, body)
+            arrived = ev.TaskArrived(task.task, task.key, digest, body, task.item, task.is_replay)
             self._handle(arrived, newest if task.key is None else self._episode_of(task.key))
             if source.has_ended():
                 slots = 0
@@ -189,6 +228,9 @@ class TaskFeed:
     async def _skip_taken_tasks(self) -> None:
         """After a resume: skip the tasks taken before; the core restarts unfinished ones."""
         self._begin_slice()
+        if self.source.curriculum is not None:
+            self._find_drawn_tasks(self.source.curriculum)
+            return
         count = self._core.tasks.count
         for index in range(count):
             task = await self.source.next_new()
@@ -198,6 +240,16 @@ class TaskFeed:
             if self._has_used_slice():
                 await asyncio.sleep(0)
                 self._begin_slice()
+
+    def _find_drawn_tasks(self, curriculum: Curriculum) -> None:
+        """After a resume: give the core the unfinished tasks that the curriculum had drawn."""
+        core = self._core
+        offer = core.tasks.offer
+        keys = {*core.pending_after_resume, *core.tasks.requeued}
+        for key in sorted(key for key in keys if key.offer == offer):
+            task = curriculum.tasks[core.task_records.item_of(key)]
+            self._check(task, key, core.tasks.count)
+            self._handle(ev.TaskFoundAgain(task, key), self._episode_of(key))
 
     def _begin_slice(self) -> None:
         self._begun, self._until_s = 0, self._now_s() + SLICE_S

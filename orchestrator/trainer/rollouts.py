@@ -28,7 +28,6 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
-    Sized,
 )
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed, check_not_forked
 from tidegate.orchestrator.batches.ages import BatchAges
-from tidegate.orchestrator.batches.tasks import Tasks
+from tidegate.orchestrator.batches.tasks import Tasks, num_tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.failure_counts import failure_statistics
 from tidegate.orchestrator.core.group import Group, kept_rows
@@ -528,7 +527,7 @@ class Rollouts(Scorer, TrainerHandle):
 
         await self._requests.do(work)
         if self._running.recorder is not None:
-            self._running.recorder.offered(len(tasks) if isinstance(tasks, Sized) else None)
+            self._running.recorder.offered(num_tasks(tasks))
 
     async def next_batch(self) -> "Batch | None":
         """Return the next batch, or None once the tasks are used up; raises as :meth:`batches`.

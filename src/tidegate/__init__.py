@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tidegate.observability.report import write_report
     from tidegate.observability.trackers import MLflow, TensorBoard, WandB
     from tidegate.orchestrator.batches.batches import Batch, PackedBatch
+    from tidegate.orchestrator.batches.curriculum import Curriculum
+    from tidegate.orchestrator.core.task_records import TaskStatistics
     from tidegate.orchestrator.episodes.episode import Episode
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.orchestrator.episodes.sampling_options import SamplingOptions
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
     from tidegate.policies.routing_replay import record_routed_experts, replay_routed_experts
     from tidegate.policies.staleness import StalenessPolicy
+    from tidegate.policies.task_sampling import HardTaskReplay
     from tidegate.runs import (
         score_server,
         score_server_sync,
@@ -104,6 +107,7 @@ __all__ = [
     "BoundedStaleness",
     "Bubblewrap",
     "Containers",
+    "Curriculum",
     "DaytonaSandboxes",
     "DynamicSampling",
     "E2BSandboxes",
@@ -121,6 +125,7 @@ __all__ = [
     "Gateway",
     "GeneratedTurn",
     "GroupFilter",
+    "HardTaskReplay",
     "InfrastructureFailed",
     "LogitsProcessor",
     "MLflow",
@@ -157,6 +162,7 @@ __all__ = [
     "Synchronous",
     "TRLRollouts",
     "TailPacking",
+    "TaskStatistics",
     "TensorBoard",
     "TidegateError",
     "TinkerServer",
@@ -201,6 +207,7 @@ _HOMES = {
     "Sandbox": "environments.sandboxes",
     "SandboxLimits": "environments.sandboxes",
     "Sandboxes": "environments.sandboxes",
+    "Curriculum": "orchestrator.batches.curriculum",
     "DynamicSampling": "policies.filters",
     "Environment": "environments.environment",
     "EnvironmentPool": "environments.pool",
@@ -216,6 +223,7 @@ _HOMES = {
     "Gateway": "serving.gateway.gateway",
     "GeneratedTurn": "orchestrator.episodes.generated_turn",
     "GroupFilter": "policies.filters",
+    "HardTaskReplay": "policies.task_sampling",
     "Observation": "environments.environment",
     "OneStepOffPolicy": "policies.asynchrony",
     "OverSampling": "policies.rounds",
@@ -244,6 +252,7 @@ _HOMES = {
     "Synchronous": "policies.rounds",
     "TRLRollouts": "integrations.trl_rollouts",
     "TailPacking": "policies.rounds",
+    "TaskStatistics": "orchestrator.core.task_records",
     "MLflow": "observability.trackers",
     "TensorBoard": "observability.trackers",
     "TidegateError": "errors",
