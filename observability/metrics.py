@@ -397,6 +397,12 @@ ENGINES = (
         lambda e: e.weight_version,
     ),
     per_engine(
+        "tidegate_engine_draining",
+        "gauge",
+        "1 while the engine drains: it is about to leave, and gets no more turns. Otherwise 0.",
+        lambda e: e.state == "draining",
+    ),
+    per_engine(
         "tidegate_engine_running_turns",
         "gauge",
         "Turns that the engine is decoding now. At most tidegate_engine_max_running_turns.",

@@ -216,7 +216,8 @@ def _bound(statistics: RunStatistics) -> str:
 def _versions(statistics: RunStatistics) -> str:
     """Return the number of engines that serve each weight version, such as ``2 at v4, 1 lost``."""
     states = Counter(
-        f"at v{e.weight_version}" if e.is_alive else "lost" for e in statistics.engines
+        "lost" if not e.is_alive else f"at v{e.weight_version}" if e.state == "serving" else e.state
+        for e in statistics.engines
     )
     return ", ".join(f"{engines} {state}" for state, engines in states.items()) or "-"
 

@@ -191,6 +191,7 @@ def _engines(s: RunStatistics) -> list[list[Any]]:
             e.tokens,
             _plain(e.busy_s),
             int(e.is_alive),
+            e.state,
         ]
         for e in s.engines
     ]

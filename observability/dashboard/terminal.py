@@ -150,11 +150,13 @@ def _engines(frame_data: Mapping[str, Any]) -> Table:
     for title in ("engine", "weights", "turns", "", "queued", "tokens", "busy"):
         table.add_column(title)
     engines = frame_data["engines"]
-    for name, version, running, waiting, slots, tokens, busy_s, is_alive in engines[
+    for name, version, running, waiting, slots, tokens, busy_s, is_alive, state in engines[
         :ENGINES_SHOWN_MAX
     ]:
+        is_serving = is_alive and state == "serving"
+        shown = name if is_serving else f"{name} ({state if is_alive else 'lost'})"
         table.add_row(
-            Text(name if is_alive else f"{name} (lost)", style="" if is_alive else "dim"),
+            Text(shown, style="" if is_serving else "dim"),
             f"v{version}",
             f"{running}/{slots}",
             _bar(running / max(1, slots)),

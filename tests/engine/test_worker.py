@@ -311,7 +311,9 @@ def test_a_signal_ends_the_engine_with_a_goodbye(fresh: Orchestra, number: int) 
     fresh.read_tokens(turn, 1)
     fresh.send(OrchestratorHeartbeat())
     os.kill(fresh.process.pid, number)
-    assert fresh.await_one(Goodbye).reason == f"got {signal.Signals(number).name}"
+    goodbye = fresh.await_one(Goodbye)
+    assert goodbye.reason == f"got {signal.Signals(number).name}"
+    assert goodbye.is_requested  # so that it is not started again
     assert fresh.exit_status() == 0
 
 

@@ -35,6 +35,7 @@ def statistics() -> RunStatistics:
     engines = tuple(
         EngineStatistics(f"engine-{n}", 4 - n // 2, 0, 0, 0, 0.0, is_alive=n < 3) for n in range(4)
     )
+    engines += (EngineStatistics("engine-4", 4, 0, 0, 0, 0.0, state="draining"),)
     return dataclasses.replace(some_statistics(), engines=engines)
 
 
@@ -93,7 +94,12 @@ def test_in_a_terminal_the_last_state_stays_on_the_screen() -> None:
     progress.batch({**FIGURES, "reward": 0.75})
     progress.hide()
     last = out.getvalue().rpartition("batch")[2]
-    for expected in ("2/2", "0.750", "mean 2.00, max 2, bound 2", "2 at v4, 1 at v3, 1 lost"):
+    for expected in (
+        "2/2",
+        "0.750",
+        "mean 2.00, max 2, bound 2",
+        "2 at v4, 1 at v3, 1 lost, 1 draining",
+    ):
         assert expected in last
     assert "batch 1/2" not in out.getvalue()
 
@@ -124,4 +130,4 @@ def test_a_run_that_cannot_be_read_keeps_its_last_state_on_the_screen() -> None:
     snapshots = [statistics()]
     progress.show("model: m", lambda: snapshots.pop())
     progress.hide()  # redraws once more, and finds no snapshot
-    assert "2 at v4, 1 at v3, 1 lost" in out.getvalue()
+    assert "2 at v4, 1 at v3, 1 lost, 1 draining" in out.getvalue()

@@ -118,7 +118,7 @@ export class Overview {
 
   /** Show what needs attention; red only for tokens that were lost and a bound that was passed. */
   drawWarnings() {
-    const { run, ledger, stuck } = this.frame, broken = [], notes = this.isEnded ? [] : [...stuck];
+    const { run, ledger, stuck, engines } = this.frame, broken = [], notes = this.isEnded ? [] : [...stuck];
     if (ledger.error) broken.push(`${ledger.error} tokens are unaccounted for: a defect of Tidegate`);
     if (run.staleness_bound !== null && run.max_staleness_seen > run.staleness_bound) {
       broken.push(`staleness ${run.max_staleness_seen} was trained on, above the bound ${run.staleness_bound}`);
@@ -128,6 +128,8 @@ export class Overview {
       notes.push(`on_batch raised for ${run.batch_callback_errors} batches; see the log`);
     }
     if (!this.isEnded && run.pause_mode) notes.push(`engines are paused (mode ${run.pause_mode})`);
+    const draining = engines.filter((engine) => engine[8] === "draining").map(([name]) => name);
+    if (!this.isEnded && draining.length) notes.push(`about to leave: ${draining.join(", ")}`);
     if (!this.isEnded && run.asleep.length) notes.push(`asleep: ${run.asleep.join(", ")}`);
     byId("warnings").hidden = !broken.length && !notes.length;
     byId("warnings").replaceChildren(...broken.map((line) => element("li", line, "broken")),

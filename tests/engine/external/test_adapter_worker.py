@@ -3,13 +3,19 @@
 test_adapter_runs.py checks log-probs over whole runs; this file checks messages and their order.
 """
 
+import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 
+import tidegate
 from tests.engine.external.vllm_double import VllmDouble
 from tests.engine.orchestra import Models, Orchestra, Publisher, SeenTurn
+from tidegate.observability.audit.audit import audit_run
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
@@ -270,3 +276,60 @@ def test_turns_outlast_a_lost_connection(engine: Orchestra, double: VllmDouble) 
     turn = engine.finish(number)
     assert turn.finish == LENGTH
     assert len(turn.token_ids) == OUTLIVES_IT.max_tokens
+
+
+def test_a_worker_that_gets_a_signal_hands_back_all_tokens_that_its_engine_has_sampled(
+    models: Models, tmp_path: Path
+) -> None:
+    with VllmDouble(models.directories[0]) as own:
+        own.holds = lambda prompt, sampled, label: sampled >= HELD_AT
+        options = ["--url", f"vllm+{own.url}"]
+        with Orchestra(tmp_path, models.directories[0], options, program=PROGRAM) as orchestra:
+            orchestra.welcome(credit_steps=64)
+            turn = orchestra.submit(PROMPT, OUTLIVES_IT)
+            orchestra.read_tokens(turn, HELD_AT)
+            os.kill(orchestra.process.pid, signal.SIGTERM)
+            goodbye = orchestra.await_one(Goodbye)
+            assert (goodbye.reason, goodbye.is_requested) == ("got SIGTERM", True)
+            handed_back = orchestra.turns[turn]
+            assert (handed_back.finish, len(handed_back.token_ids)) == (ABORT, HELD_AT)
+            assert orchestra.exit_status() == 0
+        assert own.calls[-2:] == ["pause abort", "resume"]
+
+
+async def test_an_external_engine_drains_and_its_turns_go_on_at_another(
+    models: Models, tmp_path: Path
+) -> None:
+    """Both servers hold turns of the first task until one server's worker has left."""
+    has_left = False
+
+    def holds(prompt: list[int], sampled: int, label: str) -> bool:
+        return sampled >= 10 and not has_left
+
+    async def one_turn(episode: tidegate.Episode, task: int) -> float:
+        episode.append([5, 6, task])
+        turn = await episode.generate(max_tokens=40)
+        return float(len(turn.token_ids))
+
+    with VllmDouble(models.directories[0]) as one, VllmDouble(models.directories[0]) as two:
+        one.holds = two.holds = holds
+        async with tidegate.serve(
+            model=models.directories[0],
+            engine_urls=[f"vllm+{one.url}", f"vllm+{two.url}"],
+            group_size=4,
+            groups_per_batch=1,
+            run_directory=tmp_path / "run",
+        ) as rollouts:
+            batch = asyncio.ensure_future(anext(rollouts.batches(range(1), episode=one_turn)))
+            while min(engine.tokens for engine in rollouts.engines) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert await rollouts.retire("engine-1") > 0
+            assert [engine.name for engine in rollouts.engines] == ["engine-0"]
+            has_left = True
+            assert len((await batch).rewards) == 4
+        assert two.calls[-2:] == ["pause abort", "resume"]
+    statistics = rollouts.statistics()
+    assert statistics.ledger.error == 0
+    assert statistics.ledger.generated == statistics.ledger.trained > 0
+    report = audit_run(tmp_path / "run")
+    assert report.agrees, report.lines()

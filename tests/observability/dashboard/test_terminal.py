@@ -1,5 +1,6 @@
 """Terminal view of `tidegate top`, over a dashboard's API and over a run's files."""
 
+import dataclasses
 import http.server
 import io
 import json
@@ -157,6 +158,15 @@ def test_the_terminal_view_shows_engines_groups_staleness_tokens_and_bottleneck(
         "100 generated = 60 trained + 20 buffered + 10 in flight + 10 discarded",
     ):
         assert part in output, part
+
+
+def test_the_terminal_view_names_engines_that_are_about_to_leave() -> None:
+    leaving = EngineStatistics("engine-7", 5, 3, 1, 400, 9.5, state="draining")
+    seen = dataclasses.replace(
+        observation(), statistics=dataclasses.replace(statistics(), engines=(leaving,))
+    )
+    state = {**about(seen), "frame": frame(seen)}
+    assert "engine-7 (draining)" in printed(WatchedRun(lambda: state, is_live=False))
 
 
 def test_a_hundred_engines_do_not_push_out_the_other_panels() -> None:
