@@ -89,6 +89,7 @@ _add(
     "tidegate serve --model Qwen/Qwen3-0.6B --device cuda:0 --device cuda:1",
 )
 _add(ENGINES, tinker, "tidegate tinker --model DIR --engines 2 --port 8000")
+_add(ENGINES, engines.drain, "tidegate drain engine-3", "tidegate drain engine-3 --pid 4711")
 _add(ENGINES, engines.keys, "tidegate keys keys", "tidegate keys keys --engine gpu-host-7")
 _add(
     ENGINES,

@@ -1,17 +1,23 @@
-"""Commands `tidegate engine`, which starts an engine here, and `tidegate keys`, for other hosts.
+"""Commands of engines: `tidegate engine` starts one here, `tidegate drain` has one of this machine
+leave its run, and `tidegate keys` makes keys for other hosts.
 
 The engine parses its own options, because this layer does not import `tidegate.engine`. Keys are
 made by ``transport/security.py``.
 """
 
+import itertools
 import os
+import select
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tidegate.cli.conventions import echo
+from tidegate.errors import ConfigError
 
 
 def engine(context: typer.Context) -> None:
@@ -19,6 +25,63 @@ def engine(context: typer.Context) -> None:
     # exec and no call: the orchestrator's side never imports the engine's.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "tidegate.engine.worker", *context.args])
+
+
+WORKERS = ("tidegate.engine.worker", "tidegate.engine.external.worker")
+"""Modules of the programs that serve one engine."""
+
+
+def drain(
+    engine: Annotated[
+        str, typer.Argument(help="Name of an engine that runs on this machine, e.g. engine-3.")
+    ],
+    pid: Annotated[
+        int | None, typer.Option(help="Its process id, if several runs have an engine so named.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Time for it to end.")
+    ] = 60.0,
+) -> None:
+    """Have an engine of this machine leave its run now, and wait until its process has ended.
+
+    Its turns continue on the run's other engines, with all their tokens. Use it where a machine is
+    about to go, e.g. on a spot notice or in Kubernetes' preStop hook.
+    """
+    found = [each for each in _workers(engine) if pid in (None, each)]
+    if not found:
+        raise ConfigError(
+            f"no engine named {engine!r} runs on this machine"
+            + (f" as process {pid}" if pid is not None else "")
+        )
+    if len(found) > 1:
+        pids = ", ".join(map(str, found))
+        raise ConfigError(f"engines named {engine!r} are processes {pids}; choose one with --pid")
+    descriptor = os.pidfd_open(found[0])
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        if not select.select([descriptor], [], [], timeout)[0]:
+            raise ConfigError(
+                f"engine {engine!r} (process {found[0]}) has not ended within {timeout:g} s; once "
+                f"it is killed, its run continues its turns elsewhere"
+            )
+    finally:
+        os.close(descriptor)
+    echo(f"{engine} (process {found[0]}) has left its run")
+
+
+def _workers(engine: str) -> Iterator[int]:
+    """Yield the process ids of this machine's workers for engines of this name."""
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdecimal():
+            continue
+        try:
+            words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue  # it has ended meanwhile, or is another user's
+        pairs = itertools.pairwise(words)
+        is_named = f"--engine={engine}" in words or ("--engine", engine) in pairs
+        if is_named and any(module in words for module in WORKERS):
+            yield int(directory.name)
 
 
 def keys(

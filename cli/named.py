@@ -48,6 +48,21 @@ def find(name: str, where: str) -> Any:
     return found
 
 
+def parameters_of(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
+    """Return a function's parameters.
+
+    Raises:
+        ConfigError: it is a builtin, such as ``range``, that does not tell them.
+    """
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}.use names {function!r}, whose parameters can't be read ({error}); name a "
+            f"function of your own, which may call it"
+        ) from None
+
+
 def check_arguments(
     function: Callable[..., Any], given: Mapping[str, Any], where: str, *, own: int = 0
 ) -> dict[str, Any]:
@@ -58,7 +73,7 @@ def check_arguments(
     Raises:
         ConfigError: an argument is unknown, missing, or not of its type.
     """
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = parameters_of(function, where)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     named = {each.name: each for each in parameters[own:] if each.kind in _BY_NAME}
     hints = _hints(function)

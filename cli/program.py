@@ -33,7 +33,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tidegate.cli.named import check_arguments, find
+from tidegate.cli.named import check_arguments, find, parameters_of
 from tidegate.errors import ConfigError
 from tidegate.observability.trackers import MLflow, TensorBoard, Tracker, WandB
 from tidegate.orchestrator.journal.resuming import JOURNAL_FILE
@@ -302,7 +302,7 @@ def _bind_arguments(function: Any, part: Part, where: str, *, own: int) -> Calla
         raise ConfigError(f"episode.use = {part.use!r} must be an `async def` of (episode, task)")
     positional = [
         each
-        for each in inspect.signature(function).parameters.values()
+        for each in parameters_of(function, where)
         if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.VAR_POSITIONAL)
     ]
     if own > len(positional) and not any(e.kind is e.VAR_POSITIONAL for e in positional):

@@ -220,10 +220,17 @@ class Scorer(RunHandle):
         return self.settings.records.run_directory
 
     def statistics(self) -> RunStatistics:
-        """Return a snapshot of the run; once it has ended, the final one."""
+        """Return a snapshot of the run; once it has ended or failed, the final one."""
         if self._final is not None:
             return self._final
-        return self._read(self._statistics_of)
+        try:
+            return self._read(self._statistics_of)
+        except Exception:
+            run = self._running
+            if not run.has_ended or run.scheduler is None or run.is_own_thread:
+                raise
+            run.stop()  # its thread ends anyway, and nothing changes afterwards
+            return self._statistics_of(run.scheduler)
 
     @property
     def engines(self) -> tuple[EngineStatistics, ...]:

@@ -1,15 +1,18 @@
 """The command `tidegate`: exit statuses, error lines and help."""
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from typer.models import CommandInfo
 
 import tidegate
+from tests.models import make_model_directory
 from tests.observability import sampled_runs
 from tests.observability.test_recording import some_statistics
 from tidegate.cli import command
@@ -100,6 +103,35 @@ def test_the_engine_command_passes_all_arguments_to_the_worker() -> None:
     )
     assert ended.returncode == 2
     assert "usage: tidegate engine" in ended.stderr
+
+
+def test_drain_has_a_local_engine_leave_its_run_and_names_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model_directory(tmp_path / "model")
+    names, address = ("the-one-to-leave", "the-one-to-stay"), f"ipc://{tmp_path}/run"
+    command = [sys.executable, "-m", "tidegate.cli", "engine", "--model", str(model)]
+    command += ["--connect", address, "--engine"]
+    with contextlib.ExitStack() as processes:
+        started = [
+            processes.enter_context(subprocess.Popen([*command, name], stderr=subprocess.DEVNULL))
+            for name in names
+        ]
+        for process in started:
+            processes.callback(process.terminate)
+        with tidegate.serve_sync(model=model, engines=0, listen_address=address) as run:
+            while len(run.engines) < 2:
+                assert [process.poll() for process in started] == [None, None]
+                time.sleep(0.05)
+            assert status_of(["drain", names[0]], monkeypatch) == 0
+            said = f"{names[0]} (process {started[0].pid}) has left its run\n"
+            assert capsys.readouterr().out == said
+            assert started[0].wait(60) == 0
+            while len(run.engines) == 2:
+                time.sleep(0.05)
+            assert [engine.name for engine in run.engines] == [names[1]]
+            assert status_of(["drain", names[0]], monkeypatch) == 2
+            assert f"no engine named {names[0]!r} runs on" in capsys.readouterr().err
 
 
 def test_the_command_imports_nothing_that_its_help_does_not_need() -> None:

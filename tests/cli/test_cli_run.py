@@ -345,6 +345,8 @@ def test_the_example_file_is_valid() -> None:
         ("tasks.first=[]", "tasks.first = []: must be a valid integer"),
         ("episode.word=2", "episode.word: no such argument; did you mean 'words'?"),
         ("trainer.batches=many", "trainer.batches = 'many': must be a valid integer"),
+        ("tasks.use=builtins:range", "tasks.use names <class 'range'>, whose parameters can't"),
+        ("run.routing_policy.use=builtins:range", "run.routing_policy.use names <class 'range'>"),
         ("trainer.use=train", "must be 'module:name'"),
         ("trainer.use=no_such_module:train", "there is no module 'no_such_module'"),
         ("trainer.use=json:lods", "json has no 'lods'; did you mean 'loads'?"),

@@ -19,7 +19,13 @@ from safetensors.torch import load_file
 import tidegate
 from tests.models import make_model_directory
 from tests.segments import weights_open
-from tidegate.errors import EngineLagging, EngineStartFailed, RunBlocked, WeightsRefused
+from tidegate.errors import (
+    EngineLagging,
+    EngineStartFailed,
+    EpisodeError,
+    RunBlocked,
+    WeightsRefused,
+)
 from tidegate.orchestrator.episodes import runner as deadlines
 from tidegate.orchestrator.scheduler import loop_watch
 from tidegate.orchestrator.trainer import run as run_module
@@ -292,3 +298,16 @@ def test_a_trainer_that_is_killed_leaves_no_engine_socket_log_or_weights_behind(
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
     PrivateDirectory("next").remove()  # whatever engines have not seen to, the next run does
     assert list(short_path.iterdir()) == []
+
+
+async def test_a_failed_run_still_has_its_statistics_inside_its_block(model: Path) -> None:
+    async def wrong(episode: tidegate.Episode, task: int) -> float:
+        await one_turn(episode, task)
+        raise TypeError("a bug in every reward")
+
+    async with tidegate.serve(model=model, **SMALL) as rollouts:
+        with pytest.raises(EpisodeError):
+            await anext(rollouts.batches(range(100), episode=wrong))
+        statistics = rollouts.statistics()
+        assert statistics.ledger.generated > 0
+    assert rollouts.statistics().ledger == statistics.ledger

@@ -94,6 +94,24 @@ async def test_a_remote_run_answers_as_one_in_this_process_does(
     assert statistics == run.statistics() or statistics.ledger == run.statistics().ledger
 
 
+async def test_a_remote_trainer_has_engines_join_and_leave(
+    run: tidegate.Rollouts, address: str
+) -> None:
+    def names(statistics: tidegate.RunStatistics) -> list[str]:
+        return [engine.name for engine in statistics.engines]
+
+    async with listening(run, address, tasks=range(2)) as listen:
+        async with tidegate.connect(address, curve_key_directory=keys_of(run)) as rollouts:
+            await rollouts.scale(engines=2)
+            assert names(await rollouts.statistics()) == ["engine-0", "engine-1"]
+            assert await rollouts.retire("engine-1") == 0
+            assert names(await rollouts.statistics()) == ["engine-0"]
+            with pytest.raises(ConfigError, match=r"'engine-1' has left \(drained; 0 turns moved"):
+                await rollouts.drain("engine-1", within_s=1.0)
+            assert len([batch async for batch in rollouts.batches()]) == 1
+        await listen
+
+
 async def test_a_trainer_brings_its_own_tasks_and_weights_in_pieces_to_a_run_on_another_host(
     run: tidegate.Rollouts, model: Path, unused_tcp_port: int
 ) -> None:
