@@ -79,13 +79,13 @@ def look(url: str) -> None:
             seen = int(page.evaluate("Number(document.body.dataset.frames ?? 0)"))
             page.wait_for_function(NEXT_UPDATE, arg=seen, timeout=UPDATE_TIMEOUT_MS)
             metrics = devtools.send("Performance.getMetrics")["metrics"]
-            told = {each["name"]: each["value"] for each in metrics}
+            reported = {each["name"]: each["value"] for each in metrics}
             frames = int(page.evaluate("Number(document.body.dataset.frames)"))
             figures = {
                 "frames": frames,
-                "at_s": told["Timestamp"],
-                "heap_mb": told["JSHeapUsedSize"] / 2**20,
-                "task_s": told["TaskDuration"],
+                "at_s": reported["Timestamp"],
+                "heap_mb": reported["JSHeapUsedSize"] / 2**20,
+                "task_s": reported["TaskDuration"],
                 "process_mb": renderer_mb(os.getpid()),
                 "empty_mb": empty_mb,
                 "cells": page.locator("#groups button").count(),

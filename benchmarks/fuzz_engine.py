@@ -43,7 +43,7 @@ from tidegate.transport.messages import (
     encode,
 )
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 """Timeout after which an engine that has not read its frames counts as hung."""
 
 FRAMES_AHEAD_MAX = 2000
@@ -107,7 +107,7 @@ class FuzzedEngine:
 
     def settle(self) -> None:
         """Wait until the engine has read all frames; restart it if it has ended."""
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + TIMEOUT_S
         while self._thread.is_alive() and self._read < self._sent:
             self._hear()
             if time.monotonic() > deadline_s:
@@ -120,7 +120,7 @@ class FuzzedEngine:
         """Return whether the engine still samples a submitted turn."""
         self._restart()
         self._submit(4_000_000_000)
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline_s:
             for message in self._hear():
                 if isinstance(message, Step) and 4_000_000_000 in array("I", message.turns):
@@ -166,7 +166,7 @@ class FuzzedEngine:
         reply: Message | None = None
         if isinstance(message, Hello):
             reply = Welcome(
-                heartbeat_interval_s=0.5, orchestrator_timeout_s=PATIENCE_S, credit_steps=64
+                heartbeat_interval_s=0.5, orchestrator_timeout_s=TIMEOUT_S, credit_steps=64
             )
         elif isinstance(message, Step):
             self.steps += 1
@@ -196,7 +196,7 @@ class FuzzedEngine:
         )
         self._thread = threading.Thread(target=self._live, name=self._name.decode())
         self._thread.start()
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + TIMEOUT_S
         while not any(isinstance(message, Hello) for message in self._hear()):
             if time.monotonic() > deadline_s:
                 raise AssertionError("the engine does not say hello")
@@ -212,7 +212,7 @@ class FuzzedEngine:
 
     def _end(self) -> None:
         self._send(encode(Shutdown()))
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         if self._thread.is_alive():
             raise AssertionError("the engine doesn't end when it is told to")
         if not self._staging._thread.is_alive():

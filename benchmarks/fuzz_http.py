@@ -379,8 +379,8 @@ class FuzzedGateway:
         except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
             client.close()
             if len(body) <= bytes_max:
-                told = f"no answer, {type(error).__name__}"
-                self.failures.append(f"{path} {body[:300]!r}: {told}")
+                reported = f"no answer, {type(error).__name__}"
+                self.failures.append(f"{path} {body[:300]!r}: {reported}")
             return
         self.refused += 400 <= status < 500
         may_fail = status == 503 or path in MAY_FAIL
@@ -474,11 +474,11 @@ class FuzzedServer:
         path, resuming = "/v1/completions", Client(client.port)
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await resuming.post("/resume", key, b"")
-            asking = asyncio.ensure_future(client.post(path, key, json.dumps(body).encode()))
+            request_of = asyncio.ensure_future(client.post(path, key, json.dumps(body).encode()))
             # A half request for a pause may take effect after the first resume.
-            while not (await asyncio.wait({asking}, timeout=1.0))[0]:
+            while not (await asyncio.wait({request_of}, timeout=1.0))[0]:
                 await resuming.post("/resume", key, b"")
-            status, said = await asking
+            status, said = await request_of
         resuming.close()
         if status != 200 or json.loads(said)["usage"]["completion_tokens"] != 2:
             self.fuzzed.failures.append(f"a healthy client was told {status} {said[:300]!r}")

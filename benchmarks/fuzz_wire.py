@@ -29,7 +29,7 @@ from tidegate.transport.messages import (
     SubmitTurn,
 )
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 FRAMES_PER_NAME = 500
 """Frames per connection; then the flood reconnects under another name."""
@@ -61,7 +61,7 @@ class FuzzedRun:
     def __enter__(self) -> "FuzzedRun":
         self._run.start()
         self._engine.start()
-        self._run.ready.result(PATIENCE_S)
+        self._run.ready.result(TIMEOUT_S)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -70,7 +70,7 @@ class FuzzedRun:
         if self._flood is not None:
             self._flood.communicate()
         self._run.stop()
-        self._engine.join(PATIENCE_S)
+        self._engine.join(TIMEOUT_S)
 
     def flood(self, frames: int, seed: int) -> None:
         """Start to send that many malformed frames."""
@@ -84,7 +84,7 @@ class FuzzedRun:
     def evaluate(self) -> None:
         """Have the healthy engine serve some turns; all must complete."""
         work = self._run.submit(lambda run: run.evaluate(list(range(TASKS_AT_ONCE)), _episode))
-        rollouts = work.result(PATIENCE_S)
+        rollouts = work.result(TIMEOUT_S)
         self.episodes += sum(rollout.reward == 1.0 for rollout in rollouts)
 
     @property
@@ -109,7 +109,7 @@ class FuzzedRun:
         read, deadline_s = -1, 0.0
         while self.frames < count:
             if self.frames > read:
-                read, deadline_s = self.frames, time.monotonic() + PATIENCE_S
+                read, deadline_s = self.frames, time.monotonic() + TIMEOUT_S
             if time.monotonic() > deadline_s:
                 raise AssertionError(f"the run has read {read} of {count} frames")
             if self._let_through < count and read >= self._let_through - FRAMES_AHEAD_MAX // 2:

@@ -110,12 +110,12 @@ class Bench:
         appended_s: list[float] = []
         latencies: list[float] = []
 
-        def told(lsn: int) -> None:
+        def reported(lsn: int) -> None:
             now_s = time.perf_counter()
             latencies.extend((now_s - at_s) * 1e3 for at_s in appended_s[len(latencies) : lsn])
 
         with Journal.create(self.path(), header=b"") as journal:
-            journal.start(told, _raise)
+            journal.start(reported, _raise)
             started_s = next_s = time.perf_counter()
             while next_s < started_s + PACED_S:
                 for _ in range(round(groups_per_s * TICK_S)):

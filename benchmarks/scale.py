@@ -116,10 +116,10 @@ def flat_rows(kind: str, counts: tuple[int, ...]) -> Iterator[Row]:
     for count in counts:
         command = [sys.executable, "-m", "benchmarks.scale", "--subject", kind, str(count)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        told = json.loads(done.stdout.splitlines()[-1])
-        cost_us = told["cpu_s"] / told["steps"] * 1e6
-        what = f"{kind}: {count} engines, {told['steps'] / told['wall_s']:.0f} steps/s"
-        what = f"{what}, {told['rows'] / told['steps']:.0f} rows each"
+        reported = json.loads(done.stdout.splitlines()[-1])
+        cost_us = reported["cpu_s"] / reported["steps"] * 1e6
+        what = f"{kind}: {count} engines, {reported['steps'] / reported['wall_s']:.0f} steps/s"
+        what = f"{what}, {reported['rows'] / reported['steps']:.0f} rows each"
         yield compared(f"{what}; peer: {counts[0]} engines", "us CPU/step message", cost_us, first)
         first = first or cost_us
 
@@ -142,16 +142,16 @@ def node_rows(_: str, nodes: tuple[int, ...]) -> Iterator[Row]:
     try:
         with tempfile.TemporaryDirectory() as directory:
             model = make_model_directory(Path(directory) / "model", vocab_size=256)
-            told = _killed(cluster, model, nodes[0])
+            reported = _killed(cluster, model, nodes[0])
     finally:
         ray.shutdown()
         cluster.shutdown()
-    for name, value in told.items():
+    for name, value in reported.items():
         yield Row(f"node: 1 of {nodes[0]} dies: {name}", value, "s")
 
 
 def _killed(cluster: Any, model: Path, nodes: int) -> dict[str, float]:
-    told: dict[str, float] = {}
+    reported: dict[str, float] = {}
     with tidegate.serve_sync(
         model=model,
         engines=nodes,
@@ -169,16 +169,16 @@ def _killed(cluster: Any, model: Path, nodes: int) -> dict[str, float]:
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         removed_s = time.monotonic()
         next(batches)
-        told["until a batch of the others"] = time.monotonic() - killed_s
+        reported["until a batch of the others"] = time.monotonic() - killed_s
         _until(batches, lambda: len(rollouts.statistics().engines) < nodes)
-        told["until the run knows"] = time.monotonic() - killed_s
-        told["of which ray.cluster_utils took to kill it"] = removed_s - killed_s
+        reported["until the run knows"] = time.monotonic() - killed_s
+        reported["of which ray.cluster_utils took to kill it"] = removed_s - killed_s
         cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
         added_s = time.monotonic()
         _until(batches, lambda: len(rollouts.statistics().engines) == nodes)
-        told["from a new node to its engine"] = time.monotonic() - added_s
+        reported["from a new node to its engine"] = time.monotonic() - added_s
         assert rollouts.statistics().ledger.error == 0
-    return told
+    return reported
 
 
 def _trained(

@@ -60,8 +60,8 @@ def ours(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
             scheduler.score(ScoreTokens(request_id=number, token_ids=column, start=start))
         while rows := scheduler.plan():
             scheduler.complete(runner.step(rows))
-        told = [a for a in scheduler.take_replies() if isinstance(a, ScoreResult)]
-        ordered = sorted(told, key=lambda answer: answer.request_id)
+        reported = [a for a in scheduler.take_replies() if isinstance(a, ScoreResult)]
+        ordered = sorted(reported, key=lambda answer: answer.request_id)
         return [np.frombuffer(answer.logprobs, "<f4") for answer in ordered]
 
     return score
@@ -74,12 +74,12 @@ def theirs(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
 
     @torch.inference_mode()
     def score() -> list[Any]:
-        told = []
+        reported = []
         for tokens, start in sequences:
             ids = torch.tensor([tokens])
             logprobs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
-            told.append(logprobs.gather(1, ids[0, start:, None])[:, 0].numpy())
-        return told
+            reported.append(logprobs.gather(1, ids[0, start:, None])[:, 0].numpy())
+        return reported
 
     return score
 

@@ -115,17 +115,17 @@ def measure(
         rates: dict[bool, list[float]] = {True: [], False: []}
         spent = Spent(0.0, 0, 0, 0)
         for _ in range(RUNS):
-            for guesses in (True, False):
-                engine = Engine(before or weights, source() if guesses else None)
+            for has_drafts in (True, False):
+                engine = Engine(before or weights, source() if has_drafts else None)
                 if before is not None:
                     engine.run(turns, temperature)
                     engine.runner.swap(weights)
                 one = engine.run(turns, temperature)
-                rates[guesses].append(one.tokens / one.cpu_s)
-                spent = one if guesses else spent
+                rates[has_drafts].append(one.tokens / one.cpu_s)
+                spent = one if has_drafts else spent
         accepted = 100 * spent.accepted / max(1, spent.drafted)
         yield Row(f"{name}/{turns}/accepted", accepted, "%")
-        ours, peer = (statistics.median(rates[guesses]) for guesses in (True, False))
+        ours, peer = (statistics.median(rates[has_drafts]) for has_drafts in (True, False))
         yield compared(f"{name}/{turns}/tokens_per_cpu_s", "1/s", ours, peer)
 
 

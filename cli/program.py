@@ -193,8 +193,8 @@ def _validate(table: Mapping[str, Any], path: Path) -> RunFile:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            nearest = did_you_mean(str(problem["loc"][-1]), RunFile.model_fields)
-            raise ConfigError(f"{path}: there is no section [{where}]; {nearest}") from None
+            suggestion = did_you_mean(str(problem["loc"][-1]), RunFile.model_fields)
+            raise ConfigError(f"{path}: there is no section [{where}]; {suggestion}") from None
         if problem["type"] == "missing":
             raise ConfigError(f"{path}: {where} is missing") from None
         raise ConfigError(

@@ -120,11 +120,11 @@ def explain(
         str, typer.Argument(metavar="SUBJECT", help="rollout:ID, group:ID or batch:VERSION.")
     ],
 ) -> None:
-    """Tell what happened to a rollout, group or batch, in order, and by which rule."""
-    from tidegate.observability.explain import explain as tell
+    """Print what happened to a rollout, group or batch, in order, and by which rule."""
+    from tidegate.observability.explain import explain as explain_subject
     from tidegate.observability.story import Subject, story_lines
 
-    for line in story_lines(tell(run, Subject.parse(subject))):
+    for line in story_lines(explain_subject(run, Subject.parse(subject))):
         echo(line)
 
 

@@ -83,7 +83,7 @@ def run(
     try:
         _run(program)
     except KeyboardInterrupt:
-        echo(_how_to_go_on(program, config), err=True)
+        echo(_how_to_continue(program, config), err=True)
         raise typer.Exit(STATUS_INTERRUPTED) from None
     from tidegate.observability.report import write_report
 
@@ -124,7 +124,7 @@ def _warn_of_model(program: "Program") -> None:
         echo(f"warning: the file is valid, but the run could not start now: {error}", err=True)
 
 
-def _how_to_go_on(program: "Program", config: Path) -> str:
+def _how_to_continue(program: "Program", config: Path) -> str:
     directory = program.run_directory
     lines = [f"interrupted; `tidegate report {directory}` reports what was trained until now"]
     if program.settings.records.journal:

@@ -1,6 +1,6 @@
-"""Finds in a run's directory what a story needs, and tells it; for `tidegate explain`.
+"""Reads a run's directory and returns the story of one rollout, group or batch.
 
-The dashboard's recorded source uses it too. The stories themselves are in :mod:`story`.
+Called by `tidegate explain` and the dashboard's recorded source. :mod:`story` has the stories.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Stories of rollouts, groups and batches: what happened to each, and by which rule, in order.
 
-`tidegate explain` and the dashboard tell them, from the rows of ``trajectories.parquet`` and, of a
-recorded run, from the times in ``trace.json``. A statement that follows from several possible
+`tidegate explain` and the dashboard show them. They are made from the rows of
+``trajectories.parquet`` and, of a recorded run, from the times in ``trace.json``. A statement that follows from several possible
 causes names all of them; nothing is guessed.
 """
 
@@ -310,7 +310,7 @@ def _changed(
         return StoryEvent(
             EventKind.MOVED,
             f"{name} moved from {before.engine} to {after.engine} after {after.start} tokens and "
-            f"went on with {versions}: {_why_moved(before.engine, run, at)}",
+            f"continued with {versions}: {_why_moved(before.engine, run, at)}",
         )
     swaps = run.times.engine_event(after.engine, "swap", after.version)
     how = _kv_after_swap(after, is_recomputed, run)

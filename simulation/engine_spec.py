@@ -35,7 +35,7 @@ class SimulatedEngineSpec:
     sleep_levels: tuple[SleepLevel, ...] = (1, 2)
     media: tuple[MediaKind, ...] = ()
     """Media kinds that the engine accepts beside tokens; the engine ignores their content."""
-    tells_prefills: bool = True
+    reports_prefills: bool = True
     """Whether the engine reports which weight versions computed a context's KV.
 
     Third-party engines can't report that.

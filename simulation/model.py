@@ -102,7 +102,7 @@ def check_turn(
             engine = tag.engine
             continue
         else:
-            assert tag.engine == engine, f"{tag.engine} went on without a prefill"
+            assert tag.engine == engine, f"{tag.engine} continued without a prefill"
             state = absorb(state, context[position - 1], content)
             kv = KvRange(min(kv.oldest, tag.version), max(kv.newest, tag.version))
         engine = tag.engine

@@ -61,7 +61,7 @@ class SimulatedScores:
     def _reply(self, message: ScoreTokens) -> ScoreResult | ScoreFailed:
         tokens = array("i", message.token_ids)
         if message.score_kind != "logprobs" or message.top_logprobs:
-            why = "a simulated engine tells log-probs of the tokens given, and nothing else"
+            why = "a simulated engine computes only log-probs of the given tokens"
             return ScoreFailed(request_id=message.request_id, message=why)
         if not 1 <= message.start < len(tokens):
             why = f"start must be in [1, {len(tokens) - 1}], got {message.start}"

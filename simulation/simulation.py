@@ -137,7 +137,7 @@ def engine_hosts(
         block_tokens=BLOCK_TOKENS,
         hands_turns_back=scenario.hands_turns_back,
     )
-    without_prefills = replace(spec, tells_prefills=False)
+    without_prefills = replace(spec, reports_prefills=False)
     hosts = [
         EngineHost(
             name,

@@ -241,7 +241,7 @@ class SimulatedTurns:
         message, context = turn.message, turn.context
         if turn.is_prefilling:
             turn.is_prefilling = False
-            if self._spec.tells_prefills:
+            if self._spec.reports_prefills:
                 rows.prefills.append(Prefill(message.turn, turn.output_tokens, context.spans))
         code, count = RUNNING, 0
         while code == RUNNING and count < self._spec.tokens_per_step:

@@ -26,7 +26,7 @@ def paused(message: Message) -> bool:
 
 
 @contextmanager
-def turns_go_on_until(
+def turns_continue_until(
     run: tidegate.Rollouts | tidegate.VLLMServer, is_told: Callable[[Message], bool]
 ) -> Iterator[None]:
     """Hold back each engine's acknowledgements until it was sent such a message."""
@@ -34,15 +34,15 @@ def turns_go_on_until(
     assert scheduler is not None
     fleet, send = scheduler.fleet, scheduler.fleet._send
     held: dict[bytes, Ack] = {}
-    told: set[bytes] = set()
+    reported: set[bytes] = set()
 
     def hold(peer: bytes, message: Message) -> bool:
-        if isinstance(message, Ack) and peer not in told:
+        if isinstance(message, Ack) and peer not in reported:
             held[peer] = message  # it acknowledges all that earlier ones do
             return True
         is_there = send(peer, message)
         if is_told(message):
-            told.add(peer)
+            reported.add(peer)
             if peer in held:
                 send(peer, held.pop(peer))
         return is_there

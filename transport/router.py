@@ -456,4 +456,4 @@ def close_socket(socket: Socket, *, is_context_own: bool) -> None:
     socket.close()
     if is_context_own:
         # In a thread, because term() blocks for the linger time. The process waits for the thread.
-        threading.Thread(target=context.term, name="last words", daemon=False).start()
+        threading.Thread(target=context.term, name="router-linger", daemon=False).start()

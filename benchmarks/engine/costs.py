@@ -81,13 +81,13 @@ class SwapDriver(Driver):
             self._said[turn] += token_ids[first : first + count]
             first += count
             if code == ABORT:
-                self._go_on(turn)
+                self._continue(turn)
         super().take(step)
         if self._swap is not None and self.tokens >= TURNS * SWAP_AFTER_TOKENS:
             self.say(self._swap)
             self._swap = None
 
-    def _go_on(self, turn: int) -> None:
+    def _continue(self, turn: int) -> None:
         self.aborted += 1
         asked, said = self._asked[turn], self._said[turn]
         sampling = SamplingParams(

@@ -119,7 +119,7 @@ def measure(
             worker.wait()
             socket.close()
         marks = [Mark(*mark) for mark in json.loads(noted.read_text())]
-    return told([(one, full_steps(marks, one, len(requests))) for one in rounds])
+    return reported([(one, full_steps(marks, one, len(requests))) for one in rounds])
 
 
 async def _drive(
@@ -174,7 +174,7 @@ def full_steps(marks: Sequence[Mark], one: Round, turns: int) -> list[Step]:
     ]
 
 
-def told(rounds: Sequence[tuple[Round, Sequence[Step]]]) -> dict[str, float]:
+def reported(rounds: Sequence[tuple[Round, Sequence[Step]]]) -> dict[str, float]:
     """Compute the figures that the module's docstring describes."""
     still = [steps for one, steps in rounds if steps and not one.is_updated]
     updated = [steps for one, steps in rounds if steps and one.is_updated]

@@ -118,11 +118,11 @@ class VllmNcclSender:
         if not self._is_packed:
             for tensor in tensors.values():
                 on_device = tensor.detach().contiguous().to(self._device)
-                communicator.broadcast(on_device, patience_s=SEND_TIMEOUT_S)
+                communicator.broadcast(on_device, timeout_s=SEND_TIMEOUT_S)
             return
         for pack in packs(tensors.values(), lambda tensor: tensor.nbytes, PACK_BYTES):
             packed = torch.cat([_flat_bytes(tensor).to(self._device) for tensor in pack])
-            communicator.broadcast(packed, patience_s=SEND_TIMEOUT_S)
+            communicator.broadcast(packed, timeout_s=SEND_TIMEOUT_S)
 
     def _start_request(self, path: str, body: object, timeout_s: float) -> "asyncio.Task[Any]":
         call = self._http.call("POST", path, body, timeout_s=timeout_s)

@@ -493,7 +493,7 @@ class GroupTracker(OutstandingGroupIndex):
 
     def _retry(self, rollout: Rollout, group: Group, delay_s: float) -> ev.Command:
         """Begin an episode again from the turns that it has, as a resume does. Its running turn
-        goes on: the episode asks for it again."""
+        continues: the episode asks for it again."""
         rollout.retries += 1
         for row in rollout.rows:
             row.cut(turns=len(row.turns))

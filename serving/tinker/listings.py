@@ -65,7 +65,7 @@ async def list_run_checkpoints(parts: TinkerParts, http: HttpRequest, tenant: st
 
 @on("DELETE", CHECKPOINT)
 async def delete_checkpoint(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """Delete a checkpoint. Samplers that engines hold of it go on until they are dropped."""
+    """Delete a checkpoint. Engines serve its samplers until they drop them."""
     facts = await _named(parts, http, tenant)
     await asyncio.to_thread(parts.checkpoints.remove, facts)
     return Response(status_code=204)

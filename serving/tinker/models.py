@@ -142,7 +142,7 @@ class ModelTrainer:
         """Carry out a request when all of the model's earlier ones have ended; return its id.
 
         Returns once the request is in the journal. Sending a request again changes nothing;
-        ``canonical`` is what tells it from another one.
+        ``canonical`` is its canonical form, by which it is recognised.
 
         Raises:
             ApiError: another request had this ``seq_id``, or too many wait.

@@ -1,7 +1,8 @@
 """Sans-IO order of one model's training requests: by ``seq_id``, each once, one at a time.
 
 The SDK numbers a model's requests from 1, sends several at once, and sends a request again when an
-answer is lost. :class:`RequestOrder` is told what arrives and what ends, and returns what to start.
+answer is lost. :class:`RequestOrder` takes each arrival and each end, and returns the requests to
+start.
 """
 
 from dataclasses import dataclass, field

@@ -71,7 +71,7 @@ async def submit(
 def submission(
     parts: TinkerParts, model: TrainedModel, path: str, request: ModelRequestBody
 ) -> tuple[bytes, Work]:
-    """Return what tells a request from others, and its work."""
+    """Return the bytes that identify a request when it is sent again, and its work."""
     kind = MODEL_PATHS[path]
     return kind.canonical(request), partial(kind.carry_out, parts, model, request)
 

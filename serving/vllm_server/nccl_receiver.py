@@ -119,7 +119,7 @@ class NcclUpdateReceiver:
         import torch
 
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        group.broadcast(tensor, patience_s=RECEIVE_TIMEOUT_S)
+        group.broadcast(tensor, timeout_s=RECEIVE_TIMEOUT_S)
         return tensor
 
     def finished(self) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.engine.steps import Round, full_steps, told
+from benchmarks.engine.steps import Round, full_steps, reported
 from benchmarks.engine.watched_worker import Mark
 
 TURNS = 4
@@ -34,7 +34,7 @@ def test_cpu_time_of_other_processes_counts_as_stall_in_wall_time_only() -> None
     updated = full_steps(marks(usual, slow, usual, usual), one, TURNS)
     still = full_steps(marks(usual, preempted, usual, usual), other, TURNS)
 
-    output = told([(one, updated), (other, still)])
+    output = reported([(one, updated), (other, still)])
 
     assert output["update_stall_steps"] == pytest.approx(1.5)
     assert output["without_update_stall_steps"] == 0

@@ -29,7 +29,7 @@ def variant(name: str, eta: int) -> Variant:
     return Variant(name, POLICIES[name], eta)
 
 
-def told(outcome: Outcome) -> tuple[object, ...]:
+def reported(outcome: Outcome) -> tuple[object, ...]:
     """All but what the machine's clock says."""
     return astuple(
         replace(outcome, tally=replace(outcome.tally, cpu_s=0.0, wall_s=0.0, simulated_s=0.0))
@@ -47,7 +47,8 @@ def test_a_run_has_every_row_of_the_table() -> None:
 
 def test_a_benchmark_run_depends_on_its_seed_only() -> None:
     first, again, other = (
-        told(run_once(TINY, variant("admission", 2), mode="keep", seed=seed)) for seed in (1, 1, 2)
+        reported(run_once(TINY, variant("admission", 2), mode="keep", seed=seed))
+        for seed in (1, 1, 2)
     )
     assert first == again
     assert first != other

@@ -291,7 +291,7 @@ def test_resume_needs_a_journal_and_then_continues_in_its_directory(
     assert (other / "part-1" / "run.json").exists()
 
 
-def test_ctrl_c_ends_with_a_summary_and_how_to_go_on(
+def test_ctrl_c_ends_with_a_summary_and_how_to_continue(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_model_directory(config.parent / "model")

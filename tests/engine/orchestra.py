@@ -45,7 +45,7 @@ from tidegate.transport.weight_channels import NamedBuffer, sender
 
 M = TypeVar("M", bound=Message)
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """Seconds after which a missing message fails the test. An engine's start alone has taken a minute,
 with twenty others on two processors."""
 
@@ -134,14 +134,14 @@ class Orchestra:
         if self.process.poll() is None:
             self.process.kill()
         try:
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
         finally:
             self.vanish()
 
     def exit_status(self) -> int:
         """Return the exit status of the process, which is about to end."""
         try:
-            return self.process.wait(PATIENCE_S)
+            return self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"engine does not end; {self._story()}") from None
 
@@ -210,9 +210,9 @@ class Orchestra:
 
     def _read_one(self) -> FromEngine:
         since_s = time.monotonic()
-        is_heard = self._socket.poll(int(PATIENCE_S * 1000))
+        is_heard = self._socket.poll(int(TIMEOUT_S * 1000))
         self._waited_s += time.monotonic() - since_s
-        if not is_heard or self._waited_s > PATIENCE_S:
+        if not is_heard or self._waited_s > TIMEOUT_S:
             what = "nothing but heartbeats" if is_heard else "nothing"
             raise AssertionError(f"engine sends {what}; {self._story()}")
         self._peer, frame = self._socket.recv_multipart()

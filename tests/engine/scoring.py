@@ -9,7 +9,7 @@ from tests.engine.external.fake_engine import FakeEngine
 from tidegate.transport.scoring import ScoreFailed, ScoreKind, ScoreResult, ScoreTokens
 
 
-class Asker:
+class ScoreClient:
     """Sends scoring requests to a driven engine, and keeps the answers."""
 
     def __init__(self, engine: FakeEngine) -> None:

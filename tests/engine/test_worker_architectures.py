@@ -17,7 +17,7 @@ OPTIONS = ["--max-running-turns", "8", "--max-step-tokens", "16"]
 
 
 @pytest.mark.parametrize(("model_type", "code"), [("gemma2", "tidegate"), ("gpt2", "transformers")])
-def test_a_turn_goes_on_under_new_weights_and_the_engine_says_whose_code_computes(
+def test_a_turn_continues_under_new_weights_and_the_engine_says_whose_code_computes(
     model_type: str, code: str, tmp_path: Path
 ) -> None:
     directories = [

@@ -8,8 +8,8 @@ import pytest
 from tests.engine.orchestra import (
     GREEDY,
     LONG,
-    PATIENCE_S,
     PROMPT,
+    TIMEOUT_S,
     Models,
     Orchestra,
     Publisher,
@@ -89,7 +89,7 @@ class HeldSender(ZmqSender):
 
     def _reply(self, peer: bytes, frames: list[bytes]) -> None:
         self.is_asked.set()
-        assert self.may_answer.wait(PATIENCE_S)
+        assert self.may_answer.wait(TIMEOUT_S)
         super()._reply(peer, frames)
 
 
@@ -102,7 +102,7 @@ def test_decoding_continues_while_a_version_is_staged(
     engine.send(StartWeightUpdate(version=version))
     for update in sender.write(version, named_buffers(models.directories[version % 2])):
         engine.send(update)
-    assert sender.is_asked.wait(PATIENCE_S)
+    assert sender.is_asked.wait(TIMEOUT_S)
     turn = engine.submit(PROMPT, LONG)
     before = len(engine.log)
     engine.read_tokens(turn, 100)  # a step each: not one of them waits for the copy

@@ -84,8 +84,8 @@ def test_tokens_and_log_probs_are_those_of_the_adapter_that_was_just_saved(tmp_p
 
     def difference(reference: Any, samples: list[Mapping[str, Any]]) -> float:
         found = [logprobs(reference, prompt, each["tokens"]) for each in samples]
-        told = [torch.tensor(each["logprobs"]) for each in samples]
-        return max((a - b).abs().max().item() for a, b in zip(found, told, strict=True))
+        reported = [torch.tensor(each["logprobs"]) for each in samples]
+        return max((a - b).abs().max().item() for a, b in zip(found, reported, strict=True))
 
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     assert difference(base, report["base"]) < 1e-3

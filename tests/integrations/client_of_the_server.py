@@ -14,7 +14,7 @@ def main(url: str, model: str) -> None:
     PartialState()  # required by its logging
     client = VLLMClient(url, server_timeout=TIMEOUT_S)
     client.wait_for_server_ready()
-    told = {
+    reported = {
         "max_model_len": client.get_max_model_len(),
         "dtype": client.get_dtype(),
         "world_size": client.get_world_size(),
@@ -22,19 +22,19 @@ def main(url: str, model: str) -> None:
     }
     label = _label(url)
     client.pause()
-    told["frozen"] = requests.get(f"{url}/is_paused", timeout=TIMEOUT_S).json()["is_paused"]
+    reported["frozen"] = requests.get(f"{url}/is_paused", timeout=TIMEOUT_S).json()["is_paused"]
     client.init_weight_transfer_engine({})
     client.start_weight_update()
     client.update_weights({"path": model})
     client.finish_weight_update()
     client.resume()
-    told["label_is_kept"] = _label(url) == label  # the client sends no version
+    reported["label_is_kept"] = _label(url) == label  # the client sends no version
     try:
         client.load_lora_adapter("no", "/nowhere")
     except RuntimeError:  # the client's error for a 404
-        told["missing_adapter"] = 404
+        reported["missing_adapter"] = 404
     client.unload_lora_adapter("no")
-    sys.stdout.write(json.dumps(told))
+    sys.stdout.write(json.dumps(reported))
 
 
 def _label(url: str) -> str:

@@ -137,7 +137,7 @@ def test_weights_that_a_trainer_broadcasts_are_served_once_the_last_has_come(
         worker.init_weights_update_group("127.0.0.1", port, 1, 2)
         state = load_file(path)
         before = worker.version
-        told = [
+        reported = [
             worker.update_weight(name, tensor.dtype, tensor.shape, empty_cache=name == last)
             for last in [[*state][-1]]
             for name, tensor in state.items()
@@ -148,7 +148,7 @@ def test_weights_that_a_trainer_broadcasts_are_served_once_the_last_has_come(
         trainer.wait()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    assert told == [None] * (len(state) - 1) + [before + 1]
+    assert reported == [None] * (len(state) - 1) + [before + 1]
     broadcast = worker.generate(PROMPTS, {"temperature": 0.0, "max_tokens": 4})
     worker.update_weights({name: tensor.flip(0) for name, tensor in state.items()})
     handed = worker.generate(PROMPTS, {"temperature": 0.0, "max_tokens": 4})

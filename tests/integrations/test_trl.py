@@ -182,7 +182,7 @@ async def test_trls_trainer_trains_on_a_run_of_another_process(model: Path) -> N
     assert seen["first_kl"] == pytest.approx(0.0, abs=1e-4)
 
 
-def test_trls_trainer_goes_on_from_its_checkpoint_with_a_new_run(
+def test_trls_trainer_continues_from_its_checkpoint_with_a_new_run(
     model: Path, tmp_path: Path
 ) -> None:
     script = ["-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1"]
@@ -272,7 +272,7 @@ def test_two_processes_of_trls_grpo_trainer_share_the_run_of_the_first(warmed_up
     assert two["version"] == one["version"] == 3
 
 
-def test_trls_grpo_trainer_goes_on_from_its_checkpoint(warmed_up: Path, tmp_path: Path) -> None:
+def test_trls_grpo_trainer_continues_from_its_checkpoint(warmed_up: Path, tmp_path: Path) -> None:
     script = (*ROLLOUT_FUNC, str(warmed_up), *QUICK, "--checkpoints", str(tmp_path))
     assert run_in_trls_python(*script, "--no-evaluation", "--steps", "2")["steps"] == 2
     checkpoint = str(tmp_path / "checkpoint-2")

@@ -75,7 +75,7 @@ class Trainer:
     def __init__(self, args: Arguments, lengths: list[list[int]]) -> None:
         """``lengths``: of each row of each batch; row n is n versions old when it is taken."""
         self.args = args
-        self.told: list[tuple[int, list[int], str]] = []
+        self.reported: list[tuple[int, list[int], str]] = []
         self.logged: list[str] = []
         self._batches: Iterator[list[TrlRow]] = iter(
             [
@@ -95,7 +95,7 @@ class Trainer:
         )
 
     def discard(self, batch: int, rows: list[int], *, reason: str) -> None:
-        self.told.append((batch, rows, reason))
+        self.reported.append((batch, rows, reason))
 
     def sample(self, tokens: int, version: int) -> Any:
         return SimpleNamespace(input_ids=[0] * tokens, model_version=version)
@@ -108,7 +108,7 @@ class Trainer:
 def test_rows_that_trl_would_drop_are_discarded_instead_and_told_as_it_tells_them() -> None:
     trainer = Trainer(Arguments(max_staleness=1, token_budget=8), [[3, 9, 4, 5], [8, 2]])
     assert trainer.take(3) == [3, 8, 2]
-    assert trainer.told == [
+    assert trainer.reported == [
         (1, [1], "too_long"),
         (1, [2], "too_stale"),
         (1, [3], "too_stale"),
@@ -125,7 +125,7 @@ def test_the_age_of_a_row_is_counted_when_it_is_taken_by_the_weights_of_then() -
     assert trainer.take(1) == [1]
     trainer.rows.synced(1)
     assert trainer.take(1) == [3]
-    assert trainer.told == [(1, [1], "too_stale")]
+    assert trainer.reported == [(1, [1], "too_stale")]
 
 
 def test_a_budget_that_trl_fills_in_later_counts_from_then_on() -> None:
@@ -153,9 +153,9 @@ def test_at_its_end_rows_of_no_whole_step_are_discarded(
     trainer = Trainer(args, [[1] * 4] * 5)
     trainer.take(taken)
     trainer.rows.end()
-    assert trainer.told == [(batch, rows, "not_trained") for batch, rows in left_out]
+    assert trainer.reported == [(batch, rows, "not_trained") for batch, rows in left_out]
     trainer.rows.end()
-    assert len(trainer.told) == len(left_out)
+    assert len(trainer.reported) == len(left_out)
 
 
 def test_a_micro_batch_is_of_all_ranks_rows() -> None:
@@ -163,7 +163,7 @@ def test_a_micro_batch_is_of_all_ranks_rows() -> None:
     trainer = Trainer(args, [[1] * 4] * 2)
     trainer.take(8)
     trainer.rows.end()
-    assert trainer.told == [(2, [0, 1, 2, 3], "not_trained")]
+    assert trainer.reported == [(2, [0, 1, 2, 3], "not_trained")]
 
 
 BUDGETED = [
@@ -186,7 +186,7 @@ def test_with_a_budget_of_tokens_syncs_tell_what_was_ahead_of_the_last_step(
         trainer.rows.synced(sync)
         trainer.take(rows)
     trainer.rows.end()
-    assert trainer.told == [(batch, rows, "not_trained") for batch, rows in left_out]
+    assert trainer.reported == [(batch, rows, "not_trained") for batch, rows in left_out]
 
 
 @pytest.mark.parametrize("more", [{"weight_sync_steps": 2}, {"gradient_accumulation_steps": 2}])
@@ -198,7 +198,7 @@ def test_where_syncs_do_not_tell_only_rows_that_trl_never_got_are_left_out(
         trainer.rows.synced(sync)
         trainer.take(rows)
     trainer.rows.end()
-    assert trainer.told == [(2, [3], "not_trained")]
+    assert trainer.reported == [(2, [3], "not_trained")]
 
 
 def test_only_as_many_rows_are_remembered_as_trl_may_be_ahead() -> None:

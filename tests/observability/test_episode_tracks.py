@@ -17,8 +17,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.now_us = 0
-        self.told: list[EpisodeInterval] = []
-        self.tracer = EpisodeTracer(self.told.append, now_us=lambda: self.now_us)
+        self.reported: list[EpisodeInterval] = []
+        self.tracer = EpisodeTracer(self.reported.append, now_us=lambda: self.now_us)
 
     def ask(self, rollout: Rollout) -> "asyncio.Future[Turn]":
         rollout.turns.append(Turn(rollout, SamplingParams(max_tokens=4)))
@@ -38,7 +38,7 @@ class Watch:
 
     @property
     def intervals(self) -> list[tuple[int, str, int, int]]:
-        return [(i.lane, i.name, i.started_us, i.ended_us) for i in self.told]
+        return [(i.lane, i.name, i.started_us, i.ended_us) for i in self.reported]
 
 
 async def test_an_episodes_turns_tools_and_parking_are_inside_its_interval() -> None:
@@ -65,8 +65,8 @@ async def test_an_episodes_turns_tools_and_parking_are_inside_its_interval() -> 
         (1, "tools", 95_000, 99_000),
         (1, "rollout 7", 0, 99_000),
     ]
-    assert watch.told[3].args == {"tokens": 2, "engine": "engine-0", "ended": "stop"}
-    assert watch.told[-1].args == {"group": 3, "turns": 2, "tokens": 4, "ended": "returned"}
+    assert watch.reported[3].args == {"tokens": 2, "engine": "engine-0", "ended": "stop"}
+    assert watch.reported[-1].args == {"group": 3, "turns": 2, "tokens": 4, "ended": "returned"}
 
 
 async def test_a_branch_has_its_own_lane() -> None:
@@ -95,11 +95,11 @@ async def test_a_lane_is_reused_after_its_episode_and_episodes_without_a_lane_ar
         watch.tracer.began(rollout)
     watch.ask(rollouts[-1])
     watch.tracer.ended(rollouts[-1], "returned")
-    assert watch.told == []
+    assert watch.reported == []
     watch.tracer.ended(rollouts[4], "failed")
     watch.tracer.began(Rollout(99, 0, 0))
     watch.tracer.ended(Rollout(99, 0, 0), "returned")
-    assert [(i.lane, i.name) for i in watch.told] == [(5, "rollout 4"), (5, "rollout 99")]
+    assert [(i.lane, i.name) for i in watch.reported] == [(5, "rollout 4"), (5, "rollout 99")]
 
 
 async def test_an_abandoned_turn_ends_when_its_episode_continues_or_ends() -> None:

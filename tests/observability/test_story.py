@@ -120,7 +120,7 @@ def test_a_moved_turn_names_the_engine_that_was_lost_if_the_trace_has_the_loss()
     row = rollout(0, turn(span(5, 0, 3, "a"), span(5, 3, 8, "b"), prefills=(3,)))
     (known,) = texts(row, context(traced()), EventKind.MOVED)
     assert known.endswith(
-        "moved from a to b after 3 tokens and went on with v5: a was lost at 2.00 s"
+        "moved from a to b after 3 tokens and continued with v5: a was lost at 2.00 s"
     )
     (unknown,) = texts(row, context(), EventKind.MOVED)
     assert unknown.endswith("a pause by abort or the loss of a")

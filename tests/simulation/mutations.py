@@ -267,7 +267,7 @@ def a_task_that_was_looked_at_is_lost_with_the_next_offer(patch: pytest.MonkeyPa
 
 
 @mutation(seed=9)
-def episodes_of_a_group_that_is_given_up_go_on(patch: pytest.MonkeyPatch) -> None:
+def episodes_of_a_group_that_is_given_up_continue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EpisodeRunner, "stop", lambda self, rollout: None)
 
 
@@ -356,7 +356,7 @@ def an_abort_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation(seed=0)
-def a_turn_given_up_goes_on(patch: pytest.MonkeyPatch) -> None:
+def a_turn_given_up_continues(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TurnTracker, "cancel", lambda self, rollout: [])
 
 

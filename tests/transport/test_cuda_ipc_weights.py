@@ -189,16 +189,16 @@ for line in sys.stdin:
 def test_another_process_reads_the_bytes_that_were_sent(channel: CudaIpcSender) -> None:
     sent = tensors(100)
     messages = [channel.init(), *channel.write(1, sent)]
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-W", "error", "-c", ENGINE],
         input="".join(encode(message).hex() + "\n" for message in messages),
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert told.stderr == ""
+    assert reported.stderr == ""
     sums = {tensor.name: crc32(host_bytes(tensor.data)) for tensor in sent}
-    assert json.loads(told.stdout) == [sums, 0]
+    assert json.loads(reported.stdout) == [sums, 0]
 
 
 # ------------------------------------------------------------------------------- refusals
@@ -321,11 +321,11 @@ def test_a_frame_whose_memory_has_other_types_is_no_message() -> None:
     memory = CudaIpcHandle(UUID, bytes(66), 64, 0, b"/torch_1_2_3", 0)
     good: list[Any] = msgspec.to_builtins(memory, builtin_types=(bytes,))
     for index, value in ((0, 5), (1, "text"), (2, -1), (3, 2**64 - 1), (4, None), (5, 0.5)):
-        told = {"kind": "update_weights", "version": 1, "location": "", "tensors": []}
+        reported = {"kind": "update_weights", "version": 1, "location": "", "tensors": []}
         spoilt = [*good[:index], value, *good[index + 1 :]]
-        assert decode_from_orchestrator(msgspec.msgpack.encode(told | {"ipc_handle": good}))
+        assert decode_from_orchestrator(msgspec.msgpack.encode(reported | {"ipc_handle": good}))
         with pytest.raises(BadFrame):
-            decode_from_orchestrator(msgspec.msgpack.encode(told | {"ipc_handle": spoilt}))
+            decode_from_orchestrator(msgspec.msgpack.encode(reported | {"ipc_handle": spoilt}))
 
 
 @given(

@@ -101,7 +101,7 @@ def test_the_fuzzer_notices_when_a_check_is_gone(
         feed(fuzzed, 10_000)
 
 
-def test_an_engine_under_a_hostile_orchestrator_goes_on_or_ends_by_itself(tmp_path: Path) -> None:
+def test_an_engine_under_a_hostile_orchestrator_continues_or_ends_by_itself(tmp_path: Path) -> None:
     engine = FuzzedEngine(0, tmp_path)
     try:
         for _ in range(6_000):
@@ -113,7 +113,7 @@ def test_an_engine_under_a_hostile_orchestrator_goes_on_or_ends_by_itself(tmp_pa
     assert engine.failures == []
 
 
-def test_a_run_that_is_flooded_goes_on_serving_turns(tmp_path: Path) -> None:
+def test_a_run_that_is_flooded_continues_serving_turns(tmp_path: Path) -> None:
     with FuzzedRun(tmp_path) as run:
         run.flood(frames=4_000, seed=0)
         run.await_frames(4_000)

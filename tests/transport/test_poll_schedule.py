@@ -50,11 +50,11 @@ def test_a_stream_that_nobody_answers_is_looked_for_ever_less_often() -> None:
 
 def test_acknowledgements_are_no_answers_unless_an_engine_may_wait_for_them() -> None:
     looks = by_the_clock()
-    told = []
+    reported = []
     for messages in (MESSAGES_PER_ACK, MESSAGES_PER_ACK, MESSAGES_PER_ACK - 1):
         looks.acks = 1
-        told.append(looks.polled(messages))
-    assert told == [0.008, 0.016, POLL_INTERVAL_S]
+        reported.append(looks.polled(messages))
+    assert reported == [0.008, 0.016, POLL_INTERVAL_S]
 
 
 def test_a_stream_that_is_answered_now_and_then_is_looked_for_at_short_intervals() -> None:
@@ -69,11 +69,11 @@ def test_the_descriptor_wakes_again_where_nothing_comes_or_much_is_answered(
     messages: int, sends: int
 ) -> None:
     looks = by_the_clock()
-    told = []
+    reported = []
     for _ in range(UNPRODUCTIVE_POLLS_MAX):
         looks.sends = sends
-        told.append(looks.polled(messages))
-    assert told == [POLL_INTERVAL_S] * (UNPRODUCTIVE_POLLS_MAX - 1) + [None]
+        reported.append(looks.polled(messages))
+    assert reported == [POLL_INTERVAL_S] * (UNPRODUCTIVE_POLLS_MAX - 1) + [None]
 
 
 @dataclass(eq=False)

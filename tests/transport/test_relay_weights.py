@@ -352,11 +352,11 @@ def test_nobody_is_ever_served_by_who_is_served_by_it(
 def test_a_question_is_answered_with_what_is_kept(weights: Sender) -> None:
     [one] = weights.write(1, tensors())
     [two] = weights.write(2, tensors(), keep=[1])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
-        asker.setsockopt(zmq.LINGER, 0)
-        asker.connect(weights.address.replace("*", "127.0.0.1"))
-        asker.send(encode_relay(ParentRequest(two.location, "tcp://10.0.0.1:1")))
-        assert asker.poll(round(WAIT_S * 1000))
-        answer = decode_parent_assignment(asker.recv())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(weights.address.replace("*", "127.0.0.1"))
+        client.send(encode_relay(ParentRequest(two.location, "tcp://10.0.0.1:1")))
+        assert client.poll(round(WAIT_S * 1000))
+        answer = decode_parent_assignment(client.recv())
     assert answer.address == ""
     assert answer.kept_locations == [one.location, two.location]

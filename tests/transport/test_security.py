@@ -296,7 +296,7 @@ async def test_while_the_list_cannot_be_read_nobody_gets_in_and_then_they_do(
     assert "nobody is let in: others may change" in caplog.text
 
 
-def test_without_a_doorkeeper_a_listener_with_keys_lets_nobody_in(keys: Path) -> None:
+def test_without_an_authenticator_a_listener_with_keys_lets_nobody_in(keys: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         secure_listener(socket, read_orchestrator_keys(keys))
         monitor = socket.get_monitor_socket(

@@ -219,7 +219,7 @@ async def test_sending_to_a_stranger_or_to_a_killed_peer_says_so(router: RouterS
             await asyncio.to_thread(select.select, [router._socket.FD], [], [], 0.1)
 
 
-async def test_the_last_words_of_a_process_arrive_though_it_ends_at_once(
+async def test_the_last_messages_of_a_process_arrive_though_it_ends_at_once(
     router: RouterSocket,
 ) -> None:
     inbox = Inbox(router)

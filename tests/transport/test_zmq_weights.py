@@ -211,7 +211,7 @@ class BreakingNetwork:
             end.close()
 
 
-def test_a_transfer_whose_connection_is_cut_goes_on_where_it_was(weights: ZmqSender) -> None:
+def test_a_transfer_whose_connection_is_cut_continues_where_it_was(weights: ZmqSender) -> None:
     port = int(weights.address.rpartition(":")[2])
     network = BreakingNetwork(port, bytes_before_cut=[3 * CHUNK_BYTES, 100, CHUNK_BYTES // 2])
     tensors = [tensor(f"w{n}", 2 * CHUNK_BYTES + 17) for n in range(4)]

@@ -172,7 +172,7 @@ class Communicator:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def broadcast(self, tensor: "torch.Tensor", *, patience_s: float) -> None:
+    def broadcast(self, tensor: "torch.Tensor", *, timeout_s: float) -> None:
         """Broadcast a contiguous tensor on the communicator's device from rank 0.
 
         On other ranks the tensor is overwritten.
@@ -197,15 +197,15 @@ class Communicator:
                 self._stream(),
             )
         _check(self._library, code, "ncclBroadcast")
-        self._wait(patience_s)
+        self._wait(timeout_s)
 
-    def _wait(self, patience_s: float) -> None:
+    def _wait(self, timeout_s: float) -> None:
         import torch
 
         if self._device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self._device)
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + timeout_s
         while not stream.query():
             failed = ctypes.c_int()
             with self._closing:  # a closed communicator is null here
@@ -214,7 +214,7 @@ class Communicator:
             if time.monotonic() > deadline_s:
                 self.close()
                 raise NcclFailed(
-                    f"the other end of a weight broadcast did not respond for {patience_s:.0f} s; "
+                    f"the other end of a weight broadcast did not respond for {timeout_s:.0f} s; "
                     "does its process run?"
                 )
             time.sleep(POLL_S)

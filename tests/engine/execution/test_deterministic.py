@@ -52,7 +52,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "guesses"),
+    ("architecture", "dtype", "has_drafts"),
     [
         ("qwen3", FLOAT32, False),
         ("qwen3", BFLOAT16, True),
@@ -63,11 +63,11 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
     ],
 )
 def test_a_turn_gets_the_same_bits_alone_and_in_any_batch(
-    tmp_path: Path, architecture: str, dtype: torch.dtype, guesses: bool
+    tmp_path: Path, architecture: str, dtype: torch.dtype, has_drafts: bool
 ) -> None:
     """Chunked, preempted, aborted and resubmitted, with shared prefixes."""
     weights = make_weights(tmp_path, architecture, dtype)
-    drafts = LookupDrafts() if guesses else None
+    drafts = LookupDrafts() if has_drafts else None
     crowd: Crowd = run_crowd(make_engine(weights, drafts, 36), seed=3, swaps=False)
     assert crowd.cached_tokens > 0
     assert any(len(asked.submissions) > 1 for asked in crowd.asked)

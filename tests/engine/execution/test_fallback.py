@@ -253,7 +253,7 @@ class Forgetful(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-call]
         return output
 
 
-def test_a_model_that_does_not_go_on_from_keys_and_values_is_found_out(tmp_path: Path) -> None:
+def test_a_model_that_does_not_continue_from_keys_and_values_is_found_out(tmp_path: Path) -> None:
     path = make_model_directory(tmp_path, "gpt2")
     model: Any = Forgetful.from_pretrained(path)
 

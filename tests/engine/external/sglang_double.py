@@ -79,7 +79,7 @@ class SglangDouble:
         from tests.engine.external.sglang_double_weights import Sessions
 
         self.sessions = Sessions(self)
-        self._went_on = asyncio.Event()
+        self._continued = asyncio.Event()
         self._rids = itertools.count()
 
     # ------------------------------------------------------------ sampling
@@ -127,7 +127,7 @@ class SglangDouble:
         rid = body.get("rid") or f"{next(self._rids):032x}"
         request = Running(rid, body, ids, len(ids), torch.Generator().manual_seed(seed))
         while self.paused is not None:  # held, in the tokenizer manager
-            await self._went_on.wait()
+            await self._continued.wait()
         self.running[rid] = request
         self.loras.used.append(body.get("lora_path", ""))
         if body.get("stream"):
@@ -153,12 +153,12 @@ class SglangDouble:
 
     async def _stream(self, request: Running) -> AsyncIterator[str]:
         try:
-            told = -1
-            while request.finish is None or told < 0:
+            reported = -1
+            while request.finish is None or reported < 0:
                 await request.changed.wait()
                 request.changed.clear()
-                if len(request.output) > max(told, 0) or request.finish is not None:
-                    told = len(request.output)
+                if len(request.output) > max(reported, 0) or request.finish is not None:
+                    reported = len(request.output)
                     yield f"data: {json.dumps(self.message(request))}\n\n"
             yield "data: [DONE]\n\n"
         finally:
@@ -175,8 +175,8 @@ class SglangDouble:
             "cached_tokens": request.cached,
         }
         if request.body.get("return_logprob"):
-            meta |= {"input_token_logprobs": [], "output_token_logprobs": request.told}
-            meta |= {"output_token_logprobs_length": len(request.told)}
+            meta |= {"input_token_logprobs": [], "output_token_logprobs": request.reported}
+            meta |= {"output_token_logprobs_length": len(request.reported)}
         if request.top:
             meta["output_top_logprobs"] = request.top
         if request.finish is not None:
@@ -198,14 +198,14 @@ class SglangDouble:
                     request.is_to_abort = True
                 await asyncio.sleep(0.005)
         self.paused = mode
-        self._went_on.clear()
+        self._continued.clear()
         for request in self.running.values() if mode == "retract" else ():
             self.sampler.retract(request)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, body: dict[str, Any]) -> Response:
         self.paused = None
-        self._went_on.set()
+        self._continued.set()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort(self, body: dict[str, Any]) -> Response:

@@ -29,7 +29,7 @@ class Running:
     cached: int = 0
     cache: Any = None
     """KV of all tokens but the last."""
-    told: list[tuple[float, int, None]] = field(default_factory=list)
+    reported: list[tuple[float, int, None]] = field(default_factory=list)
     top: list[list[tuple[float, int, None]]] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class Sampler:
         self, request: Running, token: int, logprobs: torch.Tensor, label: str
     ) -> None:
         request.tokens.append(token)
-        request.told.append((float(logprobs[token]), token, None))
+        request.reported.append((float(logprobs[token]), token, None))
         if (k := request.body.get("top_logprobs_num", 0)) > 0:
             best = torch.topk(logprobs, k)
             pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
@@ -138,8 +138,8 @@ class Sampler:
     def scored(self, body: dict[str, Any]) -> dict[str, Any]:
         ids = torch.tensor(body["input_ids"])
         logprobs = torch.log_softmax(self.model(ids[None]).logits[0], -1)
-        told = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
-        pairs = zip(told, ids[1:].tolist(), strict=True)
+        reported = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+        pairs = zip(reported, ids[1:].tolist(), strict=True)
         entries = [(None, int(ids[0]), None), *((logprob, token, None) for logprob, token in pairs)]
         meta: dict[str, Any] = {"input_token_logprobs": entries, "weight_versions": []}
         if k := body.get("top_logprobs_num", 0):

@@ -36,17 +36,17 @@ class Slow(OptionalAdapterMethods):
     """An engine that answers preemption queries late."""
 
     def __init__(self) -> None:
-        self.taken, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.taken, self.continues = asyncio.Event(), asyncio.Event()
         self.asked, self.answers = asyncio.Event(), asyncio.Event()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
         yield GeneratedChunk([5], [-1.0])
         self.taken.set()
-        await self.goes_on.wait()
+        await self.continues.wait()
         yield GeneratedChunk([6], [-2.0], "length")
 
     async def preemptions(self) -> int | None:
-        if self.goes_on.is_set():
+        if self.continues.is_set():
             self.asked.set()
             await self.answers.wait()
         return 0
@@ -87,7 +87,7 @@ async def test_tokens_are_of_the_version_they_came_under_however_long_the_look_a
         await engine.taken.wait()
         await streams.set_weights("v1", {})
         batcher.version = 1
-        engine.goes_on.set()
+        engine.continues.set()
         await engine.asked.wait()
         assert batcher.flush_now()
         batcher.version = 2  # the next weights are live before the answer is there

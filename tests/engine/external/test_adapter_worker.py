@@ -132,7 +132,7 @@ def test_what_an_engine_does_otherwise_is_refused_by_name(engine: Orchestra) -> 
         assert named in engine.await_one(TurnFailed).message
 
 
-def test_kept_and_recomputed_turns_go_on_with_a_prefill_by_the_new_weights(
+def test_kept_and_recomputed_turns_continue_with_a_prefill_by_the_new_weights(
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:
     number = engine.submit(PROMPT, OUTLIVES_IT)

@@ -41,7 +41,7 @@ async def answer_over_an_update(
     sampled = {"max_new_tokens": 200, "temperature": 1.0, "sampling_seed": 5, "ignore_eos": True}
     body = {"rid": "one", "input_ids": PROMPT, "sampling_params": sampled, "return_logprob": True}
     async with sampling(double):
-        asking = asyncio.create_task(double.generate(body))
+        request_of = asyncio.create_task(double.generate(body))
         while "one" not in double.running or len(double.running["one"].output) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0)
         request = double.running["one"]
@@ -49,7 +49,7 @@ async def answer_over_an_update(
         update = {"model_path": str(models[1]), "weight_version": "new"}
         await double.update(update | {"flush_cache": mode == "retract"})
         await double.continue_generation({})
-        await asking
+        await request_of
     return double.message(request)["meta_info"], request.tokens
 
 

@@ -41,7 +41,7 @@ from tidegate.transport.messages import SamplingParams
 PREFILL_CHUNK_TOKENS = 16
 STEP_S = 0.002
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 Holds = Callable[[list[int], int, str], bool]
 """Whether a request (prompt, tokens sampled, label) is held for now."""
@@ -139,7 +139,7 @@ class VllmDouble:
     ) -> None:
         self.kill()
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         self._socket.close()
 
     def kill(self) -> None:

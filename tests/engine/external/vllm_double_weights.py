@@ -40,7 +40,7 @@ INIT_FIELDS = {
     "packed_buffer_size_bytes",
 }
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 class Transfers:
@@ -160,12 +160,12 @@ class Transfers:
         empty = [(name, torch.empty(shape, dtype=getattr(torch, d))) for name, d, shape in rows]
         if not self._init["packed"]:
             for _, tensor in empty:
-                group.broadcast(tensor, patience_s=PATIENCE_S)
+                group.broadcast(tensor, timeout_s=TIMEOUT_S)
             return empty
         size = self._init["packed_buffer_size_bytes"]
         for together in packs(empty, lambda one: one[1].nbytes, size):
             buffer = torch.empty(sum(one.nbytes for _, one in together), dtype=torch.uint8)
-            group.broadcast(buffer, patience_s=PATIENCE_S)
+            group.broadcast(buffer, timeout_s=TIMEOUT_S)
             start = 0
             for _, tensor in together:
                 part = buffer[start : start + tensor.nbytes]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.wire
 
 VOCAB = 96
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """Seconds after which a missing grammar fails the test."""
 
 
@@ -364,7 +364,7 @@ def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_othe
     ended = engine.scheduler.take_ended()
     assert ended is not None
     assert np.frombuffer(ended.turns, "<u4").tolist() == [1]
-    futures.wait(engine.options.prepare(message), timeout=PATIENCE_S)
+    futures.wait(engine.options.prepare(message), timeout=TIMEOUT_S)
     refused = engine.run()
     assert list(refused) == [2]
     assert "compilation took more than" in refused[2]

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.engine.external.fake_engine import DrivenEngine
-from tests.engine.scoring import Asker
+from tests.engine.scoring import ScoreClient
 from tests.models import make_model_directory
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights, load_directory
@@ -59,15 +59,15 @@ def test_scores_among_decoding_turns_equal_transformers(
 ) -> None:
     weights, peer = load(make_model_directory(tmp_path, architecture))
     engine = DrivenEngine([weights], num_blocks=400, max_step_tokens=max_step_tokens)
-    asker = Asker(engine)
+    client = ScoreClient(engine)
     turns = [engine.submit(tokens_of(5, seed), 30) for seed in range(2)]
     for number, length in enumerate(LENGTHS):
         for want in WANTS:
-            asker.ask(tokens_of(length), want, top_logprobs=number if want == "logprobs" else 0)
-        asker.ask(tokens_of(length), start=length - 1, temperature=0.5, top_logprobs=3)
+            client.ask(tokens_of(length), want, top_logprobs=number if want == "logprobs" else 0)
+        client.ask(tokens_of(length), start=length - 1, temperature=0.5, top_logprobs=3)
     engine.run()
-    for request in asker.asked:
-        asker.check(request, [peer])
+    for request in client.asked:
+        client.check(request, [peer])
     assert [engine.turns[turn].finish for turn in turns] == [LENGTH, LENGTH]
     engine.scheduler.check()
     assert engine.scheduler.free_blocks == 400
@@ -78,16 +78,16 @@ def test_scored_positions_are_computed_and_earlier_ones_come_from_the_cache(
 ) -> None:
     weights, peers = versions
     engine = DrivenEngine(weights, num_blocks=64, max_step_tokens=64)
-    asker = Asker(engine)
+    client = ScoreClient(engine)
     whole = tokens_of(32)
     engine.submit(whole, 1)
     engine.run()  # all of it is in the cache now
-    requests = [asker.ask(whole), asker.ask(whole, start=18), asker.ask(whole, "embedding")]
+    requests = [client.ask(whole), client.ask(whole, start=18), client.ask(whole, "embedding")]
     rows = engine.step()
     engine.run()
     assert rows == {0: 31, 1: 15, 2: 4}  # from block 0, 4 and 7 on, up to what is needed
     for request in requests:
-        asker.check(request, peers)
+        client.check(request, peers)
     engine.scheduler.check()
 
 
@@ -96,12 +96,12 @@ def test_requests_that_start_together_share_the_prompt_before_what_is_scored(
 ) -> None:
     weights, peers = versions
     engine = DrivenEngine(weights, num_blocks=64, max_step_tokens=64)
-    asker = Asker(engine)
+    client = ScoreClient(engine)
     prompt = tokens_of(16)
-    requests = [asker.ask(prompt + tokens_of(6, seed), start=16) for seed in range(3)]
+    requests = [client.ask(prompt + tokens_of(6, seed), start=16) for seed in range(3)]
     assert engine.step() == {0: 21, 1: 9, 2: 9}  # the token before the first told is computed
     for request in requests:
-        asker.check(request, peers)
+        client.check(request, peers)
     engine.scheduler.check()
 
 
@@ -111,29 +111,29 @@ def test_an_answer_is_of_one_version_though_weights_are_swapped_in_its_midst(
 ) -> None:
     weights, peers = versions
     engine = DrivenEngine(weights, num_blocks=64)
-    asker = Asker(engine)
-    requests = [asker.ask(tokens_of(40), want) for want in WANTS]
+    client = ScoreClient(engine)
+    requests = [client.ask(tokens_of(40), want) for want in WANTS]
     engine.step()
     engine.request_swap(1, mode, kv_policy)
     engine.run()
-    assert {part.version for request in requests for part in asker.answers(request)} == {1}
+    assert {part.version for request in requests for part in client.answers(request)} == {1}
     for request in requests:
-        asker.check(request, peers)
+        client.check(request, peers)
 
 
 def test_a_request_is_refused_if_the_live_weights_lack_its_adapter_from_a_swap_on(
     versions: tuple[list[Weights], list[Any]],
 ) -> None:
     engine = DrivenEngine(versions[0], num_blocks=64)
-    asker = Asker(engine)
+    client = ScoreClient(engine)
     with pytest.raises(ScoreRefused, match=r"v0 has no adapter 'a', it has none; publish it"):
-        asker.ask(tokens_of(9), adapter="a")
+        client.ask(tokens_of(9), adapter="a")
     engine.scheduler._adapters = frozenset("a")
-    request = asker.ask(tokens_of(9), adapter="a")
+    request = client.ask(tokens_of(9), adapter="a")
     engine.request_swap(1, "abort", "recompute")  # to weights without adapters
     engine.run()
     engine.settle()
-    [refused] = asker.refusals()
+    [refused] = client.refusals()
     assert (refused.request_id, "v1 has no adapter 'a'" in refused.message) == (request, True)
     engine.scheduler.check()
 
@@ -143,15 +143,15 @@ def test_a_swap_that_waits_lets_scores_end_first(
 ) -> None:
     weights, peers = versions
     engine = DrivenEngine(weights, num_blocks=64)
-    asker = Asker(engine)
-    under_way = asker.ask(tokens_of(40))
+    client = ScoreClient(engine)
+    under_way = client.ask(tokens_of(40))
     engine.step()
     engine.request_swap(1, "wait", "recompute")
-    later = asker.ask(tokens_of(17))
+    later = client.ask(tokens_of(17))
     engine.run()
-    assert [asker.answers(r)[0].version for r in (under_way, later)] == [0, 1]
+    assert [client.answers(r)[0].version for r in (under_way, later)] == [0, 1]
     for request in (under_way, later):
-        asker.check(request, peers)
+        client.check(request, peers)
 
 
 def test_scores_are_right_under_random_turns_pauses_swaps_and_little_memory(
@@ -161,14 +161,14 @@ def test_scores_are_right_under_random_turns_pauses_swaps_and_little_memory(
     for seed in range(4):
         random = np.random.default_rng(seed)
         engine = DrivenEngine(weights, num_blocks=18, shares_prefixes=seed > 0)
-        asker = Asker(engine)
+        client = ScoreClient(engine)
         cancelled: set[int] = set()
         for _ in range(60):
             match int(random.integers(9)):
                 case 0 | 1 | 2:
                     length = int(random.integers(2, 50))
                     tokens = tokens_of(16)[:length] + tokens_of(max(0, length - 16))
-                    asker.ask(
+                    client.ask(
                         tokens[:length],
                         WANTS[int(random.integers(4))],
                         start=int(random.integers(1, length)),
@@ -177,8 +177,8 @@ def test_scores_are_right_under_random_turns_pauses_swaps_and_little_memory(
                 case 3:
                     prompt = tokens_of(16)[: int(random.integers(1, 16))]
                     engine.submit(prompt, 8, priority=int(random.integers(3)))
-                case 4 if asker.asked:
-                    request = int(random.integers(len(asker.asked)))
+                case 4 if client.asked:
+                    request = int(random.integers(len(client.asked)))
                     engine.scheduler.scores.cancel(request)
                     cancelled.add(request)
                 case 5:
@@ -193,9 +193,9 @@ def test_scores_are_right_under_random_turns_pauses_swaps_and_little_memory(
                 engine.scheduler.check()
         engine.scheduler.resume()
         engine.run()
-        for request in asker.asked:
-            if request not in cancelled or asker.answers(request):
-                asker.check(request, peers)
+        for request in client.asked:
+            if request not in cancelled or client.answers(request):
+                client.check(request, peers)
         assert engine.scheduler.free_blocks == 18
 
 
@@ -208,15 +208,15 @@ def test_rewards_are_those_of_transformers_and_padding_is_passed_over(
         make_model_directory(tmp_path, architecture, labels=labels, pad_token_id=7)
     )
     engine = DrivenEngine([weights], num_blocks=64)
-    asker = Asker(engine)
+    client = ScoreClient(engine)
     sequences = [tokens_of(length) for length in LENGTHS]
     sequences += [[*tokens_of(9), 7, 7], [7, 7], [7, *tokens_of(5)]]
     for tokens in sequences:
-        asker.ask(tokens, "rewards")
-    asker.ask(tokens_of(20), "embedding")
+        client.ask(tokens, "rewards")
+    client.ask(tokens_of(20), "embedding")
     engine.run()
-    for request in asker.asked:
-        asker.check(request, [peer])
+    for request in client.asked:
+        client.check(request, [peer])
     with pytest.raises(TurnRefused, match="classification head"):
         engine.submit([1, 2], 3)
 
@@ -227,12 +227,15 @@ def test_a_score_too_large_for_a_frame_is_sent_in_parts(
     weights, peers = versions
     monkeypatch.setattr("tidegate.engine.scheduling.score_queue.PART_BYTES_MAX", 300)
     engine = DrivenEngine(weights, num_blocks=64)
-    asker = Asker(engine)
-    requests = [asker.ask(tokens_of(40), top_logprobs=5), asker.ask(tokens_of(9), "hidden_states")]
+    client = ScoreClient(engine)
+    requests = [
+        client.ask(tokens_of(40), top_logprobs=5),
+        client.ask(tokens_of(9), "hidden_states"),
+    ]
     engine.run()
-    assert [len(asker.answers(request)) for request in requests] == [7, 9]
+    assert [len(client.answers(request)) for request in requests] == [7, 9]
     for request in requests:
-        asker.check(request, peers)
+        client.check(request, peers)
 
 
 @pytest.mark.parametrize(
@@ -257,10 +260,10 @@ def test_an_impossible_score_request_is_refused_with_its_numbers(
     asked: dict[str, Any],
     reported: str,
 ) -> None:
-    asker = Asker(DrivenEngine(versions[0], num_blocks=10))
+    client = ScoreClient(DrivenEngine(versions[0], num_blocks=10))
     with pytest.raises(ScoreRefused, match=reported):
-        asker.ask(tokens, **asked)
-    assert asker.engine.scheduler.free_blocks == 10
+        client.ask(tokens, **asked)
+    assert client.engine.scheduler.free_blocks == 10
 
 
 def test_logprobs_are_exact_to_float32_in_a_large_vocabulary() -> None:
@@ -278,7 +281,7 @@ def test_logprobs_are_exact_to_float32_in_a_large_vocabulary() -> None:
 def test_a_model_with_nan_scores_fails_the_request(tmp_path: Path) -> None:
     weights, _ = load(make_model_directory(tmp_path))
     weights.final_norm.fill_(float("nan"))
-    asker = Asker(DrivenEngine([weights]))
-    asker.ask([1, 2, 3])
-    asker.engine.run()
-    assert "compute NaN or infinity" in asker.refusals()[0].message
+    client = ScoreClient(DrivenEngine([weights]))
+    client.ask([1, 2, 3])
+    client.engine.run()
+    assert "compute NaN or infinity" in client.refusals()[0].message

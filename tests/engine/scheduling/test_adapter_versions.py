@@ -97,7 +97,7 @@ class Engine:
     def submit(
         self, name: str, prompt: list[int], max_tokens: int, *, version: int | None = None
     ) -> Told:
-        told = Told(name, version, prompt, max_tokens)
+        reported = Told(name, version, prompt, max_tokens)
         sampling = SamplingParams(
             max_tokens=max_tokens,
             adapter=name,
@@ -110,9 +110,9 @@ class Engine:
                 sampling=sampling,
             )
         )
-        self.turns.append(told)
+        self.turns.append(reported)
         self.settle()
-        return told
+        return reported
 
     def load(
         self, name: str, version: int, *, is_live: bool = False, is_staged: bool = False
@@ -166,34 +166,34 @@ class Engine:
             for handle, count, code in zip(
                 handles, counts, part.finish or bytes(len(handles)), strict=True
             ):
-                told = self.turns[handle]
-                assert told.finish == RUNNING
-                assert not told.is_refused
-                assert part.adapter == told.name
-                told.finish = code
+                reported = self.turns[handle]
+                assert reported.finish == RUNNING
+                assert not reported.is_refused
+                assert part.adapter == reported.name
+                reported.finish = code
                 for _ in range(count):
                     self._take_token(
-                        told, next(tokens), (part.adapter, part.version), prefills.get(handle)
+                        reported, next(tokens), (part.adapter, part.version), prefills.get(handle)
                     )
             assert next(tokens, None) is None
 
-    def _take_token(self, told: Told, token: int, tag: Tag, prefill: Any) -> None:
+    def _take_token(self, reported: Told, token: int, tag: Tag, prefill: Any) -> None:
         if prefill is None:
-            told.kv.append(tag)
+            reported.kv.append(tag)
         else:
-            assert prefill.output_tokens == len(told.tokens)
-            told.kv = [
-                (told.name, span.version)
+            assert prefill.output_tokens == len(reported.tokens)
+            reported.kv = [
+                (reported.name, span.version)
                 for span in prefill.spans
                 for _ in range(span.start, span.end)
             ]
-        context = told.prompt + told.tokens
-        assert len(told.kv) == len(context)
+        context = reported.prompt + reported.tokens
+        assert len(reported.kv) == len(context)
         assert token == token_of(context, tag), "sampled by other weights than the tag says"
-        assert told.kv in self.runner.attended, "KV of other weights than the spans say"
-        assert told.pinned in (None, tag[1])
-        told.tokens.append(token)
-        told.tags.append(tag)
+        assert reported.kv in self.runner.attended, "KV of other weights than the spans say"
+        assert reported.pinned in (None, tag[1])
+        reported.tokens.append(token)
+        reported.tags.append(tag)
 
 
 # ---------------------------------------------------------------- examples
@@ -428,10 +428,10 @@ class MixedAdapters(RuleBasedStateMachine):
             if not self.engine.step() and not self.engine.needed:
                 break
         assert not self.engine.scheduler.handles, self.engine.scheduler._aside
-        for told in self.engine.turns:
-            assert told.is_refused or told.finish != RUNNING
-            if told.finish == LENGTH:
-                assert len(told.tokens) == told.max_tokens
+        for reported in self.engine.turns:
+            assert reported.is_refused or reported.finish != RUNNING
+            if reported.finish == LENGTH:
+                assert len(reported.tokens) == reported.max_tokens
         assert self.engine.adapters.in_use == 0
         assert len(self.engine.adapters.held) <= self.engine.adapters.versions_max
 

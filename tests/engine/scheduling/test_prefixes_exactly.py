@@ -79,14 +79,14 @@ class Crowd:
             if self.engine.turns[asked.submissions[-1]].finish == ABORT:
                 self.submit(asked)
 
-    def told(self, asked: Asked) -> list[ToldTurn]:
+    def reported(self, asked: Asked) -> list[ToldTurn]:
         return [self.engine.turns[turn] for turn in asked.submissions]
 
     def tokens(self, asked: Asked) -> list[int]:
-        return [token for told in self.told(asked) for token in told.token_ids]
+        return [token for reported in self.reported(asked) for token in reported.token_ids]
 
     def logprobs(self, asked: Asked) -> list[float]:
-        return [logprob for told in self.told(asked) for logprob in told.logprobs]
+        return [logprob for reported in self.reported(asked) for logprob in reported.logprobs]
 
     def finish(self) -> None:
         """Run until all turns have ended."""
@@ -94,12 +94,14 @@ class Crowd:
         self.submit_aborted_again()
         self.engine.run()
         self.engine.scheduler.check()
-        for told in self.engine.turns.values():
-            assert told.finish != RUNNING
+        for reported in self.engine.turns.values():
+            assert reported.finish != RUNNING
 
     @property
     def cached_tokens(self) -> int:
-        return sum(p.cached_tokens for told in self.engine.turns.values() for p in told.prefills)
+        return sum(
+            p.cached_tokens for reported in self.engine.turns.values() for p in reported.prefills
+        )
 
 
 def make_engine(models: Models, *, shares_prefixes: bool = True) -> DrivenEngine:
@@ -159,14 +161,20 @@ def test_replaying_the_provenance_reproduces_every_token(models: Models, seed: i
     crowd = run_crowd(make_engine(models), seed, swaps=True, has_sessions=seed % 2 == 1)
 
     assert crowd.cached_tokens > 50
-    versions = [version for told in crowd.engine.turns.values() for version in told.versions]
+    versions = [
+        version for reported in crowd.engine.turns.values() for version in reported.versions
+    ]
     assert set(versions) == {0, 1}
-    for told in crowd.engine.turns.values():
-        seen = SeenTurn(told.prompt, told.sampling, told.sampled_before)
-        seen.token_ids, seen.versions, seen.prefills = told.token_ids, told.versions, told.prefills
+    for reported in crowd.engine.turns.values():
+        seen = SeenTurn(reported.prompt, reported.sampling, reported.sampled_before)
+        seen.token_ids, seen.versions, seen.prefills = (
+            reported.token_ids,
+            reported.versions,
+            reported.prefills,
+        )
         again = replay(seen, dict(enumerate(models.weights)), models.config)
-        assert again.token_ids == told.token_ids
-        assert again.logprobs == pytest.approx(told.logprobs, abs=ROUNDING_NATS)
+        assert again.token_ids == reported.token_ids
+        assert again.logprobs == pytest.approx(reported.logprobs, abs=ROUNDING_NATS)
 
 
 # ---------------------------------------------------------------- new weights
@@ -180,9 +188,9 @@ def fresh_answer(models: Models, prompt: list[int], *, version: int) -> ToldTurn
     return engine.turns[turn]
 
 
-def assert_same(told: ToldTurn, expected: ToldTurn) -> None:
-    assert told.token_ids == expected.token_ids
-    assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+def assert_same(reported: ToldTurn, expected: ToldTurn) -> None:
+    assert reported.token_ids == expected.token_ids
+    assert reported.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
 
 
 PROMPT = [(7 * n) % 96 for n in range(37)]

@@ -249,7 +249,7 @@ class AnythingAtAll(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engine.turns)
     @rule(data=st.data(), said_between=st.lists(st.integers(0, 49), max_size=3))
-    def go_on_from_what_a_turn_has(self, data: st.DataObject, said_between: list[int]) -> None:
+    def continue_from_what_a_turn_has(self, data: st.DataObject, said_between: list[int]) -> None:
         before = self.engine.turns[data.draw(st.sampled_from(sorted(self.engine.turns)))]
         context = [*before.prompt, *before.token_ids, *said_between]
         if len(context) < self.engine.limits.context_tokens_max:

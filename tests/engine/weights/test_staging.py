@@ -31,7 +31,7 @@ from tidegate.transport.weight_channels import zmq as zmq_channel
 
 pytestmark = pytest.mark.wire
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class Gate:
@@ -43,7 +43,7 @@ class Gate:
         self._config = config
 
     def allocate(self) -> Weights:
-        assert self.opened.wait(PATIENCE_S)
+        assert self.opened.wait(TIMEOUT_S)
         self.allocated += 1
         return Weights.allocate(self._config, torch.float32)
 
@@ -89,7 +89,7 @@ def answers(staging: Staging) -> list[Message]:
 
 def told_in_time(staging: Staging) -> list[Message]:
     """Like :func:`answers`, for a thread that may have died."""
-    deadline_s, reported = time.monotonic() + PATIENCE_S, staging.take_replies()
+    deadline_s, reported = time.monotonic() + TIMEOUT_S, staging.take_replies()
     while staging.is_busy and time.monotonic() < deadline_s:
         reported += staging.take_replies()
     assert not staging.is_busy

@@ -102,8 +102,8 @@ def test_a_wrong_tag_within_the_tolerance_is_farther_from_the_record_than_the_ri
     edit_rollout(run, rollout_id, lie)
     report: AuditReport = audit_run(run, tolerance=TOLERANCE)
     assert report.tokens_agreeing == report.tokens
-    told = [problem.message for problem in report.problems if problem.rollout_id == rollout_id]
-    assert any(f"are nearer to {claim}, by odds of" in message for message in told), told
+    reported = [problem.message for problem in report.problems if problem.rollout_id == rollout_id]
+    assert any(f"are nearer to {claim}, by odds of" in message for message in reported), reported
     assert {problem.rollout_id for problem in report.problems} == {rollout_id}
 
 

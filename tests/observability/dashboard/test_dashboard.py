@@ -73,8 +73,8 @@ def test_api_state_equals_the_runs_statistics(watched: Watched) -> None:
     assert shown["ledger"]["error"] == 0
     assert sum(count for _, count in shown["staleness"]) == watched.trained
     assert sum(tokens for _, tokens in shown["lags"]) == shown["ledger"]["trained"]
-    told: dict[str, Any] = {"ess": 0.75, "kl": 0.01, "k3": None, "chi2": None, "by_lag": []}
-    assert shown["off_policy"] == told
+    reported: dict[str, Any] = {"ess": 0.75, "kl": 0.01, "k3": None, "chi2": None, "by_lag": []}
+    assert shown["off_policy"] == reported
     (engine,) = shown["engines"]
     assert engine[:2] == ["engine-0", BATCHES - 1]
     assert shown["trainer_activity_s"].keys() == {"publish", "train", "wait"}
@@ -149,13 +149,13 @@ def test_the_trace_shows_each_episode_with_its_turns_and_a_viewer_can_nest_it(
 
 
 def test_on_batch_receives_each_batchs_figures(watched: Watched) -> None:
-    assert [figures["version"] for figures in watched.told] == list(range(BATCHES))
-    last = watched.told[-1]
+    assert [figures["version"] for figures in watched.reported] == list(range(BATCHES))
+    last = watched.reported[-1]
     assert last["staleness_max"] <= 2
     assert last["staleness_p50"] <= last["staleness_p99"] <= last["staleness_max"]
     assert (last["effective_sample_size"], last["mismatch_kl"]) == (0.75, 0.01)
     lines = (watched.directory / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == watched.told
+    assert [json.loads(line) for line in lines] == watched.reported
 
 
 def test_the_url_is_found_in_the_runs_directory_while_it_is_served(watched: Watched) -> None:
@@ -168,10 +168,10 @@ def test_the_url_is_found_in_the_runs_directory_while_it_is_served(watched: Watc
 
 def test_prometheus_reads_every_figure_of_the_catalogue_and_no_other(watched: Watched) -> None:
     families = list(text_string_to_metric_families(watched.answers["/metrics"]))
-    told = {
+    reported = {
         family.name + ("_total" if family.type == "counter" else ""): family for family in families
     }
-    assert told.keys() == {metric.name for metric in METRICS}
+    assert reported.keys() == {metric.name for metric in METRICS}
     values = {
         sample.name: sample.value
         for family in families
@@ -181,7 +181,9 @@ def test_prometheus_reads_every_figure_of_the_catalogue_and_no_other(watched: Wa
     assert values["tidegate_rollouts_trained_total"] == watched.trained
     assert values["tidegate_tokens_unaccounted"] == 0
     assert values["tidegate_effective_sample_size_ratio"] == 0.75
-    buckets = [s for s in told["tidegate_staleness_versions"].samples if s.name.endswith("bucket")]
+    buckets = [
+        s for s in reported["tidegate_staleness_versions"].samples if s.name.endswith("bucket")
+    ]
     counts = [sample.value for sample in buckets]
     assert counts == sorted(counts)
     assert counts[-1] == watched.trained

@@ -29,7 +29,7 @@ class Watched:
     statuses: dict[str, int] = field(default_factory=dict)
     headers: dict[str, Mapping[str, str]] = field(default_factory=dict)
     update: dict[str, Any] = field(default_factory=dict)
-    told: list[Mapping[str, float]] = field(default_factory=list)
+    reported: list[Mapping[str, float]] = field(default_factory=list)
     url_file: str = ""
     url: str = ""
     trained: int = 0
@@ -55,7 +55,7 @@ def watched_run(directory: Path) -> Watched:
         max_running_turns=8,
         run_directory=seen.directory,
         dashboard_address="127.0.0.1:0",
-        on_batch=seen.told.append,
+        on_batch=seen.reported.append,
     ) as rollouts:
         assert rollouts.dashboard_url is not None
         seen.url = rollouts.dashboard_url

@@ -57,14 +57,14 @@ def batch_of(*rollouts: Rollout) -> Batch:
 
 
 def some_batch(dtype: str = "uint8") -> Batch:
-    asking = SamplingParams(max_tokens=9, kept_tokens=True, routed_experts=True)
-    first = rollout(0, [3, 2], asking)
+    request_of = SamplingParams(max_tokens=9, kept_tokens=True, routed_experts=True)
+    first = rollout(0, [3, 2], request_of)
     routed(first.turns[0], 0, 4, 0, dtype)
     routed(first.turns[1], 0, 8, 100, dtype)
     kept(first.turns[0], [50, 51], [], [50, 52])
     kept(first.turns[1], [50], [51, 52, 53])
     second = rollout(1, [1], SamplingParams(max_tokens=9))  # asks for nothing
-    third = rollout(2, [2], asking)
+    third = rollout(2, [2], request_of)
     routed(third.turns[0], 0, 3, 200, dtype)
     kept(third.turns[0], [50], [51])
     return batch_of(first, second, third)

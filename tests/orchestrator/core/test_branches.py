@@ -84,9 +84,13 @@ def test_what_counts_rollouts_counts_one_that_forked_once() -> None:
     assert bias is not None
     assert (bias.rollouts, bias.mean_trained_tokens) == (2, 5.0)
     [batch] = driver.batches
-    told = batch_metrics(build_batch(batch.groups, 1), Usage())
-    assert (told["rollouts"], told["reward"], told["rollout_tokens_mean"]) == (2, 0.25, 5.0)
-    assert (told["mixed_version_share"], told["staleness_max"]) == (0.5, 1.0)
+    reported = batch_metrics(build_batch(batch.groups, 1), Usage())
+    assert (reported["rollouts"], reported["reward"], reported["rollout_tokens_mean"]) == (
+        2,
+        0.25,
+        5.0,
+    )
+    assert (reported["mixed_version_share"], reported["staleness_max"]) == (0.5, 1.0)
 
     forks_again = next(iter(driver.running.values()))
     take_turn(driver, forks_again, 3)

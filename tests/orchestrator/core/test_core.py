@@ -141,7 +141,7 @@ def test_publishing_twice_for_one_batch_ages_what_waits_and_the_second_gate_drop
 # ---------------------------------------------------------------- rollouts that fail
 
 
-def test_a_rollout_that_fails_is_discarded_and_its_group_goes_on_without_it() -> None:
+def test_a_rollout_that_fails_is_discarded_and_its_group_continues_without_it() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=3)
     driver.join("a")
     driver.fill()
@@ -180,7 +180,7 @@ def test_tokens_that_arrive_for_a_turn_given_up_are_counted_as_cancelled() -> No
 # ---------------------------------------------------------------- turns
 
 
-def test_an_aborted_turn_goes_on_from_its_tokens_with_what_is_left_of_its_budget() -> None:
+def test_an_aborted_turn_continues_from_its_tokens_with_what_is_left_of_its_budget() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 3, ABORT)
@@ -198,7 +198,7 @@ def test_an_aborted_turn_goes_on_from_its_tokens_with_what_is_left_of_its_budget
     ]
 
 
-def test_turns_of_a_lost_engine_go_on_elsewhere_from_the_tokens_received() -> None:
+def test_turns_of_a_lost_engine_continue_elsewhere_from_the_tokens_received() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 4)

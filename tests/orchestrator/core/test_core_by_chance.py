@@ -91,7 +91,7 @@ class AnyRun(RuleBasedStateMachine):
         self.driver.fill()
 
     @rule(which=pick)
-    def an_episode_goes_on(self, which: int) -> None:
+    def an_episode_continues(self, which: int) -> None:
         idle = [
             r
             for r in self.driver.running.values()

@@ -166,7 +166,7 @@ def test_the_end_of_a_run_is_no_bias() -> None:
     st.lists(st.tuples(st.sampled_from([SHORT, LONG]), st.integers(0, 50)), max_size=60),
     st.integers(0, 60),
 )
-def test_a_run_goes_on_from_saved_books_as_if_nothing_had_been(
+def test_a_run_continues_from_saved_books_as_if_nothing_had_been(
     history: list[tuple[Rollout, int]], cut: int
 ) -> None:
     def live(discards: Discards, part: list[tuple[Rollout, int]]) -> None:

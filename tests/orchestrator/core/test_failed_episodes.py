@@ -31,7 +31,7 @@ def test_an_episode_that_infrastructure_failed_begins_again_with_its_turns() -> 
     assert driver.core.ledger.snapshot().discarded_total == 0
 
 
-def test_a_running_turn_goes_on_while_its_episode_begins_again() -> None:
+def test_a_running_turn_continues_while_its_episode_begins_again() -> None:
     driver = driver_of_one(FailurePolicy())
     rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 2)

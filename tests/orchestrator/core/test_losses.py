@@ -39,10 +39,12 @@ def test_a_turn_with_which_three_engines_were_lost_is_refused_by_name_and_sent_t
     [rollout] = asked(driver)
     for name in "abc"[: CONSECUTIVE_LOSSES_MAX - 1]:
         assert not refused(lose(driver, name))
-    [told] = refused(lose(driver, "c"))
-    assert told.turn is rollout.turns[-1]
-    assert told.message.startswith("3 engines were lost with this turn, the last 3 of them before")
-    assert "It has 3 tokens of context and max_tokens=8" in told.message
+    [reported] = refused(lose(driver, "c"))
+    assert reported.turn is rollout.turns[-1]
+    assert reported.message.startswith(
+        "3 engines were lost with this turn, the last 3 of them before"
+    )
+    assert "It has 3 tokens of context and max_tokens=8" in reported.message
     assert driver.where(rollout) is None
     assert driver.engines["d"].turns == {}
 
@@ -70,11 +72,11 @@ def test_tokens_in_between_clear_a_turn_but_not_for_ever() -> None:
     place = driver.where(rollout)
     assert place is not None
     driver.sample(*place, 2)
-    [told] = refused(lose(driver, "a"))
-    assert told.message.startswith(f"{LOSSES_TOTAL_MAX} engines were lost with this turn")
+    [reported] = refused(lose(driver, "a"))
+    assert reported.message.startswith(f"{LOSSES_TOTAL_MAX} engines were lost with this turn")
 
 
-def test_the_one_that_ends_engines_is_found_and_the_turns_beside_it_go_on() -> None:
+def test_the_one_that_ends_engines_is_found_and_the_turns_beside_it_continue() -> None:
     """One engine, restarted each time, crashes whenever it gets the third turn."""
     driver = driver_with("a", groups=6)
     rollouts = asked(driver)
@@ -88,7 +90,7 @@ def test_the_one_that_ends_engines_is_found_and_the_turns_beside_it_go_on() -> N
             place = None if rollout is deadly else driver.where(rollout)
             if place is not None and not rollout.sampled_tokens:
                 driver.sample(*place, 1)
-    assert [told.turn for told in ended] == [deadly.turns[-1]]
+    assert [reported.turn for reported in ended] == [deadly.turns[-1]]
     assert all(rollout.sampled_tokens for rollout in rollouts if rollout is not deadly)
 
 

@@ -62,7 +62,7 @@ def engine_of(driver: PlacedDriver, rollout: Rollout) -> str | None:
 # ---------------------------------------------------------------- one move
 
 
-def test_a_turn_goes_on_elsewhere_from_its_tokens_and_with_its_priority() -> None:
+def test_a_turn_continues_elsewhere_from_its_tokens_and_with_its_priority() -> None:
     driver = driver_with(PLAIN, "ab", 2)
     rollout = rollouts_of(driver)[1]
     driver.ask_turn(rollout, max_tokens=8)
@@ -130,7 +130,7 @@ def test_a_turn_moves_out_of_the_middle_of_a_pile_of_steps() -> None:
     assert driver.core.ledger.snapshot().discarded["cancelled"] == 6
 
 
-def test_a_turn_stays_where_it_is_unless_it_can_go_on_there() -> None:
+def test_a_turn_stays_where_it_is_unless_it_can_continue_there() -> None:
     driver = driver_with(PLAIN, "abc", 2)
     first, second = rollouts_of(driver)
     driver.ask_turn(first, max_tokens=4)

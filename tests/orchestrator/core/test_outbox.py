@@ -29,12 +29,12 @@ class Sent:
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Message]] = []
-        self.told: list[BaseException] = []
+        self.reported: list[BaseException] = []
         self.outbox = Outbox(
             self._send,
             supports_submit_turns=lambda engine: engine != "plain",
             on_refused=lambda engine, message, error: self.refused.append((engine, message)),
-            on_error=self.told.append,
+            on_error=self.reported.append,
         )
         self.refused: list[tuple[str, Message]] = []
 
@@ -45,7 +45,7 @@ class Sent:
 
 async def test_a_posted_message_that_cannot_be_sent_is_told_not_only_logged() -> None:
     sent: list[str] = []
-    told: list[BaseException] = []
+    reported: list[BaseException] = []
 
     def send(engine: str, message: Message) -> None:
         if engine == "broken":
@@ -56,13 +56,13 @@ async def test_a_posted_message_that_cannot_be_sent_is_told_not_only_logged() ->
         send,
         supports_submit_turns=lambda engine: True,
         on_refused=lambda *_: None,
-        on_error=told.append,
+        on_error=reported.append,
     )
     outbox.post("a", CancelTurn(turn=1))
     outbox.post("broken", CancelTurn(turn=2))
     await asyncio.sleep(0)
     assert sent == ["a"]
-    assert [str(error) for error in told] == ["too large"]
+    assert [str(error) for error in reported] == ["too large"]
 
 
 async def test_a_turn_that_no_frame_holds_is_refused_and_all_else_is_sent() -> None:
@@ -75,7 +75,7 @@ async def test_a_turn_that_no_frame_holds_is_refused_and_all_else_is_sent() -> N
     assert wire.sent == [("a", turn(1)), ("a", turn(3))]
     await asyncio.sleep(0)
     assert [type(message) for _, message in wire.refused] == [SubmitTurn, ScoreTokens]
-    assert wire.told == []
+    assert wire.reported == []
 
 
 async def test_turns_for_one_engine_travel_together_and_before_what_is_said_of_them() -> None:

@@ -105,7 +105,7 @@ def test_a_prompt_that_is_solved_is_passed_over_after_a_crash_too() -> None:
         assert core.handle(ev.TaskArrived("hard", digest=b"hard")) != []
 
 
-def test_a_policy_that_chooses_what_goes_on_is_told_so() -> None:
+def test_a_policy_that_chooses_what_continues_is_told_so() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Hasty(NewestFirst):
         def select(

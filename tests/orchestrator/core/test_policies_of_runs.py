@@ -203,7 +203,7 @@ async def test_over_sampling_asks_for_no_publish_that_was_made(
             await rollouts.publish({}, wait=wait)
 
 
-async def test_generation_goes_on_after_a_rollback_of_a_run_that_pauses_by_itself(
+async def test_generation_continues_after_a_rollback_of_a_run_that_pauses_by_itself(
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
     policy = tidegate.OverSampling(groups_per_batch=2, factor=2.0)
@@ -233,7 +233,7 @@ def test_a_run_whose_policy_could_not_be_made_again_keeps_no_journal(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_an_async_iterator_goes_on_where_it_was_when_it_is_given_again(
+async def test_an_async_iterator_continues_where_it_was_when_it_is_given_again(
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
     waiting: asyncio.Queue[int] = asyncio.Queue()

@@ -33,7 +33,7 @@ def test_its_tokens_leave_the_context_and_are_counted_as_refused(steps: int) -> 
     assert ledger.discarded == {"refused": steps}
 
 
-def test_an_episode_that_goes_on_after_a_refusal_trains_on_what_came_later_only() -> None:
+def test_an_episode_that_continues_after_a_refusal_trains_on_what_came_later_only() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.orchestrator.core.driver import PROMPT, Driver, step
-from tests.orchestrator.episodes.test_recollection import DEFAULTS, MODEL, Engines
+from tests.orchestrator.episodes.test_turn_replay import DEFAULTS, MODEL, Engines
 from tidegate.errors import TurnRefused
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import state as core_state
@@ -268,7 +268,7 @@ async def test_generate_takes_every_option_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"min_p": "0.1"}, "Expected `float`, got `str` - at `.*min_p`"),
         ({"logit_bias": {"a": 1.0}}, "Expected `int`, got `str`"),
@@ -293,9 +293,9 @@ async def test_generate_takes_every_option_by_name() -> None:
     ],
 )
 async def test_an_option_that_no_engine_could_read_is_refused_by_name(
-    options: dict[str, object], told: str
+    options: dict[str, object], reported: str
 ) -> None:
-    with pytest.raises(TurnRefused, match=told):
+    with pytest.raises(TurnRefused, match=reported):
         await asked_by(**options)
 
 

@@ -37,7 +37,7 @@ def test_an_engine_whose_turn_has_ended_gets_the_next_one() -> None:
     assert places(driver, rollouts) == ["a", None, "c", "b"]
 
 
-def test_turns_that_end_with_one_step_are_told_of_together_before_others_go_on() -> None:
+def test_turns_that_end_with_one_step_are_told_of_together_before_others_continue() -> None:
     driver, rollouts = driver_with("a", 4)
     for rollout in rollouts:
         driver.ask_turn(rollout)

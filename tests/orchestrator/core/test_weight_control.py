@@ -345,7 +345,7 @@ def test_a_part_of_unknown_weights_counts_as_a_failed_publish() -> None:
 # ---------------------------------------------------------------- a rollback
 
 
-def test_a_rollback_pauses_engines_and_has_them_go_on_under_good_weights() -> None:
+def test_a_rollback_pauses_engines_and_has_them_continue_under_good_weights() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
     reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
@@ -570,7 +570,7 @@ def test_an_engine_that_does_not_wake_in_time_is_given_up() -> None:
     assert run.result(call) is None
 
 
-def test_a_wake_that_is_cancelled_leaves_the_next_one_to_go_on() -> None:
+def test_a_wake_that_is_cancelled_leaves_the_next_one_to_continue() -> None:
     run = ControlDriver("a")
     asleep(run, "a", level=1)
     first, second = run.wake(*MEMORY_TAGS), run.wake(*MEMORY_TAGS)

@@ -132,15 +132,15 @@ class Engine:
                     self.abandon()
                     self.has_weights &= level == 1
                 self.asleep |= set(slept)
-                told = [tag for tag in MEMORY_TAGS if tag in self.asleep]
-                self.outbox.append(Asleep(request_id=request, tags=told, freed_bytes=1))
+                reported = [tag for tag in MEMORY_TAGS if tag in self.asleep]
+                self.outbox.append(Asleep(request_id=request, tags=reported, freed_bytes=1))
             case Wake(request_id=request, tags=woken):
                 self.asleep -= set(woken)
                 if "weights" in woken and self.version == 0:
                     self.has_weights = True  # its model directory has them
-                told = [tag for tag in MEMORY_TAGS if tag in self.asleep]
+                reported = [tag for tag in MEMORY_TAGS if tag in self.asleep]
                 lacks = not self.has_weights and "weights" not in self.asleep
-                self.outbox.append(Awake(request_id=request, tags=told, needs_weights=lacks))
+                self.outbox.append(Awake(request_id=request, tags=reported, needs_weights=lacks))
             case _:
                 raise AssertionError(f"{message} is no engine's")
 

@@ -18,7 +18,7 @@ def versions(turns: list[tidegate.GeneratedTurn]) -> list[int]:
     return [span.version for turn in turns for span in turn.spans]
 
 
-async def test_a_parked_episode_goes_on_once_newer_weights_are_live(
+async def test_a_parked_episode_continues_once_newer_weights_are_live(
     tidegate_serve: ServeInTests,
 ) -> None:
     turns: dict[int, list[tidegate.GeneratedTurn]] = {}

@@ -71,10 +71,10 @@ async def test_many_that_end_at_once_are_told_in_frames_of_bounded_size() -> Non
         sessions.rollout_ended(Rollout(2**40 + number, 0, 0))
     await asyncio.sleep(0)
 
-    told: list[int] = []
+    reported: list[int] = []
     for _, message in sent:
         assert isinstance(message, EndSessions)
         check_frame_size(encode(message))
-        told += message.sessions
-    assert sorted(told) == [2**40 + number + 1 for number in range(count)]
+        reported += message.sessions
+    assert sorted(reported) == [2**40 + number + 1 for number in range(count)]
     assert len(sent) == 2

@@ -34,7 +34,7 @@ def test_a_swap_that_only_a_hello_tells_of_frees_the_places_of_its_batch() -> No
     assert driver.core.admissible_groups == 1
 
 
-def test_an_engine_that_was_given_up_and_says_hello_again_goes_on_in_its_stream() -> None:
+def test_an_engine_that_was_given_up_and_says_hello_again_continues_in_its_stream() -> None:
     sent: list[Message] = []
 
     def send(peer: bytes, message: Message) -> bool:

@@ -39,8 +39,8 @@ def test_an_engine_of_another_precision_is_named_recorded_and_audited_by_it(
         ) as rollouts:
             for version, _ in enumerate(rollouts.batches(["1+1=", "2+2=", "3+3="], episode=solve)):
                 rollouts.publish(weights(model, version + 1))
-            (told,) = rollouts.statistics().engines
-            assert told.dtype == dtype
+            (reported,) = rollouts.statistics().engines
+            assert reported.dtype == dtype
     finally:
         engine.kill()
         engine.wait()
@@ -65,11 +65,11 @@ def test_the_precision_of_a_model_directory_is_read_wherever_it_stands(tmp_path:
     config = json.loads((model / "config.json").read_text())
     for name in ("dtype", "torch_dtype"):
         config.pop(name, None)
-    for told, says in (
+    for reported, says in (
         ({"torch_dtype": "float16"}, "float16"),
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
         ({}, ""),
     ):
-        (model / "config.json").write_text(json.dumps({**config, **told}))
+        (model / "config.json").write_text(json.dumps({**config, **reported}))
         assert read_model_files(model).dtype == says

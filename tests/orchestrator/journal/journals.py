@@ -23,9 +23,9 @@ class Told:
 
 
 def started(journal: Journal) -> Told:
-    told = Told()
-    journal.start(told.committed.append, told.errors.append)
-    return told
+    reported = Told()
+    journal.start(reported.committed.append, reported.errors.append)
+    return reported
 
 
 def append_up_to(journal: Journal, lsn: int) -> None:

@@ -39,7 +39,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "journal.sqlite"
 
 
-def test_what_was_appended_is_read_back_in_order_and_lsns_go_on_after_reopening(path: Path) -> None:
+def test_what_was_appended_is_read_back_in_order_and_lsns_continue_after_reopening(
+    path: Path,
+) -> None:
     with Journal.create(path, header=b"run 7") as journal:
         assert journal.header == b"run 7"
         started(journal)
@@ -69,32 +71,32 @@ def test_what_is_told_as_committed_is_on_the_disk_at_that_moment(
 
 
 def test_records_that_come_while_the_disk_is_busy_share_the_next_commit(path: Path) -> None:
-    may_go_on = threading.Event()
-    told: list[int] = []
+    may_continue = threading.Event()
+    reported: list[int] = []
 
     def hold_up(lsn: int) -> None:
-        told.append(lsn)
-        may_go_on.wait(WAIT_S)
+        reported.append(lsn)
+        may_continue.wait(WAIT_S)
 
     with Journal.create(path, header=b"") as journal:
         journal.start(hold_up, lambda error: None)
         append_up_to(journal, 1)
         journal.flush(WAIT_S)
         append_up_to(journal, 100)
-        may_go_on.set()
-    assert told == [1, 100]
+        may_continue.set()
+    assert reported == [1, 100]
 
 
 def test_a_commit_takes_no_more_bytes_than_its_limit_and_keeps_the_order(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "COMMIT_BYTES_MAX", 10_000)
-    may_go_on = threading.Event()
-    told: list[int] = []
+    may_continue = threading.Event()
+    reported: list[int] = []
 
     def hold_up(lsn: int) -> None:
-        told.append(lsn)
-        may_go_on.wait(WAIT_S)
+        reported.append(lsn)
+        may_continue.wait(WAIT_S)
 
     with Journal.create(path, header=b"") as journal:
         journal.start(hold_up, lambda error: None)
@@ -103,8 +105,8 @@ def test_a_commit_takes_no_more_bytes_than_its_limit_and_keeps_the_order(
         for _ in range(6):
             journal.append(bytes(4000))
         journal.append(bytes(50_000))  # a single record may be larger
-        may_go_on.set()
-    assert told == [1, 3, 5, 7, 8]
+        may_continue.set()
+    assert reported == [1, 3, 5, 7, 8]
 
 
 def test_a_snapshot_takes_the_place_of_the_records_it_holds(path: Path) -> None:
@@ -223,10 +225,10 @@ def test_a_disk_that_hangs_is_told_by_flush_and_by_append(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "PENDING_BYTES_MAX", 1000)
-    may_go_on = threading.Event()
+    may_continue = threading.Event()
 
     def hold_up(lsn: int) -> None:
-        may_go_on.wait(WAIT_S)
+        may_continue.wait(WAIT_S)
 
     with Journal.create(path, header=b"") as journal:
         journal.start(hold_up, lambda error: None)
@@ -237,7 +239,7 @@ def test_a_disk_that_hangs_is_told_by_flush_and_by_append(
             journal.flush(0.01)
         with pytest.raises(JournalBehind, match="no more is kept in memory"):
             journal.append(b"one more")
-        may_go_on.set()
+        may_continue.set()
         assert journal.flush(WAIT_S) == 2
 
 
@@ -330,7 +332,7 @@ def test_a_killed_writer_leaves_all_that_it_was_told_is_committed_and_no_gap(pat
     chance = random.Random(5)
     Journal.create(path, header=b"a header").close()
     for _ in range(KILLS):
-        told = write_until_killed(path, commits=chance.randrange(1, 200))
+        reported = write_until_killed(path, commits=chance.randrange(1, 200))
         with Journal.open(path) as journal:  # at once: the lock went with its holder
             snapshot = journal.snapshot()
             records = dict(journal.read())
@@ -338,7 +340,7 @@ def test_a_killed_writer_leaves_all_that_it_was_told_is_committed_and_no_gap(pat
         assert journal.header == b"a header"
         assert snapshot is None or snapshot.body == b"%d" % snapshot.lsn
         assert records == expected(snapshot.lsn + 1 if snapshot else 1, last)
-        assert last >= told
+        assert last >= reported
 
 
 def write_until_killed(path: Path, commits: int) -> int:

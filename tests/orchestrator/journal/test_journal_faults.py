@@ -50,7 +50,7 @@ def public_directory() -> Iterator[Path]:
 
 def test_a_full_disk_ends_the_journal_and_loses_nothing_that_was_committed(path: Path) -> None:
     journal = Journal.create(path, header=b"")
-    told = started(journal)
+    reported = started(journal)
     append_up_to(journal, 10)
     journal.flush(WAIT_S)
     limit_pages(journal, 8)
@@ -62,8 +62,8 @@ def test_a_full_disk_ends_the_journal_and_loses_nothing_that_was_committed(path:
     with pytest.raises(JournalFailed, match="free disk space or repair the disk, then resume"):
         journal.append(b"one more")
     journal.close()
-    assert [type(error) for error in told.errors] == [JournalFailed]
-    assert told.committed[-1] == lsn - 1 == 10
+    assert [type(error) for error in reported.errors] == [JournalFailed]
+    assert reported.committed[-1] == lsn - 1 == 10
     assert contents(path) == expected(1, 10)
     with Journal.open(path) as journal:  # there is room again
         started(journal)
@@ -107,12 +107,12 @@ def test_a_file_that_can_grow_no_further_is_told_and_loses_nothing_committed(pat
         text=True,
         check=True,
     )
-    told, errors, message = done.stdout.split("|")
-    assert int(told) > 0
+    reported, errors, message = done.stdout.split("|")
+    assert int(reported) > 0
     assert errors == "1"
     assert f"{path} can't be used: " in message
     found = contents(path)
-    assert len(found) >= int(told)
+    assert len(found) >= int(reported)
     assert found == expected(1, len(found))
 
 
@@ -121,25 +121,25 @@ def test_a_file_removed_under_the_journal_is_noticed_before_anything_is_told(
     path: Path, name: str
 ) -> None:
     with Journal.create(path, header=b"") as journal:
-        told = started(journal)
+        reported = started(journal)
         append_up_to(journal, 1)
         journal.flush(WAIT_S)
         path.with_name(name).unlink()
         journal.append(record(2))
         with pytest.raises(JournalFailed, match=f"{name} was removed or replaced while it was in"):
             journal.flush(WAIT_S)
-        assert told.committed == [1]
-        assert len(told.errors) == 1
+        assert reported.committed == [1]
+        assert len(reported.errors) == 1
 
 
 def test_a_directory_removed_under_the_journal_is_noticed(tmp_path: Path) -> None:
     with Journal.create(tmp_path / "run" / "journal.sqlite", header=b"") as journal:
-        told = started(journal)
+        reported = started(journal)
         shutil.rmtree(tmp_path / "run")
         journal.append(record(1))
         with pytest.raises(JournalFailed, match="was removed or replaced"):
             journal.flush(WAIT_S)
-        assert told.committed == []
+        assert reported.committed == []
 
 
 WITHOUT_RIGHTS = """

@@ -397,8 +397,8 @@ async def test_no_batch_is_lost_by_a_trainer_that_keeps_stopping_to_wait(model: 
         chance = random.Random(0)
         while True:
             try:
-                patience_s = chance.uniform(0, 0.004)
-                batch = await asyncio.wait_for(rollouts.next_batch(), patience_s)
+                timeout_s = chance.uniform(0, 0.004)
+                batch = await asyncio.wait_for(rollouts.next_batch(), timeout_s)
             except TimeoutError:
                 stopped += 1
                 time.sleep(chance.choice((0, 0, 0.002)))  # noqa: ASYNC251 - a step that blocks

@@ -235,7 +235,7 @@ def test_a_name_that_is_no_text_is_nobodys() -> None:
 
 
 @pytest.mark.parametrize("finish", [RUNNING, LENGTH])
-def test_a_turn_that_goes_on_past_its_end_is_never_trained_on(finish: int) -> None:
+def test_a_turn_that_continues_past_its_end_is_never_trained_on(finish: int) -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     driver.join("engine-0")
     driver.fill()

@@ -78,7 +78,7 @@ def test_a_rollout_that_is_given_up_in_its_turn_is_gone_at_once() -> None:
 
 
 @pytest.mark.usefixtures("without_collector")
-def test_what_another_process_goes_on_from_is_gone_as_soon_once_it_has_been_trained() -> None:
+def test_what_another_process_continues_from_is_gone_as_soon_once_it_has_been_trained() -> None:
     before = new_core()
     rollout = begin(before)
     before.handle(step("a", 0, [(before.turns.next_handle - 1, [5], STOP)]))

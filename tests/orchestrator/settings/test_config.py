@@ -71,8 +71,8 @@ def test_ray_carries_weights_by_relay_unless_told_otherwise() -> None:
     assert run_settings(model=MODEL, cluster="ray").weights.weight_channel == "relay"
     by_record = RunSettings(model=MODEL, fleet=FleetSettings(cluster="ray"))
     assert by_record.weights.weight_channel == "relay"
-    told = run_settings(model=MODEL, cluster="ray", weights={"weight_channel": "zmq"})
-    assert told.weights.weight_channel == "zmq"
+    reported = run_settings(model=MODEL, cluster="ray", weights={"weight_channel": "zmq"})
+    assert reported.weights.weight_channel == "zmq"
 
 
 @pytest.mark.parametrize(

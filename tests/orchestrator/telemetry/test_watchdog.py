@@ -408,8 +408,8 @@ async def test_code_that_keeps_the_loop_is_named_by_its_task_and_line_and_ends_t
     assert error.task_name == "rollout 7"
     assert error.where.startswith(f"keep_the_loop at {__file__}:")
     assert "asyncio.to_thread" in str(error)
-    told = [r.getMessage() for r in caplog.records if "name='rollout 7'" in r.getMessage()]
-    assert len(told) == 1
-    assert "stuck=loop" in told[0]
-    assert "keep_the_loop at" in told[0]
+    reported = [r.getMessage() for r in caplog.records if "name='rollout 7'" in r.getMessage()]
+    assert len(reported) == 1
+    assert "stuck=loop" in reported[0]
+    assert "keep_the_loop at" in reported[0]
     assert watch.blocked is None

@@ -47,8 +47,8 @@ def test_tokens_of_rows_left_out_are_discarded_for_their_reason_and_not_trained(
     assert driver.core.discarded_rollouts == {"too_long": 2}
     assert driver.core.trained.rollouts == 2
     assert driver.core.trained.staleness == {0: 2}
-    told = driver.core.groups.discards.by_reason(generated_tokens=10)["too_long"]
-    assert (told.rollouts, told.tokens, told.lengths) == (2, 5, {1: 1, 4: 1})
+    reported = driver.core.groups.discards.by_reason(generated_tokens=10)["too_long"]
+    assert (reported.rollouts, reported.tokens, reported.lengths) == (2, 5, {1: 1, 4: 1})
     bias = driver.core.groups.discards.length_bias()
     assert bias is not None
     assert bias.survival == {1: 0.0, 2: 1.0, 4: 0.0}
@@ -91,9 +91,9 @@ def test_what_a_crash_undoes_is_not_told_of_as_discarded_twice(
     assert bias.survival == {1: 1.0, 2: 1.0, 4: 1.0}
     if is_left_out_again:
         driver.do(ev.RowsDiscarded(1, (0, 3), "too_long"))
-        told = discards.by_reason(generated_tokens=10)["too_long"]
-        assert (told.rollouts, told.tokens, told.lengths) == (2, 5, {1: 1, 4: 1})
-        assert sum(task.rollouts for task in told.tasks) == 2
+        reported = discards.by_reason(generated_tokens=10)["too_long"]
+        assert (reported.rollouts, reported.tokens, reported.lengths) == (2, 5, {1: 1, 4: 1})
+        assert sum(task.rollouts for task in reported.tasks) == 2
 
 
 def test_a_crash_after_the_checkpoint_leaves_out_what_was_left_out(driver: Driver) -> None:
@@ -241,10 +241,10 @@ async def test_what_can_not_be_left_out_is_refused_and_counts_nothing(
 def test_of_a_part_the_places_are_those_in_the_whole_batch(driver: Driver) -> None:
     one_batch(driver)
     parts = shards(build_batch(driver.batches[0].groups, 0, 1), 2)
-    told = [discarded_rows(part, [1]).rows[0] for part in parts]
+    reported = [discarded_rows(part, [1]).rows[0] for part in parts]
     places = [part.shard.rows[1] for part in parts if part.shard is not None]
-    assert told == places
-    assert len(set(told)) == 2
+    assert reported == places
+    assert len(set(reported)) == 2
 
 
 @pytest.mark.parametrize("mask", [[False, True], torch.tensor([False, True]), np.ones(2, bool)])

@@ -73,7 +73,7 @@ async def test_an_engine_that_dies_costs_no_score(
         assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
 
 
-async def test_a_paused_run_scores_once_it_goes_on_and_no_time_of_the_episode_runs(
+async def test_a_paused_run_scores_once_it_continues_and_no_time_of_the_episode_runs(
     tidegate_serve: ServeInTests,
 ) -> None:
     async def solve(episode: tidegate.Episode, task: int) -> float:
@@ -136,19 +136,19 @@ async def test_a_rollout_that_is_given_up_takes_its_scores_back(
 async def test_what_an_episode_asks_in_the_background_ends_with_it(
     tidegate_serve: ServeInTests,
 ) -> None:
-    asking: list[asyncio.Future[Any]] = []
+    request_of: list[asyncio.Future[Any]] = []
     kept: list[tidegate.Episode] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
-        asking.append(asyncio.ensure_future(episode.score([LONG])))
-        asking.append(asyncio.ensure_future(episode.fork().score([LONG])))
+        request_of.append(asyncio.ensure_future(episode.score([LONG])))
+        request_of.append(asyncio.ensure_future(episode.fork().score([LONG])))
         kept.append(episode)
         await asyncio.sleep(0.01)
         return 1.0
 
     async with tidegate_serve() as rollouts:
         assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
-        for one in asking:
+        for one in request_of:
             with pytest.raises(RunClosed, match="the episode has returned"):
                 await one
         with pytest.raises(RunClosed, match="the episode has returned"):
@@ -170,16 +170,16 @@ async def test_what_no_engine_tells_fails_the_episode_with_the_reason(
 
 
 async def test_another_run_scores_in_place_of_the_policy(tidegate_serve: ServeInTests) -> None:
-    told: list[tidegate.TokenScores] = []
+    reported: list[tidegate.TokenScores] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
-        told.extend(await episode.score([[1, 2, 3]], by=reference))
+        reported.extend(await episode.score([[1, 2, 3]], by=reference))
         return 1.0
 
     async with tidegate_serve() as rollouts, tidegate_serve() as reference:
         await reference.publish({})
         assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
-    assert [(score.version, likelihood(score)) for score in told] == [(1, -2.0)]
+    assert [(score.version, likelihood(score)) for score in reported] == [(1, -2.0)]
 
 
 class Broken:

@@ -136,12 +136,12 @@ async def test_adapters_serve_until_they_are_unloaded_and_those_that_do_not_fit_
 async def test_a_vllm_on_a_cpu_is_asked_for_no_turn_that_another_turns_adapter_would_spoil(
     model: Path,
 ) -> None:
-    is_begun, may_go_on = threading.Event(), threading.Event()
+    is_begun, may_continue = threading.Event(), threading.Event()
 
     def holds(prompt: list[int], sampled: int, label: str) -> bool:
         if sampled == 3:
             is_begun.set()
-        return sampled >= 3 and not may_go_on.is_set()
+        return sampled >= 3 and not may_continue.is_set()
 
     async def plain(episode: tidegate.Episode, task: int) -> float:
         episode.append([7, 8, 9])
@@ -160,7 +160,7 @@ async def test_a_vllm_on_a_cpu_is_asked_for_no_turn_that_another_turns_adapter_w
             assert await asyncio.to_thread(is_begun.wait, 60)
             await rollouts.publish_adapter("a", random_adapter(model, 2), config=CONFIG)
             assert (await half_done).rewards == [1.0]  # it would be spoiled from now on
-            may_go_on.set()
+            may_continue.set()
             assert (await rollouts.evaluate([0, 1], episode=plain)).rewards == [1.0, 0.0]
             await rollouts.unload_adapter("a")
             assert (await rollouts.evaluate([0], episode=plain)).rewards == [0.0]

@@ -17,7 +17,7 @@ RUN_TIMEOUT_S = 180
 """Far longer than the trainer takes: reaching it is a failure, not a timing."""
 
 
-def test_every_call_in_a_forked_process_raises_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_every_call_in_a_forked_process_raises_and_the_run_continues(tmp_path: Path) -> None:
     model = make_model_directory(tmp_path / "model")
     command = [sys.executable, "-m", "tests.forking_trainer", str(model), str(tmp_path / "run")]
     ended = subprocess.run(

@@ -301,14 +301,14 @@ async def test_tokens_that_are_none_change_nothing(model: Path) -> None:
 
 
 async def test_what_an_episode_leaves_behind_is_told_that_it_is_over(model: Path) -> None:
-    told: list[BaseException] = []
+    reported: list[BaseException] = []
 
     async def leaving(episode: tidegate.Episode, task: int) -> float:
         async def background() -> None:
             try:
                 await episode.generate(max_tokens=400, stop_token_ids=[])
             except TidegateError as error:
-                told.append(error)
+                reported.append(error)
 
         episode.append([5])
         leaving.task = asyncio.create_task(background())  # type: ignore[attr-defined]
@@ -319,7 +319,7 @@ async def test_what_an_episode_leaves_behind_is_told_that_it_is_over(model: Path
         evaluation = await rollouts.evaluate([0], episode=leaving)
         assert evaluation.rewards == [1.0]
         await rollouts.evaluate([1], episode=one_turn)
-    assert [type(error) for error in told] == [RunClosed]
+    assert [type(error) for error in reported] == [RunClosed]
 
 
 async def test_an_episode_may_look_at_the_run_but_not_wait_for_it(model: Path) -> None:

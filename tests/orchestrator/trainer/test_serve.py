@@ -134,7 +134,7 @@ async def test_tokens_and_weights_travel_over_tcp_with_keys(
     assert report.agrees, report.lines()
 
 
-async def test_generation_goes_on_while_the_trainer_blocks_its_thread(model: Path) -> None:
+async def test_generation_continues_while_the_trainer_blocks_its_thread(model: Path) -> None:
     async with tidegate.serve(model=model, **SMALL, max_staleness=2) as rollouts:
         batches = rollouts.batches(range(100), episode=two_turns)
         first = asyncio.ensure_future(anext(batches))
@@ -297,7 +297,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(mod
         assert await rollouts.evaluate(range(4), episode=two_turns) != first
 
 
-async def test_a_killed_engines_turns_go_on_elsewhere_and_it_comes_back(model: Path) -> None:
+async def test_a_killed_engines_turns_continue_elsewhere_and_it_comes_back(model: Path) -> None:
     settings = {**SMALL, "engines": 2}
     async with tidegate.serve(model=model, **settings, max_staleness=1) as rollouts:
         weights = Weights(model)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import tidegate
-from tests.held_credit import paused, turns_go_on_until
+from tests.held_credit import paused, turns_continue_until
 from tests.models import make_model_directory
 from tidegate.observability.audit.audit import audit_run
 
@@ -91,7 +91,7 @@ async def test_nothing_is_sampled_during_a_pause_and_all_of_it_after(
     async with tidegate.serve(model=model, **SMALL) as rollouts:
         undisturbed = await rollouts.evaluate(range(6), episode=two_turns)
         before = rollouts.statistics().evaluation_ledger.generated
-        with turns_go_on_until(rollouts, paused):
+        with turns_continue_until(rollouts, paused):
             evaluation = asyncio.create_task(rollouts.evaluate(range(6), episode=endless))
             await until(lambda: rollouts.statistics().evaluation_ledger.generated > before)
             await rollouts.pause(mode)

@@ -58,7 +58,7 @@ async def test_no_turn_runs_after_a_pause_until_it_is_lifted(
     assert {turn.text for turn in asked.turns} == {SAID}
 
 
-async def test_aborted_turns_wait_with_their_tokens_and_go_on_from_there(
+async def test_aborted_turns_wait_with_their_tokens_and_continue_from_there(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     asked, engine = Asked(), tidegate_engine()
@@ -156,11 +156,11 @@ async def test_a_pause_that_is_cancelled_at_any_instant_is_undone_by_a_resume(
 ) -> None:
     asked, engines = Asked(), [tidegate_engine(step_s=0.1), tidegate_engine()]
     async with tidegate_serve(engines=engines, says=SAID, **SMALL) as rollouts:
-        for patience_s in (0.0, 0.0005, 0.001, 0.002, 0.05, 0.1):
+        for timeout_s in (0.0, 0.0005, 0.001, 0.002, 0.05, 0.1):
             evaluation = asyncio.create_task(rollouts.evaluate(range(4), episode=asked.solve))
             await asyncio.sleep(0.3)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(rollouts.pause("keep"), patience_s)
+                await asyncio.wait_for(rollouts.pause("keep"), timeout_s)
             await rollouts.resume()
             await rollouts.pause("keep")
             before = tokens(engines)

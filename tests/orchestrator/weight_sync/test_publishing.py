@@ -57,7 +57,7 @@ def versions(engines: list[ScriptedEngine]) -> list[int | None]:
 # ---------------------------------------------------------------- waves
 
 
-async def test_in_waves_so_many_engines_swap_at_a_time_and_the_others_go_on(
+async def test_in_waves_so_many_engines_swap_at_a_time_and_the_others_continue(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engines = [tidegate_engine(step_s=0.1) for _ in range(5)]
@@ -144,7 +144,7 @@ async def test_an_engine_that_comes_in_the_midst_of_waves_gets_the_new_weights_t
         assert (await evaluation).failures == 0
 
 
-async def test_an_engine_that_hangs_in_its_wave_is_given_up_and_the_others_go_on(
+async def test_an_engine_that_hangs_in_its_wave_is_given_up_and_the_others_continue(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engines = [tidegate_engine() for _ in range(3)]
@@ -238,7 +238,7 @@ async def test_a_refusal_of_the_newer_weights_is_told_to_both_calls(
         assert (engine.weight_version, rollouts.version) == (0, 0)
 
 
-async def test_a_newer_publish_that_is_cancelled_goes_on_for_the_older_call(
+async def test_a_newer_publish_that_is_cancelled_continues_for_the_older_call(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(staging_s=1.0)

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
-async def test_no_turn_runs_while_engines_sleep_and_all_go_on_when_they_wake(
+async def test_no_turn_runs_while_engines_sleep_and_all_continue_when_they_wake(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine], mode: Any
 ) -> None:
     asked, engines = Asked(), [tidegate_engine(step_s=0.1), tidegate_engine(step_s=0.03)]
@@ -158,7 +158,7 @@ async def test_sleep_waits_for_a_publish_that_is_on_its_way(
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "reported"),
     [
         ({"level": 3}, "level must be 1 (offload weights) or 2 (discard them), got 3"),
         ({"mode": "nap"}, "got 'nap'"),
@@ -171,16 +171,16 @@ async def test_what_cannot_be_asked_for_is_refused_and_nothing_sleeps(
     tidegate_serve: ServeInTests,
     tidegate_engine: type[ScriptedEngine],
     asked: dict[str, Any],
-    told: str,
+    reported: str,
 ) -> None:
     async with tidegate_serve(engines=[tidegate_engine()], **SMALL) as rollouts:
         with pytest.raises(ConfigError) as refused:
             await rollouts.sleep(**asked)
-        assert told in str(refused.value)
+        assert reported in str(refused.value)
         assert rollouts.statistics().pause_mode is None
 
 
-async def test_engines_that_cannot_sleep_are_named_and_go_on(
+async def test_engines_that_cannot_sleep_are_named_and_continue(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(sleep_levels=(1,))

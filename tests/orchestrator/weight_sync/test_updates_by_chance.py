@@ -41,9 +41,9 @@ class Chaos:
         for _ in range(15):
             await asyncio.sleep(self.chance.choice((0.0, 0.01, 0.1, 0.5)))
             wait: Any = self.chance.choice(("live", "staged", "none"))
-            patience_s = self.chance.choice((None, None, 0.01, 0.2))
+            timeout_s = self.chance.choice((None, None, 0.01, 0.2))
             with contextlib.suppress(TidegateError, TimeoutError):
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(timeout_s):
                     self.numbers.append(await self.rollouts.publish({}, wait=wait))
 
     async def pauses(self) -> None:

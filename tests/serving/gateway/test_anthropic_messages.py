@@ -182,9 +182,9 @@ async def test_what_can_not_be_honoured_is_refused_in_anthropics_form(
         body = {**ASK, "messages": [{"role": "user", "content": "q"}], **fields}
         answer = await client.post(MESSAGES, json=body)
         assert answer.status_code == 400
-        told = answer.json()
-        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
-        assert why in told["error"]["message"]
+        reported = answer.json()
+        assert (reported["type"], reported["error"]["type"]) == ("error", "invalid_request_error")
+        assert why in reported["error"]["message"]
 
 
 async def test_the_key_is_read_from_x_api_key(gateway: Gateway, tmp_path: Path) -> None:

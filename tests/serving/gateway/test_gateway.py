@@ -125,8 +125,8 @@ async def test_a_conversation_is_rendered_by_the_options_that_a_request_has_for_
             answer = (await client.post(CHAT, json={**asked, **fields})).json()
             return talk.episode.decode(answer["prompt_token_ids"])
 
-        told = await client.post("/tokenize", json=asked | NO_THOUGHT)
-        assert talk.episode.decode(told.json()["tokens"]).endswith("no thought")
+        reported = await client.post("/tokenize", json=asked | NO_THOUGHT)
+        assert talk.episode.decode(reported.json()["tokens"]).endswith("no thought")
         assert (await prompt()).endswith("assistant\n")
         assert (await prompt(**NO_THOUGHT)).endswith("assistant\nno thought")
         assert (await prompt(reasoning_effort="none")).endswith("assistant\nno thought")
@@ -224,8 +224,8 @@ async def test_a_chat_reports_its_prompts_tokens_whole_and_as_a_stream(
         first, *others = events_of(await client.post(CHAT, json={**body, "stream": True}))
         assert first["prompt_token_ids"] == prompt
         assert not any("prompt_token_ids" in each for each in others)
-        told = {"messages": [user("q")], "return_weight_versions": True, "logprobs": True}
-        asked = {**told, "return_tokens_as_token_ids": True, "cache_salt": "s"}
+        reported = {"messages": [user("q")], "return_weight_versions": True, "logprobs": True}
+        asked = {**reported, "return_tokens_as_token_ids": True, "cache_salt": "s"}
         (choice,) = (await client.post(CHAT, json=asked)).json()["choices"]
         assert "token_ids" not in choice
         assert choice["weight_versions"][0]["version"] == "0"
@@ -234,7 +234,7 @@ async def test_a_chat_reports_its_prompts_tokens_whole_and_as_a_stream(
         assert sorted(salts) == ["", "", "s"]
 
 
-async def test_a_completion_goes_on_in_the_row_whose_tokens_it_begins_with(
+async def test_a_completion_continues_in_the_row_whose_tokens_it_begins_with(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     async with session_of(gateway, tmp_path) as (talk, _, client):
@@ -288,7 +288,7 @@ async def test_tokens_go_in_and_out_as_on_vllms_path_and_stay_in_one_row(
             assert refused["param"] == name
 
 
-async def test_a_session_over_its_budget_is_answered_once_it_goes_on(
+async def test_a_session_over_its_budget_is_answered_once_it_continues(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     async with session_of(gateway, tmp_path) as (talk, _, client):
@@ -399,7 +399,7 @@ async def test_tokens_models_and_health_can_be_asked_for(gateway: Gateway, tmp_p
         assert (await client.get("/health")).json() == {"status": "ok", "sessions": 1}
 
 
-async def test_a_prompt_with_more_tokens_than_a_body_may_have_is_refused_and_the_session_goes_on(
+async def test_a_prompt_with_more_tokens_than_a_body_may_have_is_refused_and_the_session_continues(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     async with session_of(gateway, tmp_path) as (talk, _, client):

@@ -99,8 +99,8 @@ async def test_an_agent_with_openais_client_becomes_audited_rollouts(
     run = tmp_path / "run"
     async with tidegate.serve(model=model, **SMALL, run_directory=run) as rollouts:
         async for batch in rollouts.batches(range(2), episode=gateway.episode(play)):
-            told = sum(len(agent.tokens) for agent in agents)
-            assert batch.sampled_tokens == told > 0
+            reported = sum(len(agent.tokens) for agent in agents)
+            assert batch.sampled_tokens == reported > 0
             assert len(set(batch.rollout_ids.tolist())) == 4
         ledger = rollouts.statistics().ledger
         assert (ledger.error, ledger.trained) == (0, ledger.generated)

@@ -64,8 +64,8 @@ def refused(client: Client, path: str, body: Any = None) -> str:
     assert answer.status_code == 400, answer.text
     if answer.headers["content-type"].startswith("text/plain"):
         return answer.text
-    told: dict[str, Any] = answer.json()
-    return str(told["error"]["message"] if "error" in told else told["message"])
+    reported: dict[str, Any] = answer.json()
+    return str(reported["error"]["message"] if "error" in reported else reported["message"])
 
 
 def test_a_request_that_is_kept_in_place_has_both_versions_and_a_new_one_waits(
@@ -212,8 +212,8 @@ def test_tensors_of_an_update_are_published_together_at_its_end(
     client.post("/begin_weight_update", {"selector": "all"})
     for half in halves:
         body = {"serialized_named_tensors": [pickled(half)], "weight_version": "t"}
-        told = client.post("/update_weights_from_tensor", body)
-        assert told == {"success": True, "message": "Success Weight version updated to t."}
+        reported = client.post("/update_weights_from_tensor", body)
+        assert reported == {"success": True, "message": "Success Weight version updated to t."}
         assert client.post("/generate", GREEDY)["output_ids"] == before["output_ids"]
     client.post("/end_weight_update", {})
     while SHARED:
@@ -262,8 +262,8 @@ def test_what_groups_and_updates_cannot_do_is_refused_with_its_reason(
     other = group | {"backend": "mpi"}
     assert "gloo or nccl" in refused(client, "/init_weights_update_group", other)
     tensors = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
-    told = refused(client, "/update_weights_from_distributed", tensors)
-    assert "init_weights_update_group" in told
+    reported = refused(client, "/update_weights_from_distributed", tensors)
+    assert "init_weights_update_group" in reported
     body = {"model_path": str(model), "load_format": "flattened_bucket"}
     assert "flattened_bucket" in refused(client, "/update_weights_from_disk", body)
     assert "No such file" in refused(client, "/update_weights_from_disk", {"model_path": "/etc"})
@@ -286,8 +286,8 @@ def test_a_group_that_is_being_joined_cannot_be_joined_by_another_request(
     keys_before = store.num_keys()
     first = BackgroundRequest(server, "/init_weights_update_group", group)
     client.wait_until(lambda: store.num_keys() > keys_before)
-    told = refused(client, "/init_weights_update_group", group)
-    assert "being joined by another request" in told
+    reported = refused(client, "/init_weights_update_group", group)
+    assert "being joined by another request" in reported
 
     trainer = join_custom_group(store, "g", backend="gloo", rank=0, world_size=2, own_host=None)
     assert first.answer["success"]

@@ -89,7 +89,7 @@ def train(client: Any, steps: int) -> list[float]:
     return [output.result().metrics["loss:sum"] for output in outputs]
 
 
-def test_training_goes_on_over_kills_as_if_there_were_none(
+def test_training_continues_over_kills_as_if_there_were_none(
     mortal: MortalServer, model: Path
 ) -> None:
     service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")

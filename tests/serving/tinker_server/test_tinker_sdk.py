@@ -184,7 +184,7 @@ def test_a_custom_loss_runs_on_the_client_and_gives_the_same_gradient(
     assert steps[0] == pytest.approx(steps[1], rel=1e-5)
 
 
-def test_what_is_not_served_is_refused_by_name_and_training_goes_on(
+def test_what_is_not_served_is_refused_by_name_and_training_continues(
     service: Any, model: Path
 ) -> None:
     client = new_client(service, model)

@@ -42,10 +42,10 @@ def test_the_server_says_what_it_is_as_vllm_does(client: Client) -> None:
 
 
 def test_texts_and_conversations_are_told_as_tokens_and_back(client: Client) -> None:
-    told = client.post("/tokenize", {"prompt": "hi", "return_token_strs": True})
-    assert told["token_strs"] == ["h", "i"]
-    assert (told["count"], told["max_model_len"]) == (2, CONTEXT_TOKENS_MAX)
-    assert client.post("/detokenize", {"tokens": told["tokens"]}) == {"prompt": "hi"}
+    reported = client.post("/tokenize", {"prompt": "hi", "return_token_strs": True})
+    assert reported["token_strs"] == ["h", "i"]
+    assert (reported["count"], reported["max_model_len"]) == (2, CONTEXT_TOKENS_MAX)
+    assert client.post("/detokenize", {"tokens": reported["tokens"]}) == {"prompt": "hi"}
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     ids = client.post("/tokenize", chat)["tokens"]
     assert client.post("/detokenize", {"tokens": ids})["prompt"].startswith("<|im_start|>user\nhi")
@@ -54,7 +54,7 @@ def test_texts_and_conversations_are_told_as_tokens_and_back(client: Client) -> 
         assert client.refusal("/detokenize", {"tokens": [strange]})["code"] == 400
 
 
-async def test_others_go_on_while_a_long_text_becomes_tokens(model: Path) -> None:
+async def test_others_continue_while_a_long_text_becomes_tokens(model: Path) -> None:
     tokenizer = OutputTokenizer(Tokenizer.from_file(str(model / "tokenizer.json")))
     short = "hello world"
     times = LONG_CHARACTERS // len(short) + 1
@@ -90,15 +90,17 @@ def test_log_probs_are_those_of_the_model(client: Client, model: Path) -> None:
     ids = torch.tensor([PROMPT + choice["token_ids"]])
     with torch.no_grad():
         expected = torch.log_softmax(reference(ids).logits[0].float(), -1)
-    for place, told in enumerate(choice["logprobs"]["content"], len(PROMPT) - 1):
-        assert told["logprob"] == pytest.approx(expected[place, told["token_id"]].item(), abs=1e-4)
-        likely = {one["rank"]: one["logprob"] for one in told["top_logprobs"] if one["rank"]}
+    for place, reported in enumerate(choice["logprobs"]["content"], len(PROMPT) - 1):
+        assert reported["logprob"] == pytest.approx(
+            expected[place, reported["token_id"]].item(), abs=1e-4
+        )
+        likely = {one["rank"]: one["logprob"] for one in reported["top_logprobs"] if one["rank"]}
         best = expected[place].topk(2).values.tolist()
         assert [likely[1], likely[2]] == pytest.approx(best, abs=1e-4)
     first, *others = answer["prompt_logprobs"]
     assert first is None
-    for place, (token, told) in enumerate(zip(PROMPT[1:], others, strict=True)):
-        own = told[str(token)]["logprob"]
+    for place, (token, reported) in enumerate(zip(PROMPT[1:], others, strict=True)):
+        own = reported[str(token)]["logprob"]
         assert own == pytest.approx(expected[place, token].item(), abs=1e-4)
 
 
@@ -124,8 +126,8 @@ def test_a_stop_token_or_string_is_named_and_left_out_of_the_text(client: Client
     ids = client.generate(token_ids=PROMPT, sampling_params=drawn)["choices"][0]["token_ids"]
     stop = next(i for i in ids[1:] if i != ids[0])
     sampling = drawn | {"stop_token_ids": [stop]}
-    told = client.generate(token_ids=PROMPT, sampling_params=sampling, output_mode="text")
-    (choice,) = told["choices"]
+    reported = client.generate(token_ids=PROMPT, sampling_params=sampling, output_mode="text")
+    (choice,) = reported["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert choice["token_ids"] == ids[: ids.index(stop) + 1]
     before = client.post("/detokenize", {"tokens": choice["token_ids"][:-1]})["prompt"]
@@ -148,7 +150,7 @@ def test_without_max_tokens_the_context_is_filled_and_more_is_cut_off(client: Cl
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "reported"),
     [
         ({"token_ids": [], "sampling_params": {}}, 400, "at least 1"),
         ({"token_ids": [99999], "sampling_params": {}}, 400, "99999 is out of vocabulary"),
@@ -164,11 +166,11 @@ def test_without_max_tokens_the_context_is_filled_and_more_is_cut_off(client: Cl
     ],
 )
 def test_a_request_that_cant_be_served_says_why(
-    client: Client, body: Any, status: int, told: str
+    client: Client, body: Any, status: int, reported: str
 ) -> None:
     error = client.refusal("/inference/v1/generate", body)
     assert error["code"] == status
-    assert told in error["message"]
+    assert reported in error["message"]
 
 
 def test_a_stream_gives_what_one_answer_would(client: Client) -> None:
@@ -179,8 +181,10 @@ def test_a_stream_gives_what_one_answer_would(client: Client) -> None:
     *parts, usage = [json.loads(chunk) for chunk in chunks]
     choices = [part["choices"][0] for part in parts]
     assert [i for c in choices for i in c["token_ids"]] == whole["token_ids"]
-    told = [one["logprob"] for c in choices for one in c["logprobs"]["content"]]
-    assert told == pytest.approx([one["logprob"] for one in whole["logprobs"]["content"]], abs=1e-4)
+    reported = [one["logprob"] for c in choices for one in c["logprobs"]["content"]]
+    assert reported == pytest.approx(
+        [one["logprob"] for one in whole["logprobs"]["content"]], abs=1e-4
+    )
     assert [c["weight_versions"] for c in choices[:-1]] == [None] * (len(choices) - 1)
     assert choices[-1]["weight_versions"] == [{"version": "default", "start": 0, "end": 40}]
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 40)

@@ -135,7 +135,7 @@ def test_files_outside_the_named_directories_are_never_read_and_nobody_learns_of
     link.symlink_to(there)
     up = model / ".." / ".." / there.relative_to(tmp_path.parent.parent)
 
-    def told(path: Path | str) -> list[tuple[int, str]]:
+    def reported(path: Path | str) -> list[tuple[int, str]]:
         """What each path says, with the name of the file left out."""
         client.post("/start_weight_update")
         asked = [
@@ -151,11 +151,11 @@ def test_files_outside_the_named_directories_are_never_read_and_nobody_learns_of
             (a.status_code, a.json()["error"]["message"].replace(str(path), "")) for a in answers
         ]
 
-    expected = told(missing)
+    expected = reported(missing)
     assert [status for status, _ in expected] == [500, 404, 500]
     assert all("--weight-directory" in message for _, message in expected)
     for path in (there, link, up, there / "model.safetensors", "/etc/passwd", "/proc/self/environ"):
-        assert told(path) == expected
+        assert reported(path) == expected
     link.unlink()
 
 
@@ -233,8 +233,8 @@ def test_a_key_on_the_command_line_is_refused() -> None:
 def test_a_small_request_for_a_large_answer_is_refused_by_the_limits_name(
     client: Client, path: str, body: Any, param: str
 ) -> None:
-    told = client.refusal(path, body)
-    assert (told["code"], told["param"]) == (400, param)
+    reported = client.refusal(path, body)
+    assert (reported["code"], reported["param"]) == (400, param)
 
 
 def test_as_many_log_probs_as_the_server_was_started_with_are_told(client: Client) -> None:
@@ -260,9 +260,9 @@ def test_texts_that_no_context_holds_are_refused_before_they_are_tokenised(clien
         ("/v1/completions", {"prompt": text}),
         ("/v1/chat/completions", {"messages": messages}),
     ):
-        told = client.refusal(path, body)
-        assert told["code"] == 400
-        assert str(CONTEXT_TOKENS_MAX) in told["message"]
+        reported = client.refusal(path, body)
+        assert reported["code"] == 400
+        assert str(CONTEXT_TOKENS_MAX) in reported["message"]
 
 
 def test_a_large_answer_is_that_of_a_small_one(

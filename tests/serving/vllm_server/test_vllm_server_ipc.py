@@ -21,7 +21,7 @@ UUID = "5f0c7d3a-0000-4000-8000-000000000001"
 
 def handle(**fields: Any) -> tuple[Any, ...]:
     """What torch's ``reduce_tensor`` says of a tensor of shape [2, 3] on a GPU."""
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "tensor_kind": torch.Tensor,
         "size": torch.Size([2, 3]),
         "stride": (3, 1),
@@ -38,7 +38,7 @@ def handle(**fields: Any) -> tuple[Any, ...]:
         "event": b"e" * 64,
         "waits_for_event": True,
     }
-    return tuple((told | fields).values())
+    return tuple((reported | fields).values())
 
 
 def sent(facts: Any) -> str:
@@ -86,9 +86,9 @@ def test_nothing_in_a_pickle_is_run(
     facts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ApiError, match="read for CUDA handles and nothing else") as told:
+    with pytest.raises(ApiError, match="read for CUDA handles and nothing else") as reported:
         read_handles(sent(facts))
-    assert told.value.status == 400
+    assert reported.value.status == 400
     assert list(tmp_path.iterdir()) == []
 
 
@@ -157,9 +157,9 @@ def test_the_handles_of_ten_thousand_tensors_are_read_of_every_protocol(protocol
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
 def test_without_cuda_a_trainer_is_told_so_as_it_comes() -> None:
     receiver = IpcUpdateReceiver()
-    with pytest.raises(ApiError, match="--weight-transfer gloo or disk") as told:
+    with pytest.raises(ApiError, match="--weight-transfer gloo or disk") as reported:
         receiver.connect({"packed": True})
-    assert told.value.status == 400
+    assert reported.value.status == 400
 
 
 def test_skyrls_chunks_are_cut_by_their_sizes_in_elements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,11 +189,11 @@ def test_tensors_of_another_process_on_the_gpu_are_copied(is_packed: bool) -> No
     import torch.multiprocessing as processes
 
     context = processes.get_context("spawn")
-    told, done = context.Queue(), context.Event()
-    trainer = context.Process(target=share, args=(told, done, is_packed))
+    reported, done = context.Queue(), context.Event()
+    trainer = context.Process(target=share, args=(reported, done, is_packed))
     trainer.start()
     try:
-        info, is_wanted = told.get(timeout=120), {"w": torch.arange(6.0).reshape(2, 3)}
+        info, is_wanted = reported.get(timeout=120), {"w": torch.arange(6.0).reshape(2, 3)}
         receiver = IpcUpdateReceiver()
         receiver.connect({"packed": is_packed})
         came = receiver.receive(info)
@@ -204,7 +204,7 @@ def test_tensors_of_another_process_on_the_gpu_are_copied(is_packed: bool) -> No
         trainer.join(60)
 
 
-def share(told: Any, done: Any, is_packed: bool) -> None:
+def share(reported: Any, done: Any, is_packed: bool) -> None:
     """What vLLM's trainer does, in a process of its own."""
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -214,5 +214,5 @@ def share(told: Any, done: Any, is_packed: bool) -> None:
     handle = {uuid: reduce_tensor(buffer)[1]}  # type: ignore[no-untyped-call]
     info = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
     sizes = {"tensor_sizes": [24]} if is_packed else {}
-    told.put(info | sizes | {"ipc_handles_pickled": sent(handle if is_packed else [handle])})
+    reported.put(info | sizes | {"ipc_handles_pickled": sent(handle if is_packed else [handle])})
     done.wait(120)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tidegate
-from tests.held_credit import turns_go_on_until
+from tests.held_credit import turns_continue_until
 from tests.models import make_model
 from tests.serving.vllm_server.vllm_serving import (
     CONTEXT_TOKENS_MAX,
@@ -67,11 +67,11 @@ def test_an_unknown_model_name_is_loaded_from_the_directory_once_while_others_wa
     assert scheduler is not None
     before = scheduler.core.next_version
     with ThreadPoolExecutor(8) as threads:
-        told = list(threads.map(lambda _: logprobs(client, ADAPTERS[0]), range(8)))
-    assert all(each == told[0] for each in told)
+        reported = list(threads.map(lambda _: logprobs(client, ADAPTERS[0]), range(8)))
+    assert all(each == reported[0] for each in reported)
     assert scheduler.core.next_version == before + 1
-    assert logprobs(client, ADAPTERS[1]) != told[0]
-    assert logprobs(client, "tiny") != told[0]
+    assert logprobs(client, ADAPTERS[1]) != reported[0]
+    assert logprobs(client, "tiny") != reported[0]
     cards = {card["id"]: card["parent"] for card in client.get("/v1/models")["data"]}
     assert cards == {"tiny": None, ADAPTERS[0]: "tiny", ADAPTERS[1]: "tiny"}
 
@@ -91,7 +91,7 @@ def test_the_adapter_that_was_not_named_for_longest_is_unloaded_unless_it_is_in_
     assert listed() == [second]
     assert logprobs(client, first) == before
     assert listed() == [first]
-    with turns_go_on_until(server, lambda message: isinstance(message, FinishWeightUpdate)):
+    with turns_continue_until(server, lambda message: isinstance(message, FinishWeightUpdate)):
         running = client.begin(server, "/inference/v1/generate", LONG | {"model": first})
         logprobs(client, second)
     assert listed() == [first, second]

@@ -134,8 +134,8 @@ def announcement(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def by_id(identity: ncclUniqueId) -> dict[str, Any]:
-    told = base64.b64encode(bytes(identity)).decode()
-    return {"nccl_unique_id_b64": told, "rank_offset": 1, "world_size": 2}
+    reported = base64.b64encode(bytes(identity)).decode()
+    return {"nccl_unique_id_b64": reported, "rank_offset": 1, "world_size": 2}
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -148,8 +148,8 @@ def test_a_trainer_met_at_its_store_sends_what_it_announced(
     ready = TCPStore(
         "127.0.0.1", 0, 2, True, timedelta(seconds=60), wait_for_workers=False, use_libuv=False
     )
-    told: Any = pickled(identity, monkeypatch)  # bytes, which the store's types don't have
-    ready.set("broadcast_from/0/0", told)
+    reported: Any = pickled(identity, monkeypatch)  # bytes, which the store's types don't have
+    ready.set("broadcast_from/0/0", reported)
     trainer = Trainer(library, identity, packed if is_packed else one_by_one)
     receiver = NcclUpdateReceiver(library, torch.device("cpu"))
     where = {"master_address": "127.0.0.1", "master_port": ready.port}
@@ -276,9 +276,9 @@ def test_tensors_that_cant_be_are_refused(wrong: dict[str, Any], why: str) -> No
 def test_without_cuda_the_trainer_is_told_what_to_start_the_server_with(
     identity: ncclUniqueId,
 ) -> None:
-    with pytest.raises(ApiError, match="--weight-transfer gloo") as told:
+    with pytest.raises(ApiError, match="--weight-transfer gloo") as reported:
         NcclUpdateReceiver().connect(by_id(identity))
-    assert told.value.status == 400
+    assert reported.value.status == 400
     with pytest.raises(UpdateError, match="init_weight_transfer_engine must be called"):
         NcclUpdateReceiver().receive(announcement(TENSORS))
 

@@ -65,8 +65,8 @@ def test_tokens_of_an_answer_are_those_of_the_engine_and_of_tokenize(
     body = {"messages": QUESTION, "max_tokens": 6, "seed": 5, "tools": TOOLS, **CAPTURE}
     answer = client.post(CHAT, {**body, "return_token_ids": True})
     (choice,) = answer["choices"]
-    told = [int(e["token"].removeprefix("token_id:")) for e in choice["logprobs"]["content"]]
-    assert told == choice["token_ids"]
+    reported = [int(e["token"].removeprefix("token_id:")) for e in choice["logprobs"]["content"]]
+    assert reported == choice["token_ids"]
     assert gym.prompt(QUESTION, tools=TOOLS) == answer["prompt_token_ids"]
 
 

@@ -40,8 +40,8 @@ def test_openais_client_completes_texts_and_tokens(open_ai: openai.OpenAI) -> No
         starts = itertools.accumulate(map(len, choice.logprobs.tokens[:-1]), initial=0)
         assert choice.logprobs.text_offset == list(starts)
         assert choice.weight_versions == [{"version": "default", "start": 0, "end": count}]
-    told = answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert told == answer.usage.total_tokens
+    reported = answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert reported == answer.usage.total_tokens
 
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         open_ai.completions.create(model="no", prompt="x")
@@ -127,14 +127,14 @@ def test_the_completion_example_streams_as_many_tokens_as_openai_gives_unasked(
     assert whole.usage.completion_tokens == 16
 
 
-def test_the_chat_example_goes_on_with_a_conversation_of_several_turns(
+def test_the_chat_example_continues_with_a_conversation_of_several_turns(
     open_ai: openai.OpenAI, client: Client
 ) -> None:
     answer = open_ai.chat.completions.create(model="tiny", messages=CONVERSATION, max_tokens=4)
     assert answer.choices[0].message.role == "assistant"
-    told = client.post("/tokenize", {"messages": CONVERSATION})
+    reported = client.post("/tokenize", {"messages": CONVERSATION})
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == told["count"]
+    assert answer.usage.prompt_tokens == reported["count"]
 
 
 def test_a_rendered_conversation_is_a_request_that_gives_the_chats_tokens(client: Client) -> None:
@@ -160,14 +160,14 @@ def test_a_batch_of_conversations_gets_a_choice_for_each_as_if_each_were_asked_a
     path = "/v1/chat/completions"
     body = {"max_tokens": 4, "temperature": 0, "return_token_ids": True, "logprobs": True}
     talks = [CONVERSATION, CONVERSATION[:1]]
-    told = client.post(f"{path}/batch", {"messages": talks, **body})
+    reported = client.post(f"{path}/batch", {"messages": talks, **body})
     alone = [client.post(path, {"messages": talk, **body}) for talk in talks]
-    assert [choice["index"] for choice in told["choices"]] == [0, 1]
-    for choice, single in zip(told["choices"], alone, strict=True):
+    assert [choice["index"] for choice in reported["choices"]] == [0, 1]
+    for choice, single in zip(reported["choices"], alone, strict=True):
         assert choice["token_ids"] == single["choices"][0]["token_ids"]
         assert choice["message"] == single["choices"][0]["message"]
     spent = [single["usage"]["prompt_tokens"] for single in alone]
-    assert told["usage"]["prompt_tokens"] == sum(spent)
+    assert reported["usage"]["prompt_tokens"] == sum(spent)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_what_vllm_does_not_do_in_batches_is_refused(
     client: Client, wrong: dict[str, Any], param: str
 ) -> None:
     body = {"messages": [CONVERSATION], "max_tokens": 2} | wrong
-    told = client.refusal("/v1/chat/completions/batch", body)
-    assert (told["code"], told["param"]) == (400, param)
+    reported = client.refusal("/v1/chat/completions/batch", body)
+    assert (reported["code"], reported["param"]) == (400, param)
 
 
 def test_the_tools_example_gets_a_text_and_a_forced_call_is_refused(
@@ -240,8 +240,8 @@ def test_any_json_object_may_be_asked_for(open_ai: openai.OpenAI) -> None:
 def test_the_example_of_tokens_in_and_out_needs_no_text(client: Client) -> None:
     ids = client.post("/tokenize", {"messages": CONVERSATION})["tokens"]
     sampling = {"max_tokens": 24, "temperature": 0.2, "detokenize": False}
-    told = client.generate(model="tiny", token_ids=ids, sampling_params=sampling, stream=False)
-    assert 0 < len(told["choices"][0]["token_ids"]) <= 24
+    reported = client.generate(model="tiny", token_ids=ids, sampling_params=sampling, stream=False)
+    assert 0 < len(reported["choices"][0]["token_ids"]) <= 24
 
 
 def test_the_pause_example_stops_a_stream_until_it_is_resumed(
@@ -297,8 +297,8 @@ def test_a_prompts_own_tokens_are_ranked_among_all(client: Client) -> None:
     body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 3}
     (choice,) = client.post("/v1/completions", body)["choices"]
     assert choice["prompt_logprobs"][0] is None
-    for token, told in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True):
-        ranks = sorted(one["rank"] for one in told.values())  # TRL's client sorts by them
+    for token, reported in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True):
+        ranks = sorted(one["rank"] for one in reported.values())  # TRL's client sorts by them
         assert ranks[:3] == [1, 2, 3]
-        is_likely = told[str(token)]["rank"] <= 3
-        assert len(told) == (3 if is_likely else 4)
+        is_likely = reported[str(token)]["rank"] <= 3
+        assert len(reported) == (3 if is_likely else 4)

@@ -6,7 +6,7 @@ Expected answers are those observed of vLLM 0.32 and 0.33.
 import pytest
 
 import tidegate
-from tests.held_credit import paused, turns_go_on_until
+from tests.held_credit import paused, turns_continue_until
 from tests.serving.vllm_server.vllm_serving import (
     CONTEXT_TOKENS_MAX,
     LONG,
@@ -28,7 +28,7 @@ def aborted(message: Message) -> bool:
 def test_a_pause_that_aborts_gives_what_there_is_and_refuses_more(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    with turns_go_on_until(server, paused):
+    with turns_continue_until(server, paused):
         request = client.begin(server, "/inference/v1/generate", LONG)
         assert client.post("/pause") == {"status": "paused"}  # abort is what no mode means
     (choice,) = request.answer["choices"]
@@ -50,7 +50,7 @@ def test_a_pause_that_aborts_gives_what_there_is_and_refuses_more(
 def test_a_pause_that_keeps_freezes_requests_and_queues_new_ones(
     client: Client, server: tidegate.VLLMServer, clears: str
 ) -> None:
-    with turns_go_on_until(server, paused):
+    with turns_continue_until(server, paused):
         request = client.begin(server, "/inference/v1/generate", LONG)
         client.post("/pause", mode="keep", clear_cache=clears)
     frozen = client.tokens_generated()
@@ -69,7 +69,7 @@ def test_a_mode_in_the_body_is_not_read_and_a_strange_one_is_refused(client: Cli
 
 
 def test_a_pause_that_waits_lets_requests_end(client: Client, server: tidegate.VLLMServer) -> None:
-    with turns_go_on_until(server, paused):
+    with turns_continue_until(server, paused):
         request = client.begin(server, "/inference/v1/generate", LONG)
         client.post("/pause", mode="wait")
     assert request.answer["choices"][0]["finish_reason"] == "length"
@@ -79,7 +79,7 @@ def test_a_pause_that_waits_lets_requests_end(client: Client, server: tidegate.V
 def test_a_resume_ends_a_pause_that_still_waits(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    with turns_go_on_until(server, lambda message: isinstance(message, Resume)):
+    with turns_continue_until(server, lambda message: isinstance(message, Resume)):
         request = client.begin(server, "/inference/v1/generate", LONG)
         pausing = BackgroundRequest(server, "/pause", mode="wait")
         client.wait_until(lambda: client.http.post("/v1/completions", json={}).status_code == 503)
@@ -92,7 +92,7 @@ def test_a_resume_ends_a_pause_that_still_waits(
 def test_an_abort_ends_a_pause_that_still_waits(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    with turns_go_on_until(server, aborted):
+    with turns_continue_until(server, aborted):
         request = client.begin(server, "/inference/v1/generate", LONG)
         pausing = BackgroundRequest(server, "/pause", mode="wait")
         client.wait_until(lambda: client.http.post("/v1/completions", json={}).status_code == 503)
@@ -105,13 +105,13 @@ def test_an_abort_ends_a_pause_that_still_waits(
 def test_requests_are_aborted_by_the_ids_that_answers_have(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    with turns_go_on_until(server, paused):
+    with turns_continue_until(server, paused):
         one = client.begin(server, "/inference/v1/generate", LONG | {"request_id": "one"})
         two = BackgroundRequest(server, "/inference/v1/generate", LONG | {"request_id": "two"})
         client.wait_until(lambda: client.num_running() == 2)
         client.post("/pause", mode="keep")
-    told = client.post("/abort_requests", {"request_ids": ["one", "no"]})
-    assert told == {"status": "aborted", "aborted": 2}  # as many as asked for
+    reported = client.post("/abort_requests", {"request_ids": ["one", "no"]})
+    assert reported == {"status": "aborted", "aborted": 2}  # as many as asked for
     assert client.num_running() == 2
     client.post("/abort_requests", {"request_ids": ["generate-tokens-one"]})
     assert one.answer["choices"][0]["finish_reason"] == "abort"
@@ -136,7 +136,7 @@ def test_the_prefix_cache_is_not_clean_while_requests_hold_some(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
     assert client.post("/reset_prefix_cache") == {"success": True}
-    with turns_go_on_until(server, paused):
+    with turns_continue_until(server, paused):
         request = client.begin(server, "/inference/v1/generate", LONG)
         client.post("/pause", mode="keep")
     assert client.post("/reset_prefix_cache") == {"success": False}
@@ -153,11 +153,11 @@ def test_engines_sleep_and_wake_part_by_part(client: Client, level: int) -> None
     before = client.post("/v1/completions", greedy)["choices"][0]["token_ids"]
     assert client.post("/sleep", level=level) == {"status": "sleeping", "level": level}
     assert client.get("/is_sleeping") == {"is_sleeping": True}
-    told = client.post("/wake_up", tags="weights")
-    assert told == {"status": "sleeping", "tags": ["weights"]}
+    reported = client.post("/wake_up", tags="weights")
+    assert reported == {"status": "sleeping", "tags": ["weights"]}
     assert client.get("/is_sleeping") == {"is_sleeping": True}
-    told = client.post("/wake_up", tags="kv_cache")
-    assert told == {"status": "awake", "tags": ["kv_cache"]}
+    reported = client.post("/wake_up", tags="kv_cache")
+    assert reported == {"status": "awake", "tags": ["kv_cache"]}
     assert client.get("/is_sleeping") == {"is_sleeping": False}
     assert client.post("/wake_up") == {"status": "awake", "tags": None}
     assert client.post("/v1/completions", greedy)["choices"][0]["token_ids"] == before
@@ -166,7 +166,7 @@ def test_engines_sleep_and_wake_part_by_part(client: Client, level: int) -> None
 def test_a_sleep_returns_requests_that_were_kept(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    with turns_go_on_until(server, paused):
+    with turns_continue_until(server, paused):
         request = client.begin(server, "/inference/v1/generate", LONG)
         client.post("/pause", mode="keep")
     client.post("/sleep", level=0)

@@ -42,8 +42,8 @@ def prefill_logprobs(server: tidegate.VLLMServer, token_ids: list[int]) -> list[
             cast_to=httpx.Response,
             body={"model": "tiny", "token_ids": token_ids, "sampling_params": sampling},
         )
-    told = answer.json()["prompt_logprobs"]
-    return [next(iter(entry.values()))["logprob"] if entry else 0.0 for entry in told]
+    reported = answer.json()["prompt_logprobs"]
+    return [next(iter(entry.values()))["logprob"] if entry else 0.0 for entry in reported]
 
 
 def test_weights_are_read_from_a_directory_under_a_pause(
@@ -82,7 +82,7 @@ def test_an_adapter_of_one_name_is_replaced_at_each_step(client: Client, outputs
         (choice,) = client.post("/v1/completions", {**body, "logprobs": 0})["choices"]
         return choice["logprobs"]["token_logprobs"]
 
-    told = [sampled("tiny")]
+    reported = [sampled("tiny")]
     for step in range(2):
         base = make_model("qwen3", seed=0, max_position_embeddings=CONTEXT_TOKENS_MAX)
         config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
@@ -91,8 +91,8 @@ def test_an_adapter_of_one_name_is_replaced_at_each_step(client: Client, outputs
         peft.get_peft_model(base, config).save_pretrained(str(path))
         body = {"lora_name": "policy", "lora_path": path.as_posix()}
         assert client.post("/load_lora_adapter", body)["status"] == "ok"
-        told.append(sampled("policy"))
-    assert told[0] != told[1] != told[2] != told[0]
+        reported.append(sampled("policy"))
+    assert reported[0] != reported[1] != reported[2] != reported[0]
     missing = {"lora_name": "policy", "lora_path": str(outputs / "no")}
     assert client.refusal("/load_lora_adapter", missing)["code"] == 404  # prime-rl asks again
     client.http.post("/v1/unload_lora_adapter", json={"lora_name": "policy"})

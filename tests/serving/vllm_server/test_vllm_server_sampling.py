@@ -79,9 +79,9 @@ def test_a_field_that_would_change_the_output_is_refused_by_name(client: Client,
     for path, body in PATHS.items():
         if name in HONOURED_IN_CHATS and "chat" in path:
             continue
-        told = client.refusal(path, {**body, "max_tokens": 1, name: asked})
-        assert (told["code"], told["param"]) == (400, name)
-        assert name in told["message"]
+        reported = client.refusal(path, {**body, "max_tokens": 1, name: asked})
+        assert (reported["code"], reported["param"]) == (400, name)
+        assert name in reported["message"]
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, name: asked}}
     assert client.refusal("/inference/v1/generate", body)["param"] == name
 
@@ -102,8 +102,8 @@ def test_a_completion_keeps_to_a_response_format(client: Client) -> None:
 
 def test_further_names_for_the_chat_template_reach_it(client: Client, model: Path) -> None:
     body = {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}
-    told = client.refusal("/v1/chat/completions", body)
-    assert "multiple values for keyword argument 'messages'" in told["message"]
+    reported = client.refusal("/v1/chat/completions", body)
+    assert "multiple values for keyword argument 'messages'" in reported["message"]
     client.post("/v1/chat/completions", {**body, "max_tokens": 1, "chat_template_kwargs": {"a": 1}})
 
 

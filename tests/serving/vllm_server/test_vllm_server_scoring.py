@@ -31,18 +31,18 @@ def expected_logprobs(reference: Any, ids: list[int]) -> torch.Tensor:
 
 
 def assert_scores_are_the_models(reference: Any, choice: Any, ids: list[int], top: int) -> None:
-    told, expected = choice["logprobs"], expected_logprobs(reference, ids)
-    assert told["token_logprobs"][0] is None
-    assert told["top_logprobs"][0] is None
+    reported, expected = choice["logprobs"], expected_logprobs(reference, ids)
+    assert reported["token_logprobs"][0] is None
+    assert reported["top_logprobs"][0] is None
     for place, token in enumerate(ids[1:]):
         own = expected[place, token].item()
-        assert told["token_logprobs"][place + 1] == pytest.approx(own, abs=1e-4)
-        tops = list(told["top_logprobs"][place + 1].values())
-        assert tops[0] == told["token_logprobs"][place + 1]
+        assert reported["token_logprobs"][place + 1] == pytest.approx(own, abs=1e-4)
+        tops = list(reported["top_logprobs"][place + 1].values())
+        assert tops[0] == reported["token_logprobs"][place + 1]
         assert max(tops) == pytest.approx(max(own, expected[place].max().item()), abs=1e-4)
         assert len(tops) <= top + 1
-    starts = itertools.accumulate(map(len, told["tokens"]), initial=0)
-    assert told["text_offset"] == list(starts)[:-1]
+    starts = itertools.accumulate(map(len, reported["tokens"]), initial=0)
+    assert reported["text_offset"] == list(starts)[:-1]
 
 
 @pytest.mark.parametrize("top", [1, 3])
@@ -88,8 +88,8 @@ def test_a_streamed_echo_reports_the_prompts_scores_once(
     assert whole is not None
     parts = [chunk for chunk in chunks if chunk is not None]
     for name in ("tokens", "token_logprobs", "text_offset"):
-        told = itertools.chain.from_iterable(getattr(part, name) for part in parts)
-        assert list(told) == getattr(whole, name)
+        reported = itertools.chain.from_iterable(getattr(part, name) for part in parts)
+        assert list(reported) == getattr(whole, name)
 
 
 def test_logprobs_true_is_read_as_one(client: Client) -> None:

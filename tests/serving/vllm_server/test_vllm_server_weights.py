@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tidegate
-from tests.held_credit import paused, turns_go_on_until
+from tests.held_credit import paused, turns_continue_until
 from tests.models import make_model, make_model_directory
 from tests.serving.vllm_server.vllm_serving import LONG, Client
 from tidegate.errors import ConfigError
@@ -105,10 +105,10 @@ def test_the_four_phases_bring_new_weights_to_every_engine(
 
 
 @pytest.mark.parametrize("clears", ["true", "false", "later"])
-def test_a_request_that_is_kept_goes_on_under_the_new_weights(
+def test_a_request_that_is_kept_continues_under_the_new_weights(
     client: Client, server: tidegate.VLLMServer, models: list[Path], clears: str
 ) -> None:
-    with turns_go_on_until(server, paused):
+    with turns_continue_until(server, paused):
         request = client.begin(server, "/inference/v1/generate", LONG | {"token_ids": PROMPT})
         client.post("/pause", mode="keep", clear_cache=str(clears == "true").lower())
     send(client, {"path": str(models[1])}, "new")
@@ -150,15 +150,15 @@ def test_a_trainer_of_nccl_or_ipc_is_told_that_this_server_takes_weights_by_anot
 ) -> None:
     where = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
     for init_info in [where, {"packed": True}]:
-        told = client.refusal("/init_weight_transfer_engine", {"init_info": init_info})
-        assert (told["code"], told["param"]) == (400, "init_info")
-        assert "--weight-transfer nccl or ipc" in told["message"]
+        reported = client.refusal("/init_weight_transfer_engine", {"init_info": init_info})
+        assert (reported["code"], reported["param"]) == (400, "init_info")
+        assert "--weight-transfer nccl or ipc" in reported["message"]
 
 
 def test_updates_need_no_pause(
     client: Client, server: tidegate.VLLMServer, models: list[Path]
 ) -> None:
-    with turns_go_on_until(server, lambda message: isinstance(message, FinishWeightUpdate)):
+    with turns_continue_until(server, lambda message: isinstance(message, FinishWeightUpdate)):
         request = client.begin(server, "/inference/v1/generate", LONG)
         send(client, {"path": str(models[1])}, "new")
     versions = [span["version"] for span in request.answer["choices"][0]["weight_versions"]]
@@ -189,15 +189,15 @@ def test_weights_may_come_in_pieces_or_in_part(
 
 def test_phases_out_of_order_are_refused(client: Client, models: list[Path]) -> None:
     info = {"update_info": {"path": str(models[1])}}
-    told = client.refusal("/update_weights", info)["message"]
-    assert "start_weight_update must be called before update_weights." in told
-    told = client.refusal("/finish_weight_update")["message"]
-    assert "finish_weight_update called without a matching start_weight_update." in told
+    reported = client.refusal("/update_weights", info)["message"]
+    assert "start_weight_update must be called before update_weights." in reported
+    reported = client.refusal("/finish_weight_update")["message"]
+    assert "finish_weight_update called without a matching start_weight_update." in reported
     client.post("/start_weight_update")
     assert "already active" in client.refusal("/start_weight_update")["message"]
     assert client.refusal("/update_weights", {"update_info": {"nope": 1}})["code"] == 500
-    told = client.refusal("/init_weight_transfer_engine", {"init_info": {"nope": 1}})["message"]
-    assert "Invalid init_info" in told
+    reported = client.refusal("/init_weight_transfer_engine", {"init_info": {"nope": 1}})["message"]
+    assert "Invalid init_info" in reported
 
 
 def test_a_trainer_that_comes_anew_need_not_finish_what_another_began(
@@ -249,8 +249,8 @@ def test_checksums_tell_sets_of_weights_apart(client: Client, models: list[Path]
     same = {"action": "compare", "baseline": before}
     assert client.post("/weight_checker", same) == {"match": True, "mismatches": []}
     send(client, {"path": str(models[1]), "names": ["model.norm.weight"]})
-    told = client.post("/weight_checker", same)
-    assert told == {"match": False, "mismatches": ["dp0:pp0:pcp0:tp0:model.norm.weight"]}
+    reported = client.post("/weight_checker", same)
+    assert reported == {"match": False, "mismatches": ["dp0:pp0:pcp0:tp0:model.norm.weight"]}
     assert client.refusal("/weight_checker", {"action": "compare"})["code"] == 400
 
 
@@ -285,8 +285,8 @@ def test_an_adapter_is_a_model_of_its_own(
 
     def scored(**fields: Any) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0}
-        told = client.generate(token_ids=context, sampling_params=sampling, **fields)
-        rows = list(zip(context, told["prompt_logprobs"], strict=True))
+        reported = client.generate(token_ids=context, sampling_params=sampling, **fields)
+        rows = list(zip(context, reported["prompt_logprobs"], strict=True))
         return [row[str(token)]["logprob"] for token, row in rows[len(PROMPT) :]]
 
     sampled = pytest.approx([logprob for _, logprob in night], abs=1e-4)

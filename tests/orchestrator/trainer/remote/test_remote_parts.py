@@ -157,7 +157,7 @@ def test_a_trainer_has_done_when_every_rank_of_it_has() -> None:
 # ---------------------------------------------------------------- progress
 
 
-def test_a_new_process_goes_on_with_the_batch_that_the_one_before_had_not_done_with() -> None:
+def test_a_new_process_continues_with_the_batch_that_the_one_before_had_not_done_with() -> None:
     progress = TrainerProgress()
     progress.begin(1)
     assert progress.join(0, None) == 0

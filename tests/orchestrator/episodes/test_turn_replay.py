@@ -119,7 +119,7 @@ async def test_what_is_not_lived_through_yet_is_not_seen() -> None:
     assert episode.token_ids == [1, 2, 51]
 
 
-async def test_another_observation_makes_it_go_on_anew_from_there() -> None:
+async def test_another_observation_makes_it_continue_anew_from_there() -> None:
     rollout, engines = await lived(), Engines()
     assert (await solve(Episode(rollout, MODEL, engines, DEFAULTS), observation=8))[2] == [
         1, 2, 51, 8, 52, 6,
@@ -128,7 +128,7 @@ async def test_another_observation_makes_it_go_on_anew_from_there() -> None:
     assert len(engines.asked) == 1
 
 
-async def test_another_sampling_makes_it_go_on_anew_from_there() -> None:
+async def test_another_sampling_makes_it_continue_anew_from_there() -> None:
     rollout, engines = await lived(), Engines()
     episode = Episode(rollout, MODEL, engines, DEFAULTS)
     episode.append([1, 2])
