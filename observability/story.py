@@ -1,8 +1,8 @@
 """Stories of rollouts, groups and batches: what happened to each, and by which rule, in order.
 
 `tidegate explain` and the dashboard show them. They are made from the rows of
-``trajectories.parquet`` and, of a recorded run, from the times in ``trace.json``. A statement that follows from several possible
-causes names all of them; nothing is guessed.
+``trajectories.parquet`` and, of a recorded run, from the times in ``trace.json``. A statement that
+follows from several possible causes names all of them; nothing is guessed.
 """
 
 import re

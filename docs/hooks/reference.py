@@ -513,14 +513,32 @@ def _struct_default(field: msgspec.inspect.Field) -> object:
 # ---------------------------------------------------------------- results
 
 
+SCHEDULING_COLUMNS = {
+    "efficiency": "unmasked trained tokens per second, over those of machines that are never idle; "
+    "of the whole run after warm-up. Divide by `sync-colocated`'s for the speedup",
+    "max age, mean age": "age of rollouts' oldest tokens in versions; the maximum includes warm-up",
+    "mixed": "share of trained rollouts sampled by two or more versions",
+    "masked": "share of trained tokens too old for the loss",
+    "wasted": "share of generated tokens that were discarded",
+    "length bias": "mean length of trained rollouts, over that of the tasks",
+}
+
+
 def scheduling_results_page() -> str:
     """Return the page of all recorded figures of ``python -m benchmarks.scheduling``."""
     rows = [json.loads(line) for line in (RESULTS / "scheduling.jsonl").read_text().splitlines()]
     lines = [
         "# Scheduling results",
         "",
-        "From `benchmarks/results/scheduling.jsonl`. Policies and columns: "
-        "[Cost of scheduling policies](../scheduling.md#columns).",
+        "From `benchmarks/results/scheduling.jsonl`. Policies: "
+        "[Cost of scheduling policies](../scheduling.md). Brackets: the published event-driven "
+        "model of the same machines (`benchmarks/scheduling/published.py`), which has no overhead "
+        "between engines and trainer; the difference is the orchestrator's cost.",
+        "",
+        "| column | meaning |",
+        "|---|---|",
+        *(f"| {column} | {meaning} |" for column, meaning in SCHEDULING_COLUMNS.items()),
+        "",
         *scheduling_tables(rows),
     ]
     return "\n".join(lines) + "\n"
