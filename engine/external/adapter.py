@@ -13,8 +13,10 @@ from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tidegate.transport.attachments import Attachment
@@ -123,6 +125,13 @@ class TopLogprobs(NamedTuple):
             Attachment(0, "top_ids", 0, "int32", ids, shape),
             Attachment(0, "top_logprobs", 0, "float32", logprobs, shape),
         ]
+
+
+def routed_experts_column(experts: npt.NDArray[np.integer[Any]]) -> Attachment:
+    """Return experts [P, L, k] of the context's first P positions as an attachment of a chunk."""
+    dtype: Literal["uint8", "uint16"] = "uint16" if int(experts.max(initial=0)) > 255 else "uint8"
+    values = experts.astype(dtype).tobytes()
+    return Attachment(0, "routed_experts", 0, dtype, values, list(experts.shape[1:]))
 
 
 class GeneratedChunk(NamedTuple):

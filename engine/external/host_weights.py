@@ -9,6 +9,7 @@ host memory. Files are written with safetensors; names are converted by
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -233,3 +234,27 @@ def read_sizes(model: Path) -> tuple[str, int]:
     config = json.loads((model / "config.json").read_text())
     text = config.get("text_config", config)
     return config.get("architectures", ["unknown"])[0], int(text["vocab_size"])
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """Shape of a mixture of experts, as config.json describes it."""
+
+    layers: int
+    """Number of all layers."""
+    mixture_layers: list[int]
+    """Layers that have experts; the others are dense."""
+    experts_per_token: int
+
+
+def read_mixture(model: Path) -> MixtureShape | None:
+    """Return the mixture that config.json describes; None of a dense model."""
+    config = json.loads((model / "config.json").read_text())
+    text = config.get("text_config", config)
+    layers, experts_per_token = text["num_hidden_layers"], text.get("num_experts_per_tok")
+    if not experts_per_token:
+        return None
+    dense = {*range(text.get("first_k_dense_replace") or 0), *(text.get("mlp_only_layers") or [])}
+    every = text.get("decoder_sparse_step") or 1
+    mixture = [n for n in range(layers) if n not in dense and (n + 1) % every == 0]
+    return MixtureShape(layers, mixture, experts_per_token)

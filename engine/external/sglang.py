@@ -7,6 +7,7 @@ weights, and a crash on a token id outside the vocabulary. Its parts are ``sglan
 """
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import uuid
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from tidegate.engine.external.adapter import (
@@ -27,8 +29,9 @@ from tidegate.engine.external.adapter import (
     ScoreRequest,
     TopLogprobs,
     VersionLabel,
+    routed_experts_column,
 )
-from tidegate.engine.external.host_weights import read_sizes
+from tidegate.engine.external.host_weights import read_mixture, read_sizes
 from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.engine.external.sglang_loras import START_HINT, SglangLoras
 from tidegate.engine.external.sglang_server import (
@@ -86,6 +89,7 @@ class SglangAdapter:
         """Directory of the weights that the server has loaded."""
         self._label = ""
         self._architecture, self._vocab_tokens = read_sizes(model)
+        self._mixture = read_mixture(model)
         self._is_incremental = False
         """Whether stream messages contain new tokens only, rather than all so far."""
         self._is_frozen = False
@@ -135,7 +139,8 @@ class SglangAdapter:
             # top_k, top_p and min_p apply to sampling but not to the reported log-probs; penalties
             # would count output sampled elsewhere as prompt; min_tokens would also ban the model's
             # own EOS, which Tidegate does not.
-            sampling=frozenset({"stop_token_ids", "top_logprobs"}),
+            sampling=frozenset({"stop_token_ids", "top_logprobs"})
+            | ({"routed_experts"} if server.returns_routed_experts else set()),
             top_logprobs_max=TOP_LOGPROBS_MAX,
             scores=frozenset({"logprobs"}),
             dtype=server.dtype,
@@ -182,6 +187,16 @@ class SglangAdapter:
                     message, start, stops, top_logprobs=request.sampling.top_logprobs
                 )
                 known_tokens += len(chunk.token_ids)
+                if chunk.ended and request.sampling.routed_experts:
+                    if (
+                        not has_ended
+                    ):  # cut off at a stop token; experts come with the request's end
+                        await self._abort({"rid": rid})
+                        message = await _last(message, messages)
+                        has_ended = True
+                    positions = len(request.token_ids) + known_tokens - 1
+                    experts = self._routed_experts(message, positions)
+                    chunk = chunk._replace(attachments=[*chunk.attachments, *experts])
                 if chunk.token_ids or chunk.ended:
                     yield chunk
                 if chunk.ended:
@@ -194,6 +209,28 @@ class SglangAdapter:
             if not has_ended:
                 self._abort_soon(rid)
             await messages.aclose()
+
+    def _routed_experts(self, message: dict[str, Any], positions: int) -> list[Attachment]:
+        """Return the experts of the first ``positions`` tokens, if the message has any: base64 of
+        int32 [P, layers, k], of all positions but the last token's and all of the model's layers.
+
+        Raises:
+            EngineGone: they can't be read.
+        """
+        encoded = message["meta_info"].get("routed_experts")
+        if encoded is None or self._mixture is None:
+            return []
+        mixture = self._mixture
+        try:
+            flat = np.frombuffer(base64.b64decode(encoded), np.dtype("<i4"))
+            experts = flat.reshape(-1, mixture.layers, mixture.experts_per_token)
+        except ValueError as error:
+            raise EngineGone(
+                f"SGLang sent routed experts that are no int32 [positions, {mixture.layers}, "
+                f"{mixture.experts_per_token}], the layers and experts per token in config.json: "
+                f"{error}"
+            ) from None
+        return [routed_experts_column(experts[:positions, mixture.mixture_layers])]
 
     async def _messages(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         try:
@@ -236,19 +273,23 @@ class SglangAdapter:
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling
-        return ({"lora_path": request.lora} if request.lora else {}) | {
-            "input_ids": list(request.token_ids),
-            "sampling_params": {
-                "max_new_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                # Makes SGLang ignore stop_token_ids too; read_chunk ends turns at those.
-                "ignore_eos": True,
-            },
-            "return_logprob": True,
-            "top_logprobs_num": sampling.top_logprobs,
-            "stream": True,
-            "extra_key": request.salt,
-        }
+        return (
+            ({"lora_path": request.lora} if request.lora else {})
+            | {
+                "input_ids": list(request.token_ids),
+                "sampling_params": {
+                    "max_new_tokens": sampling.max_tokens,
+                    "temperature": sampling.temperature,
+                    # Makes SGLang ignore stop_token_ids too; read_chunk ends turns at those.
+                    "ignore_eos": True,
+                },
+                "return_logprob": True,
+                "top_logprobs_num": sampling.top_logprobs,
+                "stream": True,
+                "extra_key": request.salt,
+            }
+            | ({"return_routed_experts": True} if sampling.routed_experts else {})
+        )
 
     # ------------------------------------------------------------ pauses
 
@@ -411,6 +452,17 @@ class SglangAdapter:
             self._check_token_ids(token_ids)
         except TurnRefused as error:
             raise ScoreRefused(str(error)) from None
+
+
+async def _last(
+    message: dict[str, Any], messages: AsyncGenerator[dict[str, Any], None]
+) -> dict[str, Any]:
+    """Return the last message of a stream; ``message`` if no other follows."""
+    async for later in messages:
+        message = later
+        if message["meta_info"].get("finish_reason") is not None:
+            break
+    return message
 
 
 def _read_chunk(

@@ -42,6 +42,8 @@ class SglangServerInfo:
     """Largest LoRA rank; 0 without LoRA, the overall limit if the server states none."""
     streams_incrementally: bool
     """Whether streams contain new tokens only (--incremental-streaming-output)."""
+    returns_routed_experts: bool
+    """Whether it was started with --enable-return-routed-experts."""
 
 
 _DTYPES = {
@@ -102,6 +104,7 @@ async def read_server_info(http: HttpEngine, architecture: str) -> SglangServerI
         sleep_levels=_sleep_levels(settings),
         lora_rank_max=lora_rank_max(settings),
         streams_incrementally=bool(settings.get("incremental_streaming_output")),
+        returns_routed_experts=bool(settings.get("enable_return_routed_experts")),
     )
 
 

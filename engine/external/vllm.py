@@ -30,6 +30,7 @@ from tidegate.engine.external.adapter import (
     ScoreRequest,
     TopLogprobs,
     VersionLabel,
+    routed_experts_column,
 )
 from tidegate.engine.external.http import CONTROL_TIMEOUT_S, HttpEngine, HttpStatusError
 from tidegate.engine.external.vllm_loras import VllmLoras
@@ -157,9 +158,7 @@ def _routed_experts(encoded: str) -> Attachment:
             f"vLLM sent routed experts of shape {experts.shape} and dtype {experts.dtype}; "
             "expected are integers [positions, layers, experts per token]"
         )
-    dtype: Literal["uint8", "uint16"] = "uint16" if int(experts.max(initial=0)) > 255 else "uint8"
-    values = experts.astype(dtype).tobytes()
-    return Attachment(0, "routed_experts", 0, dtype, values, list(experts.shape[1:]))
+    return routed_experts_column(experts)
 
 
 def _ended(reason: str | None) -> Ended | None:

@@ -177,6 +177,10 @@ class SglangDouble:
         if request.body.get("return_logprob"):
             meta |= {"input_token_logprobs": [], "output_token_logprobs": request.reported}
             meta |= {"output_token_logprobs_length": len(request.reported)}
+        returns_experts = self.settings.get("enable_return_routed_experts")
+        wants_experts = returns_experts and request.body.get("return_routed_experts")
+        if wants_experts and request.finish is not None:
+            meta["routed_experts"] = self.sampler.routed_experts(request)
         if request.top:
             meta["output_top_logprobs"] = request.top
         if request.finish is not None:
@@ -223,6 +227,9 @@ class SglangDouble:
         except OSError as error:
             return _updated(f"Failed to get weights iterator: {error}.", is_ok=False)
         state = self.model.state_dict()
+        if tensors.keys() - state.keys():  # experts one by one, which transformers stacks
+            model = type(self.model).from_pretrained(body["model_path"], dtype=torch.float32)
+            tensors = model.state_dict()
         for name, tensor in tensors.items():
             if state[name].shape != tensor.shape:  # those before it are in place, and stay
                 why = f"Failed to update weights: {name}.\nRolling back to original weights."

@@ -5,6 +5,7 @@ progress while the previous one is reported, under the label that the weights ha
 """
 
 import asyncio
+import base64
 import copy
 import itertools
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 
+import tidegate
 from tests.engine.external.sglang_double_loras import Loras
 from tidegate.engine.execution.fallback import cache_argument
 
@@ -133,6 +135,18 @@ class Sampler:
             if surplus := request.cache.get_seq_length() - longest:
                 request.cache.crop(-surplus)  # so many are taken off its end
         request.cached = longest
+
+    @torch.no_grad()
+    def routed_experts(self, request: Running) -> str:
+        """Return base64 of int32 [P, layers, k], of all positions but the last token's."""
+        with tidegate.record_routed_experts(self.model) as recorder:
+            self.model(torch.tensor([request.tokens[:-1]]))
+        chosen = recorder.routed_experts()
+        layers = self.model.model.layers
+        every = torch.zeros(len(chosen), len(layers), chosen.shape[2], dtype=torch.int32)
+        mixtures = [n for n, layer in enumerate(layers) if hasattr(layer.mlp, "experts")]
+        every[:, mixtures] = chosen.to(torch.int32)  # dense layers have rows, too
+        return base64.b64encode(every.numpy().tobytes()).decode()
 
     @torch.no_grad()
     def scored(self, body: dict[str, Any]) -> dict[str, Any]:

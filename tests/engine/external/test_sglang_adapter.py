@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import tidegate
 from tests.engine.external.sglang_double import SglangDouble, make_app
 from tests.engine.external.sglang_streams import LONG, PROMPT, TOLERANCE, Sglang, off_by
 from tests.models import EOS_TOKEN_ID, make_model_directory
@@ -117,6 +119,40 @@ async def test_only_the_turns_own_stop_tokens_end_it(models: list[Path]) -> None
     assert EOS_TOKEN_ID not in range(1, 60)
     assert stopped.tokens[-1] in range(1, 60)
     assert not any(token in range(1, 60) for token in stopped.tokens[:-1])
+
+
+@pytest.mark.parametrize("dense", [[], [0]])
+@pytest.mark.parametrize("stops", [[], list(range(1, 60))])
+async def test_routed_experts_of_all_positions_but_the_last_come_with_a_turns_end(
+    tmp_path: Path, dense: list[int], stops: list[int]
+) -> None:
+    """A turn that is cut off at a stop token gets them from its aborted request."""
+    model = make_model_directory(tmp_path / "moe", "qwen3_moe", mlp_only_layers=dense)
+    sampling = SamplingParams(
+        max_tokens=40, temperature=3.0, stop_token_ids=stops, routed_experts=True
+    )
+    async with sglang(model, settings={"enable_return_routed_experts": True}) as engine:
+        assert "routed_experts" in engine.capabilities.sampling
+        stream = await engine.stream(sampling).end()
+        plain = await engine.stream(SamplingParams(max_tokens=3)).end()
+        with tidegate.record_routed_experts(engine.double.model) as recorder, torch.no_grad():
+            engine.double.model(torch.tensor([[*PROMPT, *stream.tokens[:-1]]]))
+    assert not any(chunk.attachments for chunk in plain.chunks)
+    *before, last = stream.chunks
+    assert last.ended == ("stop" if stops else "length")
+    assert not any(chunk.attachments for chunk in before)
+    [experts] = last.attachments
+    expected = recorder.routed_experts()
+    assert (experts.name, experts.start, experts.dtype) == ("routed_experts", 0, "uint8")
+    assert experts.shape == list(expected.shape[1:])
+    assert experts.values == expected.to(torch.uint8).numpy().tobytes()
+
+
+async def test_a_server_without_the_flag_for_routed_experts_does_not_offer_them(
+    models: list[Path],
+) -> None:
+    async with sglang(models[0]) as engine:
+        assert "routed_experts" not in engine.capabilities.sampling
 
 
 async def test_kv_that_is_kept_over_an_update_is_old_and_labels_change_at_the_token(
