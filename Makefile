@@ -191,12 +191,15 @@ test-verl: .venv-verl/.ready
 	$(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python $(PIP_INSTALL) "torch==2.13.0"
 	.venv-tinker/bin/python $(PIP_INSTALL) -e ".[tinker,examples,dev]" "tinker==0.38.0" chz blobfile \
-	  cloudpickle datasets pillow pyrage rich termcolor tiktoken tml-renderers tqdm
+	  cloudpickle datasets math-verify pillow pylatexenc pyrage rich sympy termcolor tiktoken \
+	  tml-renderers tqdm
 	.venv-tinker/bin/python $(PIP_INSTALL) --no-deps "tinker-cookbook==0.6.1"
+	.venv-tinker/bin/python $(PIP_INSTALL) --no-deps --target .venv-tinker/sdk-0.24.1 "tinker==0.24.1"
 	touch $@
 
 test-tinker: .venv-tinker/.ready
-	.venv-tinker/bin/python -m pytest -W default tests/serving/tinker_server tests/examples/test_tinker_calculator.py
+	.venv-tinker/bin/python -m pytest -W default tests/serving/tinker_server \
+	  tests/examples/test_tinker_calculator.py
 
 # slime and prime-rl are on no package index: SLIME and PRIME_RL name a checkout of each.
 test-slime: venv

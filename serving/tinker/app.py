@@ -156,9 +156,9 @@ async def healthz(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
 
 @on("POST", "client/config")
 async def client_config(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """Set no feature flag of the SDK: all have their defaults."""
+    """Have SDKs before 0.25 send training requests as protobuf; later ones always do."""
     await read(http, messages.ClientConfigRequest)
-    return {}
+    return {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
 
 
 @on("POST", "client/dynamic_config")
@@ -239,6 +239,10 @@ async def _model_request(path: str, parts: TinkerParts, http: HttpRequest, tenan
     body = await read_body(http, bytes_max=BODY_BYTES_MAX)
     if http.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not served; leave proto_compress_fwdbwd off")
+    if path == "forward_backward" and PROTOBUF_TYPE not in http.headers.get("content-type", ""):
+        raise ApiError(
+            415, "training requests must be protobuf: use the SDK of release 0.24.1 or later"
+        )
     request = MODEL_PATHS[path].decode(body)
     model = parts.model(request.model_id, tenant)
     return future_answer(await submit(parts, model, path, request, body), model.model_id)

@@ -79,7 +79,8 @@ class CheckpointStore:
     ) -> Path:
         """Have ``write`` fill a new checkpoint's directory; return the directory.
 
-        A request that wrote its checkpoint before the server was killed writes nothing again.
+        A request that wrote its checkpoint before the server was killed writes nothing again, even
+        if the checkpoint was deleted since.
 
         Raises:
             UserError: the name cannot be a checkpoint's, or is taken and ``replaces`` is false.
@@ -87,6 +88,9 @@ class CheckpointStore:
         directory = self._directory(facts.run_id, facts.kind, facts.name)
         found = self._read(directory)
         if found is not None and found.seq_id >= facts.seq_id:
+            return directory
+        deleted = _deletion_of(directory)
+        if deleted.exists() and int(deleted.read_text() or 0) >= facts.seq_id:
             return directory
         if found is not None and not replaces:
             raise UserError(
@@ -104,8 +108,26 @@ class CheckpointStore:
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
             raise
+        deleted.unlink(missing_ok=True)
         _sync_file(directory.parent)
         return directory
+
+    def hold(self, path: str, tenant: str, into: Path) -> tuple[CheckpointFacts, Path]:
+        """Link a tenant's checkpoint of ``weights`` to the directory ``into``, which stays when the
+        checkpoint is deleted; return its facts and ``into``. Harmless when repeated.
+
+        Raises:
+            UserError: the tenant has no such checkpoint.
+        """
+        if not into.exists():
+            _, directory = self.find(path, tenant, kind="weights")
+            beside = into.with_name(f".{into.name}")
+            shutil.rmtree(beside, ignore_errors=True)
+            shutil.copytree(directory, beside, copy_function=os.link)
+            _sync_file(beside)
+            os.rename(beside, into)
+            _sync_file(into.parent)
+        return msgspec.json.decode((into / FACTS_FILE).read_bytes(), type=CheckpointFacts), into
 
     def find(
         self, path: str, tenant: str, *, kind: CheckpointKind | None = None
@@ -159,11 +181,23 @@ class CheckpointStore:
                 facts = self._read(path)
                 session_id = path.parent.parent.name.partition(":")[0]
                 if facts is None or (facts.is_ephemeral and session_id not in sessions):
-                    shutil.rmtree(path, ignore_errors=True)
+                    self._remove_leftover(path)
+
+    def _remove_leftover(self, path: Path) -> None:
+        try:  # an expired one is not written again, either
+            facts = msgspec.json.decode((path / FACTS_FILE).read_bytes(), type=CheckpointFacts)
+        except (OSError, msgspec.MsgspecError):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            self.remove(facts)
 
     def remove(self, facts: CheckpointFacts) -> None:
-        """Delete a checkpoint; harmless if it is gone."""
+        """Delete a checkpoint for good; harmless if it is gone."""
         directory = self._directory(facts.run_id, facts.kind, facts.name)
+        if not facts.is_ephemeral and directory.exists():
+            _deletion_of(directory).write_text(str(facts.seq_id))
+            _sync_file(_deletion_of(directory))
+            _sync_file(directory.parent)
         shutil.rmtree(directory, ignore_errors=True)
 
     def _read(self, directory: Path) -> CheckpointFacts | None:
@@ -186,6 +220,12 @@ class CheckpointStore:
                 f"with a dot or dash, got {name!r:.200}"
             )
         return self._root / run_id / kind / name
+
+
+def _deletion_of(directory: Path) -> Path:
+    """Return the file beside a deleted checkpoint that has the ``seq_id`` that had written it: a
+    restarted server carries that request out again."""
+    return directory.with_name(f".{directory.name}.deleted")
 
 
 def split_path(path: str) -> tuple[str, CheckpointKind, str]:

@@ -2,17 +2,23 @@ r"""Loss functions of the Tinker API, token by token.
 
 A request's loss is the sum over its tokens: no mean, no length normalisation. With the policy's
 log-prob :math:`\log p`, the behaviour policy's :math:`\log q` (``logprobs``), the ratio
-:math:`r = p / q`, the advantage A and the clip thresholds l and h:
+:math:`r = p / q`, the advantage A and the clip thresholds l and h (of the ratio itself):
 
 ===================  ==========================================  ==============================
 ``cross_entropy``    :math:`-w \log p`                           ``weights`` w, 1 by default
 ``importance_sampling``  :math:`-r A`                            ``logprobs``, ``advantages``
 ``ppo``              :math:`-\min(r A, clip(r, l, h) A)`         the same; l = 0.8, h = 1.2
 ``cispo``            :math:`-sg(clip(r, l, h)) A \log p`         the same
+``gspo``             :math:`-\min(s A, clip(s, l, h) A)`         and ``sequence_ratio_mask``
+``dro``              :math:`-(A \log p - b/2 (\log p/q)^2)`      ``logprobs``, ``advantages``
 ===================  ==========================================  ==============================
 
 PPO: Schulman et al. 2017, arXiv:1707.06347; CISPO: MiniMax-M1, arXiv:2506.13585, where ``sg`` stops
-the gradient. :mod:`peft_training` calls this module; shapes are [n] or [n, K].
+the gradient. GSPO-token: Zheng et al. 2025, arXiv:2507.18071, section 4.3: s has the value of the
+geometric mean of r over the tokens that the mask marks, and the gradient of the token's own
+:math:`\log p`. The SDK's documents tell no default for its thresholds, nor for the ``beta`` b of
+``dro``, so a request must have them. :mod:`peft_training` calls this module; shapes are [n], or
+[n, K] for what has no mask.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +40,9 @@ CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 TARGETS = "target_tokens"
 """Loss input of every function: the tokens whose log-probs it is computed from."""
 
+RATIO_MASK = "sequence_ratio_mask"
+"""Loss input of ``gspo``: not 0 at the tokens whose ratios are averaged."""
+
 _CLIP_FIELDS = frozenset({"clip_low_threshold", "clip_high_threshold"})
 _POLICY_INPUTS = frozenset({TARGETS, "logprobs", "advantages"})
 
@@ -49,6 +58,8 @@ class LossFunction:
     """Loss inputs that a sequence may have."""
     config_fields: frozenset[str] = frozenset()
     """Fields of ``loss_fn_config``."""
+    required_config: frozenset[str] = frozenset()
+    """Those of them that have no default."""
 
 
 def _cross_entropy(
@@ -86,6 +97,26 @@ def _cispo(
     return -weight * inputs["advantages"] * logprobs
 
 
+def _gspo(
+    logprobs: "torch.Tensor",
+    inputs: "Mapping[str, torch.Tensor]",
+    config: Mapping[str, float],
+) -> "torch.Tensor":
+    marked = inputs[RATIO_MASK] != 0
+    mean = (logprobs.detach() - inputs["logprobs"])[marked].mean()
+    ratio, advantages = (mean + logprobs - logprobs.detach()).exp(), inputs["advantages"]
+    return -(ratio * advantages).minimum(_clipped(ratio, config) * advantages)
+
+
+def _dro(
+    logprobs: "torch.Tensor",
+    inputs: "Mapping[str, torch.Tensor]",
+    config: Mapping[str, float],
+) -> "torch.Tensor":
+    penalty = 0.5 * config["beta"] * (logprobs - inputs["logprobs"]) ** 2
+    return penalty - inputs["advantages"] * logprobs
+
+
 def _ratio(logprobs: "torch.Tensor", inputs: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
     return (logprobs - inputs["logprobs"]).exp()
 
@@ -100,12 +131,22 @@ LOSSES: Mapping[str, LossFunction] = {
     "importance_sampling": LossFunction(_importance_sampling, _POLICY_INPUTS),
     "ppo": LossFunction(_ppo, _POLICY_INPUTS, config_fields=_CLIP_FIELDS),
     "cispo": LossFunction(_cispo, _POLICY_INPUTS, config_fields=_CLIP_FIELDS),
+    "gspo": LossFunction(
+        _gspo,
+        _POLICY_INPUTS | {RATIO_MASK},
+        config_fields=_CLIP_FIELDS,
+        required_config=_CLIP_FIELDS,
+    ),
+    "dro": LossFunction(
+        _dro,
+        _POLICY_INPUTS,
+        config_fields=frozenset({"beta"}),
+        required_config=frozenset({"beta"}),
+    ),
 }
 
 USE_INSTEAD: Mapping[str, str] = {
     "stable_reinforce": "ppo",  # its formula is not published
-    "gspo": "ppo",
-    "dro": "importance_sampling",
     "custom": "forward_backward_custom with a Python function, which the SDK runs on the client",
 }
 """Losses of the API that are not served, and what comes nearest."""

@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tidegate.serving.tinker.losses import TARGETS, LossFunction, loss_function
+from tidegate.serving.tinker.losses import RATIO_MASK, TARGETS, LossFunction, loss_function
 from tidegate.serving.tinker.training import (
     LORA_ALPHA,
     AdamStep,
@@ -189,6 +189,11 @@ class PeftTraining:
                 f"loss_fn={batch.loss_fn!r} has no setting {min(unknown)!r}; its settings are "
                 f"{sorted(loss.config_fields) or 'none'}"
             )
+        if lacking := loss.required_config - set(batch.loss_config):
+            raise UserError(
+                f"loss_fn={batch.loss_fn!r} needs {', '.join(sorted(lacking))} in loss_fn_config: "
+                f"there is no default"
+            )
         for place, datum in enumerate(batch.data):
             where = f"data[{place}]"
             given = set(datum.loss_inputs)
@@ -200,6 +205,8 @@ class PeftTraining:
                     f"{', '.join(sorted(known))}"
                 )
             self._check_shapes(where, datum)
+            if RATIO_MASK in given and not datum.loss_inputs[RATIO_MASK].any():
+                raise UserError(f"{where}: {RATIO_MASK} marks no token; mark the sampled ones")
 
     def _check_shapes(self, where: str, datum: Datum) -> None:
         positions, targets = len(datum.token_ids), datum.loss_inputs[TARGETS]

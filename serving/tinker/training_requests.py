@@ -189,9 +189,12 @@ async def _load_weights(
             f"LoadWeights is not permitted after other requests of a model, and this is its "
             f"request {request.seq_id}: create a training client from the checkpoint instead"
         )
-    facts, directory = await asyncio.to_thread(
-        parts.checkpoints.find, request.path, model.tenant, kind="weights"
-    )
+    if model.journal is None:
+        found = partial(parts.checkpoints.find, request.path, model.tenant, kind="weights")
+    else:  # a restarted server loads it again, though the checkpoint may be deleted by then
+        held = model.journal.directory / "loaded"
+        found = partial(parts.checkpoints.hold, request.path, model.tenant, held)
+    facts, directory = await asyncio.to_thread(found)
     return await load_checkpoint(parts, model, facts, directory, optimizer=request.optimizer)
 
 
@@ -262,12 +265,13 @@ async def _save_adapter(
     )
     adapter = await parts.trainer.adapter(model)
 
-    def write() -> Path:
-        return parts.checkpoints.write(
-            facts, partial(write_adapter_files, adapter), replaces=name == LIVE_NAME
-        )
+    def write() -> SavedAdapter:
+        write_files = partial(write_adapter_files, adapter)
+        parts.checkpoints.write(facts, write_files, replaces=name == LIVE_NAME)
+        # After a restart it may be newer than this request, with other steps in it.
+        return SavedAdapter(*parts.checkpoints.find(facts.path, model.tenant))
 
-    return SavedAdapter(facts, await asyncio.to_thread(write))
+    return await asyncio.to_thread(write)
 
 
 def checkpoint_facts(

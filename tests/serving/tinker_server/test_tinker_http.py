@@ -1,5 +1,8 @@
 """The Tinker API over plain HTTP: retries, order, keys, refusals, and what JSON answers add."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +133,33 @@ def test_requests_that_cannot_be_read_or_are_nobodys_are_refused(
     garbage = {"content": b"\xff", "headers": {"content-type": "application/x-protobuf"}}
     assert alice.http.post("forward_backward", **garbage).status_code == 400  # type: ignore[arg-type]
     assert alice.refusal("retrieve_future", request_id="unknown")[0] == 410
+
+
+@pytest.mark.slow
+def test_the_oldest_release_of_the_sdk_trains_samples_and_saves(
+    server: tidegate.TinkerServer, model: Path
+) -> None:
+    release = Path(sys.prefix) / "sdk-0.24.1"
+    if not release.exists():
+        pytest.skip("make test-tinker installs it")
+    program = Path(__file__).with_name("release_client.py")
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), server.url, str(model)],
+        env={**os.environ, "PYTHONPATH": str(release), "TINKER_API_KEY": "tml-alice"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 1e-4
+
+
+def test_a_training_request_in_json_is_refused_with_what_to_use(alice: Tenant, model: Path) -> None:
+    body = {"model_id": alice.new_model(model), "seq_id": 1, "forward_backward_input": {}}
+    assert alice.refusal("forward_backward", **body) == (
+        415,
+        "training requests must be protobuf: use the SDK of release 0.24.1 or later",
+    )
 
 
 def test_a_server_that_others_reach_needs_keys_that_the_sdk_accepts(model: Path) -> None:

@@ -156,6 +156,56 @@ def test_samplers_and_checkpoints_are_those_of_before_a_kill(
     assert answer.status_code == 404  # it ended with its session
 
 
+def test_a_restart_neither_needs_nor_restores_a_checkpoint_that_was_deleted(
+    mortal: MortalServer, model: Path
+) -> None:
+    service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
+    rest = tinker.RestClient(base_url=mortal.url, api_key="tml-anybody")
+    first = service.create_lora_training_client(base_model=str(model), rank=4, seed=7).result()
+    train(first, steps=1)
+    path = first.save_state("kept").result().path
+    sampler_path = first.save_weights_for_sampler("sampled").result().path
+    second = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    second.load_state_with_optimizer(path).result()
+    for each in (path, sampler_path):
+        rest.delete_checkpoint_from_tinker_path(each).result()
+    mortal.kill()
+    mortal.start()
+    assert train(second, steps=2) == train(first, steps=2)
+    assert rest.list_checkpoints(first.model_id).result().checkpoints == []
+    with pytest.raises(tinker.BadRequestError, match="there is no checkpoint"):
+        service.create_training_client_from_state(path).result()
+    assert first.save_state("kept").result().path == path  # a later request may have the name
+    service.close("success").result()
+
+
+def test_inflight_weights_keep_their_number_of_steps_over_a_kill(
+    mortal: MortalServer, model: Path
+) -> None:
+    service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
+    client = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    for _ in range(2):
+        train(client, steps=1)
+        sampler = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    mortal.kill()
+    mortal.start()
+    train(client, steps=1)  # after the saves have been carried out again
+    headers = {"x-api-key": "tml-anybody"}
+    body = {
+        "sampling_session_id": sampler._sampling_session_id,
+        "seq_id": 1000,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": SENTENCE}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    api = f"{mortal.url}/api/v1"
+    sent = httpx.post(f"{api}/asample", json=body, headers=headers).raise_for_status().json()
+    asked = {"request_id": sent["request_id"]}
+    answer = httpx.post(f"{api}/retrieve_future", json=asked, headers=headers, timeout=60).json()
+    spans = answer["sequences"][0]["weight_versions"]
+    assert {span["optimizer_steps"] for span in spans} == {2}
+    service.close("success").result()
+
+
 def test_a_state_directory_serves_one_server_at_a_time(model: Path, tmp_path: Path) -> None:
     with (
         tidegate.tinker_server(model=model, engines=1, state_directory=tmp_path),

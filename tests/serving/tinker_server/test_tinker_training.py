@@ -17,6 +17,7 @@ from tidegate.serving.tinker.training import AdamStep, Datum, LoraSpec, LossBatc
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 IDS = np.arange(20, 30)
+ZEROS = np.zeros(9)
 STEP = AdamStep(learning_rate=0.05)
 
 
@@ -70,6 +71,14 @@ P, Q, A = np.log(0.6), np.log(0.4), 2.0
         ("ppo", {"logprobs": Q, "advantages": A}, {"clip_high_threshold": 2.0}, -3.0, -3.0),
         ("cispo", {"logprobs": Q, "advantages": A}, {}, -2.4 * P, -2.4),
         ("cispo", {"logprobs": Q, "advantages": A}, {"clip_high_threshold": 2.0}, -3 * P, -3.0),
+        ("dro", {"logprobs": Q, "advantages": A}, {"beta": 0.0}, -A * P, -A),
+        (
+            "dro",
+            {"logprobs": Q, "advantages": A},
+            {"beta": 0.5},
+            0.25 * (P - Q) ** 2 - A * P,
+            0.5 * (P - Q) - A,
+        ),
     ],
 )
 def test_a_loss_and_its_slope_are_those_of_its_formula(
@@ -81,6 +90,31 @@ def test_a_loss_and_its_slope_are_those_of_its_formula(
     assert found.item() == pytest.approx(loss, rel=1e-5)
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
     assert gradient.item() == pytest.approx(slope, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("high", "losses", "slopes"),
+    [
+        (2.0, [-1.2, 0.6, -1.2], [-1.2, 0.6, -1.2]),
+        (1.1, [-1.1, 0.6, -1.1], [0.0, 0.6, 0.0]),  # the whole sequence, where that is the worse
+    ],
+)
+def test_gspo_weighs_each_token_by_the_ratio_of_the_marked_ones(
+    high: float, losses: list[float], slopes: list[float]
+) -> None:
+    ratios = [2.0, 0.72, 50.0]  # the geometric mean of the first two is 1.2
+    behaviour = torch.tensor([-3.0, -4.0, -5.0])
+    logprobs = (behaviour + torch.tensor(ratios).log()).requires_grad_()
+    inputs = {
+        "logprobs": behaviour,
+        "advantages": torch.tensor([1.0, -0.5, 1.0]),
+        "sequence_ratio_mask": torch.tensor([1.0, 1.0, 0.0]),
+    }
+    config = {"clip_low_threshold": 0.8, "clip_high_threshold": high}
+    found = LOSSES["gspo"].token_losses(logprobs, inputs, config)
+    assert found.tolist() == pytest.approx(losses, rel=1e-5)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx(slopes, rel=1e-5)
 
 
 # ---------------------------------------------------------------- training
@@ -194,7 +228,17 @@ def test_an_adapter_is_one_that_engines_and_peft_read(
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (batch(loss_fn="gspo"), "loss_fn='gspo' is not served here: use ppo"),
+        (batch(loss_fn="stable_reinforce"), "'stable_reinforce' is not served here: use ppo"),
+        (batch(loss_fn="dro"), "loss_fn='dro' needs beta in loss_fn_config: there is no default"),
+        (
+            batch(
+                datum(logprobs=ZEROS, advantages=ZEROS, sequence_ratio_mask=ZEROS),
+                loss_fn="gspo",
+                clip_low_threshold=0.8,
+                clip_high_threshold=1.2,
+            ),
+            r"data\[0\]: sequence_ratio_mask marks no token",
+        ),
         (batch(loss_fn="mse"), "use one of cross_entropy, importance_sampling, ppo, cispo"),
         (batch(beta=1.0), "'cross_entropy' has no setting 'beta'; its settings are none"),
         (batch(loss_fn="ppo"), r"data\[0\] lacks 'advantages', which 'ppo' needs"),
