@@ -292,7 +292,7 @@ class Bubblewrap:
                 "bubblewrap is not installed: no bwrap in PATH. Install it "
                 "(apt-get install bubblewrap, dnf install bubblewrap), or use Containers()"
             )
-        python = self._python or _default_python()
+        python = self._python or default_python()
         filter_end = _seccomp_filter()
         command = [
             *_as_nobody(),
@@ -375,7 +375,7 @@ def _as_nobody() -> list[str]:
     return [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
 
 
-def _default_python() -> str:
+def default_python() -> str:
     """Return this process's interpreter, or the system's if sandboxes can't read this one."""
     own = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
     candidates = [own, str(Path(sys.executable).resolve())]

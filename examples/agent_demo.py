@@ -1,12 +1,13 @@
-"""Agent demo: trains an agent with a tool, and one that plays a game, with asynchronous rollouts.
+"""Agent demo: trains agents that call a tool, play a game or write programs, asynchronously.
 
     python -m examples.agent_demo                     # both, one after the other
     python -m examples.agent_demo --task tool         # or lake
+    python -m examples.agent_demo --task code         # programs in sandboxes; needs bubblewrap
     python -m examples.agent_demo --model PATH        # any directory with a chat template
 
 Each task gets a small, warmed-up model, which is evaluated, trained and evaluated again; then every
-token of the run is audited. The training loop is in ``grpo.py``, the tasks are in ``tool_agent.py``
-and ``frozen_lake.py``.
+token of the run is audited. The training loop is in ``grpo.py``, the tasks are in
+``tool_agent.py``, ``frozen_lake.py`` and ``coding.py``.
 """
 
 import argparse
@@ -16,14 +17,16 @@ import itertools
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tidegate
-from examples import calculator, frozen_lake, lake_lessons
+from examples import calculator, coding, frozen_lake, lake_lessons
 from examples.calculator import Split
+from examples.coding_lessons import CODER
 from examples.grpo import learn
 from examples.lake_lessons import LAKE_PLAYER
 from examples.tiny_model import Recipe, make_model
@@ -42,7 +45,9 @@ SLOTS = 8
 flight."""
 MAX_STALENESS = 2
 GROUP_SIZE = 8
-LEARNING_RATE = 3e-4
+
+SANDBOXES = 4
+"""Sandboxes in use at a time, and as many ready: programs take a few milliseconds each."""
 
 WORKER_BYTES = 1 << 30
 """Address-space limit of an environment worker: Python, numpy and gymnasium take half of it."""
@@ -59,24 +64,43 @@ class Subject:
 
     recipe: Recipe
     tasks: Callable[[Split, int], Iterator[Any]]
-    player: Callable[[tidegate.EnvironmentPool], Awaitable[tuple[EpisodeFunction, Counts]]]
-    """Creates the episode function on a pool, and a function that returns its counters."""
+    player: Callable[
+        [tidegate.EnvironmentPool, ExitStack], Awaitable[tuple[EpisodeFunction, Counts]]
+    ]
+    """Creates the episode function on a pool, and a function that returns its counters; the stack
+    closes what it opens."""
+    learning_rate: float = 3e-4
 
 
-async def _tool_agent(pool: tidegate.EnvironmentPool) -> tuple[EpisodeFunction, Counts]:
+async def _tool_agent(
+    pool: tidegate.EnvironmentPool, opened: ExitStack
+) -> tuple[EpisodeFunction, Counts]:
     agent = await ToolAgent.with_tools(pool)
     return agent, lambda: {"tool calls": agent.counts.made, "failed": agent.counts.failed}
 
 
-async def _lake_player(pool: tidegate.EnvironmentPool) -> tuple[EpisodeFunction, Counts]:
+async def _lake_player(
+    pool: tidegate.EnvironmentPool, opened: ExitStack
+) -> tuple[EpisodeFunction, Counts]:
     walk = frozen_lake.episode(pool)
     counts = walk.counts
     return walk, lambda: {"moves": counts.turns, "walks given up": counts.out_of_turns}
 
 
+async def _coder(
+    pool: tidegate.EnvironmentPool, opened: ExitStack
+) -> tuple[EpisodeFunction, Counts]:
+    sandboxes = tidegate.Sandboxes(
+        tidegate.Bubblewrap(), limits=coding.LIMITS, sandboxes_max=SANDBOXES, ready=SANDBOXES
+    )
+    write = coding.episode(opened.enter_context(sandboxes))
+    return write, lambda: {"programs": write.counts.turns}
+
+
 SUBJECTS = {
     "tool": Subject(TOOL_AGENT, calculator.tasks, _tool_agent),
     "lake": Subject(LAKE_PLAYER, lake_lessons.lakes, _lake_player),
+    "code": Subject(CODER, coding.tasks, _coder, learning_rate=1e-4),
 }
 
 
@@ -101,32 +125,33 @@ async def train(name: str, options: argparse.Namespace, run_directory: Path) -> 
     model, warm_up = find_model(name, options)
     held_out = list(itertools.islice(subject.tasks("held_out", HELD_OUT_SEED), options.held_out))
     num_tasks = options.versions * options.groups_per_batch
-    async with (
-        tidegate.EnvironmentPool(
-            processes=2, call_timeout_s=CALL_TIMEOUT_S, memory_bytes=WORKER_BYTES
-        ) as pool,
-        tidegate.serve(
-            model=model,
-            engines=ENGINES,
-            max_running_turns=SLOTS,
-            max_staleness=MAX_STALENESS,
-            group_size=GROUP_SIZE,
-            groups_per_batch=options.groups_per_batch,
-            run_directory=run_directory,
-            progress=True,
-            seed=options.seed,
-        ) as rollouts,
-    ):
-        episode, counts = await subject.player(pool)
-        rollouts.evaluate_every(options.versions + 1, held_out, episode=episode)
-        await learn(
-            rollouts,
-            episode,
-            model=model,
-            training=list(itertools.islice(subject.tasks("train", options.seed), num_tasks)),
-            learning_rate=LEARNING_RATE,
-        )
-        rollouts.record_facts(mode="async", warm_up=warm_up)
+    with ExitStack() as opened:
+        async with (
+            tidegate.EnvironmentPool(
+                processes=2, call_timeout_s=CALL_TIMEOUT_S, memory_bytes=WORKER_BYTES
+            ) as pool,
+            tidegate.serve(
+                model=model,
+                engines=ENGINES,
+                max_running_turns=SLOTS,
+                max_staleness=MAX_STALENESS,
+                group_size=GROUP_SIZE,
+                groups_per_batch=options.groups_per_batch,
+                run_directory=run_directory,
+                progress=True,
+                seed=options.seed,
+            ) as rollouts,
+        ):
+            episode, counts = await subject.player(pool, opened)
+            rollouts.evaluate_every(options.versions + 1, held_out, episode=episode)
+            await learn(
+                rollouts,
+                episode,
+                model=model,
+                training=list(itertools.islice(subject.tasks("train", options.seed), num_tasks)),
+                learning_rate=subject.learning_rate,
+            )
+            rollouts.record_facts(mode="async", warm_up=warm_up)
     return counts()
 
 
@@ -193,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     lines: list[str] = []
     agree = True
     try:
-        for name in SUBJECTS if options.task == "both" else (options.task,):
+        for name in ("tool", "lake") if options.task == "both" else (options.task,):
             report_lines, agrees = run(name, options, options.runs / f"{base}-{name}")
             lines += report_lines
             agree = agree and agrees
