@@ -238,11 +238,10 @@ class Core:
             case ev.TasksExhausted():
                 self.are_tasks_exhausted = True
                 return self._hand_over()
-            case ev.EvaluationRequested(task=task, index=index):
-                return [
-                    *self._resume_generation(),
-                    *self.groups.evaluate(task, index),
-                ]  # no admission
+            case ev.EvaluationRequested(task=task, index=index, version=version):
+                evaluation = self.groups.evaluate(task, index, version)  # no admission
+                # One that is pinned is beside training, whose pauses do not reach its engine.
+                return evaluation if version is not None else self._resume_generation() + evaluation
             case ev.TasksOffered(episode=episode, curriculum=curriculum):
                 return self._on_offered(episode, curriculum)
             case ev.TaskWeightsSet(curriculum=curriculum, weights=weights):
@@ -278,6 +277,8 @@ class Core:
             case ev.EngineDraining(engine=engine):
                 self.turns.drain(engine)
                 return []
+            case ev.EvaluationEngineChosen(engine=engine, is_kept=is_kept):
+                return self._release(self.turns.keep_for_evaluation(engine, is_kept=is_kept))
             case ev.BatchesCheckpointed(batches=batches, offer=offer):
                 self.handed.mark_checkpointed(batches, offer)
                 return []
@@ -521,7 +522,8 @@ class Core:
         """
         if not self.policy.pauses_generation or not self.groups.running_groups:
             return []
-        if any(group.is_evaluation for _, group in self.groups.running.values()):
+        evaluated = (r for r, group in self.groups.running.values() if group.is_evaluation)
+        if any(rollout.pinned_version is None for rollout in evaluated):
             return []
         self.is_paused = True
         return [ev.PauseGeneration(True)]

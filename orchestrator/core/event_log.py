@@ -48,6 +48,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.AdapterReleased,
     ev.EngineDraining,
     ev.TaskWeightsSet,
+    ev.EvaluationEngineChosen,
 )
 """An event's number in a record is its index in this tuple: add at the end, remove none."""
 

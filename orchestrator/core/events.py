@@ -71,6 +71,8 @@ class EvaluationRequested(Struct, frozen=True, gc=False):
     task: object
     index: int
     """Index in the evaluation. It seeds sampling, so two evaluations differ by weights alone."""
+    version: int | None = None
+    """Version that must sample every token, on an engine kept for evaluations; None: any."""
 
 
 @final
@@ -139,6 +141,13 @@ class EngineDraining(Struct, frozen=True, gc=False):
     """An engine is about to leave: it gets no more turns, and its turns end, or are moved."""
 
     engine: str
+
+
+class EvaluationEngineChosen(Struct, frozen=True, gc=False):
+    """An engine is kept for evaluations from now on, and gets no turns of training; or no more."""
+
+    engine: str
+    is_kept: bool
 
 
 @final
@@ -325,6 +334,7 @@ Event = (
     | EngineJoined
     | EngineLeft
     | EngineDraining
+    | EvaluationEngineChosen
     | StepArrived
     | TurnRejected
     | EngineSwapped

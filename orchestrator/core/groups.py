@@ -329,9 +329,13 @@ class GroupTracker(OutstandingGroupIndex):
         self._task_records.began(group)
         return self._start(group, self.group_size)
 
-    def evaluate(self, task: object, index: int) -> list[ev.Command]:
-        """Start one rollout for measuring only; its group is not in the queue."""
-        return self._start(Group(-1 - index, task, is_evaluation=True), 1)
+    def evaluate(self, task: object, index: int, version: int | None) -> list[ev.Command]:
+        """Start one rollout for measuring only; its group is not in the queue. ``version``: the one
+        that must sample its tokens; None: any."""
+        group = Group(-1 - index, task, is_evaluation=True)
+        commands = self._start(group, 1)
+        group.rollouts[0].pinned_version = version
+        return commands
 
     def _start(self, group: Group, rollouts: int) -> list[ev.Command]:
         commands: list[ev.Command] = []
@@ -370,6 +374,7 @@ class GroupTracker(OutstandingGroupIndex):
         branch = Rollout(self.next_rollout_id, group.group_id, forked.index)
         self.next_rollout_id += 1
         branch.branch_of, branch.fork_reason = forked, event.reason
+        branch.pinned_version = forked.pinned_version
         forked.branches = (*forked.branches, branch)
         self.running[branch.rollout_id] = (branch, group)
         group.rollouts.append(branch)

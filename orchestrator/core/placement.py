@@ -50,6 +50,9 @@ class EngineTurns:
     """Kinds of media that its model reads."""
     is_draining: bool = False
     """Whether the engine is about to leave, and gets no more turns."""
+    is_for_evaluation: bool = False
+    """Whether the engine is kept for evaluations: it gets no turns of training, and its version
+    does not count in the live one."""
     filing: TokenAppender = field(default_factory=TokenAppender)
 
 
@@ -84,8 +87,8 @@ class Placement:
         engine = self._engines[name]
         if self._reserved and name in self._reserved:
             loads = self._open_reserved
-        is_leaving = engine.is_away or engine.is_draining
-        if engine.weight_version >= live_version and not is_leaving:
+        is_closed = engine.is_away or engine.is_draining or engine.is_for_evaluation
+        if engine.weight_version >= live_version and not is_closed:
             loads.set(name, len(engine.submissions), engine.max_running_turns * engine.speed)
         else:
             loads.discard(name)
@@ -114,7 +117,11 @@ class Placement:
         if self._open is None:
             self._open, self._open_reserved = EngineLoads(), EngineLoads()
             policy = self._rules.migration_policy
-            names = sorted(name for name, e in self._engines.items() if not e.is_draining)
+            names = sorted(
+                name
+                for name, e in self._engines.items()
+                if not e.is_draining and not e.is_for_evaluation
+            )
             reserved = policy.reserve(names) if policy else ()
             self._reserved = frozenset(reserved)
             for name in self._engines:
@@ -145,6 +152,16 @@ class Placement:
         if self._is_by_load:
             return loads.least()
         return self._routed(turn, number, loads)
+
+    def choose_pinned(self, version: int) -> str | None:
+        """Return the engine for a turn that ``version`` must sample: the least loaded that is kept
+        for evaluations and serves it; None if there is none."""
+        loads = EngineLoads()
+        for name, engine in self._engines.items():
+            is_closed = engine.is_away or engine.is_draining
+            if engine.is_for_evaluation and engine.weight_version == version and not is_closed:
+                loads.set(name, len(engine.submissions), engine.max_running_turns * engine.speed)
+        return loads.least()
 
     def _routed(self, turn: Turn, number: int, loads: EngineLoads) -> str | None:
         group_id, kv_engine = turn.rollout.group_id, _kv_engine(turn)
@@ -186,7 +203,8 @@ class Placement:
         if (event.seq + crc32(event.engine.encode())) % interval:
             return []
         self._loads(live_version)
-        return policy.moves([self._view(name, live_version) for name in sorted(self._engines)])
+        names = sorted(n for n, engine in self._engines.items() if not engine.is_for_evaluation)
+        return policy.moves([self._view(name, live_version) for name in names])
 
     def _view(self, name: str, live_version: int) -> EngineView:
         engine = self._engines[name]

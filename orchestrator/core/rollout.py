@@ -215,6 +215,7 @@ class Rollout:
         "index",
         "may_have_media",
         "oldest_trainable",
+        "pinned_version",
         "retries",
         "reward",
         "rollout_id",
@@ -241,6 +242,8 @@ class Rollout:
         and not in the journal."""
         self.oldest_trainable = 0
         """Tokens of older versions are masked. Set when the rollout is handed over."""
+        self.pinned_version: int | None = None
+        """Version that must sample every token; None for all but pinned evaluations."""
         self.retries = 0
         """Number of times that its episode was begun again after a failure of infrastructure."""
         self.branch_of: Rollout | None = None

@@ -68,6 +68,7 @@ class SavedRollout(Saved):
     branch_of: int | None = None
     fork_reason: str = ""
     retries: int = 0
+    pinned_version: int | None = None
 
 
 class SavedGroup(Saved):
@@ -109,6 +110,7 @@ class SavedEngine(Saved):
     speed: float
     media: tuple[MediaKind, ...] = ()
     is_draining: bool = False
+    is_for_evaluation: bool = False
 
 
 class SavedBatch(Saved):
@@ -301,6 +303,7 @@ def _rollout(rollout: Rollout, is_replayed: bool) -> SavedRollout:
         None if rollout.branch_of is None else rollout.branch_of.rollout_id,
         rollout.fork_reason,
         rollout.retries,
+        rollout.pinned_version,
     )
 
 
@@ -355,6 +358,7 @@ def _engine(name: str, engine: EngineTurns) -> SavedEngine:
         engine.speed,
         engine.media,
         engine.is_draining,
+        engine.is_for_evaluation,
     )
 
 
@@ -513,6 +517,7 @@ def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
     rollout.discard_reason = saved.discard_reason
     rollout.oldest_trainable = saved.oldest_trainable
     rollout.retries = saved.retries
+    rollout.pinned_version = saved.pinned_version
     for turn in saved.turns:
         rollout.turns.append(_loaded_turn(turn, rollout))
     if saved.state is not RolloutState.RUNNING:
@@ -591,6 +596,7 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
         engine.missing, engine.replay_until = each.missing, each.replay_until
         engine.is_away, engine.speed, engine.media = each.is_away, each.speed, each.media
         engine.is_draining = each.is_draining
+        engine.is_for_evaluation = each.is_for_evaluation
         for s in each.submissions:
             turn = running[s.rollout_id][0].turns[-1]
             turn.priority, turn.sampled_before = s.priority, s.sampled_before

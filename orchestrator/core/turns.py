@@ -166,6 +166,23 @@ class TurnTracker:
             engine.is_draining = True
             self.placement.forget()
 
+    def keep_for_evaluation(self, name: str, *, is_kept: bool) -> list[Command]:
+        """Keep an engine for evaluations, and move its other turns; or keep it no more."""
+        engine = self.engines.get(name)
+        if engine is None:
+            return []
+        engine.is_for_evaluation = is_kept
+        self.placement.forget()
+        self._raise_live_version()
+        commands: list[Command] = []
+        if is_kept:
+            turns = sorted(engine.submissions.items(), key=lambda each: each[1].priority)
+            for handle, turn in turns:
+                if turn.rollout.pinned_version is None:
+                    self._pop(name, handle)
+                    commands += [Cancel(name, handle), *self.submit(turn, turn.priority)]
+        return commands + self._submit_waiting()
+
     def swap(self, engine: str, version: int) -> list[Command]:
         """Record that an engine serves ``version`` from now on, and submit waiting turns."""
         turns = self.engines.get(engine)
@@ -179,9 +196,13 @@ class TurnTracker:
         return self._submit_waiting()
 
     def _raise_live_version(self) -> None:
-        versions = [e.weight_version for e in self.engines.values()]
-        live = self.live_version = max(self.live_version, min(versions, default=0))
-        self._oldest = {name for name, e in self.engines.items() if e.weight_version <= live}
+        versions = {
+            name: each.weight_version
+            for name, each in self.engines.items()
+            if not each.is_for_evaluation
+        }
+        live = self.live_version = max(self.live_version, min(versions.values(), default=0))
+        self._oldest = {name for name, version in versions.items() if version <= live}
 
     # ------------------------------------------------------------ submission
 
@@ -203,6 +224,13 @@ class TurnTracker:
                 turn.place = None
                 self.waiting[turn] = priority
                 return []
+        if (version := turn.rollout.pinned_version) is not None:
+            name = self.placement.choose_pinned(version)
+            if name is None:
+                return [
+                    self._refuse(turn, f"no engine serves the evaluated version v{version} now")
+                ]
+            return [self._send(turn, priority, name)]
         name = self.placement.choose(turn, self.next_handle, self.live_version)
         if name is not None:
             return [self._send(turn, priority, name)]

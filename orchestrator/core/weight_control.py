@@ -784,6 +784,11 @@ class WeightControl:
     def _is_updating(self, engine: str) -> bool:
         return any(update.is_pending_on(engine) for update in self._updates)
 
+    def may_leave(self, engine: str) -> bool:
+        """Whether an engine is in no version, pause or sleep, so that it can leave and rejoin."""
+        is_quiet = not (self.is_pausing or self.asleep)
+        return engine in self._engines and is_quiet and not self._is_updating(engine)
+
     # ------------------------------------------------------------ calls
 
     def _begin(self, call: _Call) -> _Call:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from tidegate.errors import BadFrame, ConfigError, EngineStartFailed
+from tidegate.errors import BadFrame, ConfigError, EngineStartFailed, VersionUnavailable
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.outbox import Outbox
@@ -121,6 +121,10 @@ class EngineSide:
         )
         self.launched: Engines | None = None
         """Engines that this run has started; None: the run can start none."""
+        self._pins: dict[str, int] = {}
+        """Number of pinned evaluations, by engine that has them. It has left weight control."""
+        self._lent: set[str] = set()
+        """Pinned engines that return to training afterwards."""
         self._starting: dict[str, str | None] = {}
         """Engines that :meth:`scale` waits for, and why they have ended; None while they start."""
         self.on_silent: Callable[[str], None] = lambda engine: None
@@ -242,6 +246,10 @@ class EngineSide:
             if known is not None and known.is_draining and known.epoch == event.epoch:
                 self.drains.joined(engine)
                 return
+            if engine in self._pins and known is not None and known.epoch == event.epoch:
+                return  # it has reconnected
+            self._pins.pop(engine, None)
+            self._lent.discard(engine)
             self.control.joined(engine, event.weight_version)
             self.adapters.joined(engine, self.hello_of(engine))
             self.scores.joined(engine)
@@ -252,6 +260,8 @@ class EngineSide:
             self.launched.retire(engine)
         level, what = (logging.INFO, "left") if is_retired else (logging.WARNING, "lost")
         log.log(level, "engine=%s %s: %s", engine, what, self.fleet.departed.get(engine))
+        self._pins.pop(engine, None)
+        self._lent.discard(engine)
         self.control.left(engine)
         self.adapters.left(engine)
         self.scores.left(engine)
@@ -277,6 +287,102 @@ class EngineSide:
                 expected,
                 expected,
             )
+
+    # ------------------------------------------------------------ engines kept for evaluations
+
+    def keep_for_evaluation(self) -> None:
+        """Keep as many engines for evaluations as the settings say; the newest joined first."""
+        turns = self.core.turns.engines
+        kept = sum(each.is_for_evaluation and not each.is_draining for each in turns.values())
+        for name in reversed([*turns]):
+            if kept >= self._settings.fleet.evaluation_engines:
+                return
+            if not (turns[name].is_for_evaluation or turns[name].is_draining):
+                self.handle([ev.EvaluationEngineChosen(name, True)])
+                kept += 1
+
+    async def pin(self, version: int) -> list[str]:
+        """Keep engines at ``version`` until :meth:`unpin`, while others take newer ones.
+
+        These are the engines kept for evaluations that serve it; without any in the settings, one
+        of the others is. Waits until a version being published is served.
+
+        Raises:
+            VersionUnavailable: no such engine serves the version any more.
+        """
+        await self._pending.until(
+            lambda: bool(self._pinnable(version)) or not self._may_come(version)
+        )
+        names = self._pinnable(version)
+        if not names:
+            raise VersionUnavailable(version, sorted(self._versions_served()))
+        for name in names:
+            if not self._pins.get(name):
+                self.control.left(name)
+                if not self.core.turns.engines[name].is_for_evaluation:
+                    self._lent.add(name)
+                    self.handle([ev.EvaluationEngineChosen(name, True)])
+            self._pins[name] = self._pins.get(name, 0) + 1
+        return names
+
+    def unpin(self, names: Iterable[str]) -> None:
+        """Let engines take the newest version again, unless another evaluation has them pinned."""
+        for name in names:
+            if name not in self._pins:
+                continue  # it has left
+            self._pins[name] -= 1
+            if self._pins[name]:
+                continue
+            del self._pins[name]
+            engine = self.core.turns.engines.get(name)
+            if engine is None or engine.is_draining:
+                continue
+            self.control.joined(name, engine.weight_version)
+            if name in self._lent:
+                self._lent.discard(name)
+                self.handle([ev.EvaluationEngineChosen(name, False)])
+        self._pending.notify()
+
+    def _pinnable(self, version: int) -> list[str]:
+        """Return the engines that may be pinned to ``version`` now."""
+        turns, has_own = self.core.turns.engines, self._settings.fleet.evaluation_engines > 0
+        able = [
+            name
+            for name, engine in turns.items()
+            if engine.weight_version == version
+            and not (engine.is_away or engine.is_draining)
+            and (name in self._pins or self.control.state.may_leave(name))
+            and (engine.is_for_evaluation or not has_own)
+        ]
+        if has_own:
+            return able
+        if pinned := [name for name in able if name in self._pins]:
+            return pinned
+        training = sum(not (e.is_for_evaluation or e.is_draining) for e in turns.values())
+        able.sort(key=lambda name: len(turns[name].submissions))
+        return able[:1] if training > 1 else []
+
+    def _may_come(self, version: int) -> bool:
+        """Whether an engine may be pinned to ``version`` later: it is the newest, or newer."""
+        state = self.control.state
+        if version < self.core.trainer_version or not self._kept_or_spare():
+            return False
+        return version == self.core.trainer_version or (
+            state.staging_version is not None and state.staging_version >= version
+        )
+
+    def _kept_or_spare(self) -> bool:
+        """Whether the run has engines for evaluations: kept ones, or more than one for training."""
+        return self._settings.fleet.evaluation_engines > 0 or len(self.core.turns.engines) > 1
+
+    def _versions_served(self) -> set[int]:
+        turns = self.core.turns.engines
+        has_own = self._settings.fleet.evaluation_engines > 0
+        return (
+            {e.weight_version for e in turns.values() if e.is_for_evaluation or not has_own}
+            if self._kept_or_spare()
+            else set()
+        )
 
     def exclude(self, engine: str) -> None:
         """Leave a draining engine out of weight updates, pauses, sleep, adapters and scoring."""

@@ -254,6 +254,8 @@ class Scheduler:
             journal.log(event)
         for command in self.core.handle(event):
             carry_out(command, episode)
+        if may_admit and type(event) is ev.EngineJoined:
+            self.engines.keep_for_evaluation()
         if (
             may_admit
             and groups.revision != revision
@@ -374,8 +376,30 @@ class Scheduler:
         """As :meth:`EpisodeRunner.suspend_deadlines`."""
         self._episodes.suspend_deadlines(is_halted)
 
-    async def evaluate(self, tasks: list[Any], episode: EpisodeFunction) -> list[Rollout]:
-        """Run one episode per task outside training; return the rollouts in the tasks' order."""
+    async def evaluate(
+        self, tasks: list[Any], episode: EpisodeFunction, version: int | None = None
+    ) -> list[Rollout]:
+        """Run one episode per task outside training; return the rollouts in the tasks' order.
+
+        ``version``: the one that samples every token, on engines pinned to it meanwhile; None: the
+        engines' present versions.
+
+        Raises:
+            VersionUnavailable: no engine can be pinned to the version.
+        """
+        if version is None:
+            futures = self._start_evaluation(tasks, episode, None)
+            return [await future for future in futures]
+        names = await self.engines.pin(version)
+        futures = self._start_evaluation(tasks, episode, version)
+        ended = asyncio.gather(*futures, return_exceptions=True)
+        ended.add_done_callback(lambda _: self.engines.unpin(names))
+        await asyncio.shield(ended)  # if cancelled, the engines stay pinned until the turns end
+        return [future.result() for future in futures]
+
+    def _start_evaluation(
+        self, tasks: list[Any], episode: EpisodeFunction, version: int | None
+    ) -> list[asyncio.Future[Rollout]]:
         loop = asyncio.get_running_loop()
         futures = []
         for index, task in enumerate(tasks):
@@ -383,5 +407,5 @@ class Scheduler:
             futures.append(future)
             rollout_id = self.core.groups.next_rollout_id
             self._pending.evaluations[rollout_id] = future
-            self.handle_event(ev.EvaluationRequested(task, index), episode)
-        return [await future for future in futures]
+            self.handle_event(ev.EvaluationRequested(task, index, version), episode)
+        return futures

@@ -252,6 +252,9 @@ class FleetSettings(SettingsRecord):
     """Number of engine processes to start on this machine; with 0, engines started elsewhere
     connect to ``listen_address``. Add engines while ``forecast.throughput_ratio`` is below 1
     (generation limits the run) and cores or GPUs are free."""
+    evaluation_engines: Annotated[int, Field(ge=0)] = 0
+    """Number of engines, among all that join, that are kept for evaluations and get no turns of
+    training. Evaluations then run beside training, each by one version."""
     engine_urls: tuple[str, ...] = ()
     """Running inference servers to use as engines, such as ``vllm+http://127.0.0.1:8000``. The run
     starts an adapter process for each of them, and engines of its own only if ``engines`` is set
@@ -315,6 +318,12 @@ class FleetSettings(SettingsRecord):
             raise ConfigError(
                 "engines=0 starts no engine, and without a listen_address none can connect; set "
                 "one, such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
+            )
+        started = self.engines_started
+        if self.listen_address is None and self.evaluation_engines >= max(1, started):
+            raise ConfigError(
+                f"evaluation_engines={self.evaluation_engines} of {started} engines leaves none "
+                f"for training; start more engines, or keep fewer for evaluations"
             )
         if self.cluster is None and (self.placement_group or self.gpus_per_engine):
             raise ConfigError(
@@ -764,6 +773,7 @@ class RunOptions(TypedDict, total=False):
     cluster: Cluster | None
     gpus_per_engine: float
     placement_group: str | None
+    evaluation_engines: int
     listen_address: str | None
     curve_key_directory: Path | str | None
     engine_start_timeout_s: float

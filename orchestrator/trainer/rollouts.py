@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from tidegate.errors import ConfigError, RecordingFailed, check_not_forked
+from tidegate.errors import ConfigError, RecordingFailed, VersionUnavailable, check_not_forked
 from tidegate.orchestrator.batches.ages import BatchAges
 from tidegate.orchestrator.batches.tasks import Tasks, num_tasks
 from tidegate.orchestrator.core import events as ev
@@ -153,6 +153,31 @@ class _RepeatedEvaluation:
             return True
         new_versions = version - self.evaluated_version
         return new_versions > 0 if is_last else new_versions >= self.versions
+
+
+@dataclass(slots=True)
+class _BegunEvaluation:
+    """An evaluation that runs, and what is recorded of it."""
+
+    name: str | None
+    """Name to record it by; None: it is not recorded."""
+    version: int
+    batches: int
+    """Number of batches received before."""
+    seconds: float = 0.0
+
+    def work(
+        self, tasks: Sequence[Any], episode: EpisodeFunction, pinned_version: int | None
+    ) -> "Callable[[Scheduler], Awaitable[Evaluation]]":
+        """Return the work for the run's loop; ``pinned_version`` must sample all tokens."""
+
+        async def evaluate(scheduler: Scheduler) -> Evaluation:
+            started_s = time.monotonic()
+            rollouts = await scheduler.evaluate(list(tasks), episode, pinned_version)
+            self.seconds = time.monotonic() - started_s
+            return Evaluation([rollout.reward for rollout in rollouts])
+
+        return evaluate
 
 
 class LocalRequests(RunRequests):
@@ -449,6 +474,8 @@ class Rollouts(Scorer, TrainerHandle):
         self._version = 0
         self._batches = 0
         self._adapters: dict[str, AdapterHandle] = {}
+        self._begun: dict[str, tuple[_BegunEvaluation, concurrent.futures.Future[Evaluation]]] = {}
+        """Evaluations of :meth:`evaluate_every` that run beside training, by name."""
         self._batches_call = 0
         """Number of the newest call of ``batches()``, whose tasks the run takes."""
         self._waiting_calls = 0
@@ -641,24 +668,34 @@ class Rollouts(Scorer, TrainerHandle):
         )
 
     async def evaluate(
-        self, tasks: Sequence[Any], *, episode: EpisodeFunction, name: str | None = HELD_OUT
+        self,
+        tasks: Sequence[Any],
+        *,
+        episode: EpisodeFunction,
+        name: str | None = HELD_OUT,
+        version: int | None = None,
     ) -> Evaluation:
-        """Run one episode per task with the engines' present weights, and never train on them.
+        """Run one episode per task, and never train on them.
+
+        With ``version``, or with the setting ``evaluation_engines`` (then by default the newest
+        published version), that version samples every token: engines are pinned to it while others
+        go on with training and take newer weights. Without both, engines evaluate with their
+        present weights, before their turns of training. Without ``evaluation_engines``, one of
+        several engines is pinned, and its turns of training move to the others.
 
         Each call with the same tasks uses the same sampling seeds. The mean reward is recorded as
         ``name`` at the newest published version, for reports, curves and comparisons, and is in the
         next batch's figures as ``NAME_reward``. With None nothing is recorded.
+
+        Raises:
+            VersionUnavailable: no engine can be pinned to ``version``. The message lists versions.
         """
-        version, started_s = self._version, time.monotonic()
-
-        async def work(scheduler: Scheduler) -> list[float | None]:
-            rollouts: list[Rollout] = await scheduler.evaluate(list(tasks), episode)
-            return [rollout.reward for rollout in rollouts]
-
-        evaluation = Evaluation(await self._requests.do(work))
-        if name is not None:
-            seconds = time.monotonic() - started_s
-            self._record_evaluation(evaluation, name=name, version=version, seconds=seconds)
+        pinned = version
+        if pinned is None and self.settings.fleet.evaluation_engines:
+            pinned = self._version
+        begun = _BegunEvaluation(name, self._version if pinned is None else pinned, self._batches)
+        evaluation = await self._requests.do(begun.work(tasks, episode, pinned))
+        self._record_evaluation(begun, evaluation)
         return evaluation
 
     def evaluate_every(
@@ -672,8 +709,10 @@ class Rollouts(Scorer, TrainerHandle):
         """Have the run evaluate ``tasks`` by itself: before the first batch, whenever ``versions``
         more versions are published, and after the last batch.
 
-        The trainer's request for a batch waits meanwhile. A second call of the same name replaces
-        the first.
+        The trainer's request for a batch waits meanwhile, unless the setting ``evaluation_engines``
+        keeps engines for evaluations: then they run beside training, each pinned to the version
+        that was newest, and only the last ones are waited for. While one runs, no other of its name
+        begins. A second call of the same name replaces the first.
 
         Raises:
             ConfigError: ``versions`` is less than 1, or there are no tasks.
@@ -685,6 +724,9 @@ class Rollouts(Scorer, TrainerHandle):
         self._evaluations[name] = _RepeatedEvaluation(versions, tasks, episode)
 
     async def _evaluate_if_due(self, *, is_last: bool = False) -> None:
+        if self.settings.fleet.evaluation_engines:
+            await self._evaluate_beside(is_last=is_last)
+            return
         for name, each in self._evaluations.items():
             if each.is_due(self._version, is_last=is_last):
                 version = self._version
@@ -697,9 +739,31 @@ class Rollouts(Scorer, TrainerHandle):
                 if is_measured:
                     self._mark("evaluate")
 
-    def _record_evaluation(
-        self, evaluation: Evaluation, *, name: str, version: int, seconds: float
-    ) -> None:
+    async def _evaluate_beside(self, *, is_last: bool) -> None:
+        """Record the evaluations that have ended, and begin those that are due."""
+        for name, each in list(self._evaluations.items()):
+            if name in self._begun and (is_last or self._begun[name][1].done()):
+                await self._end_evaluation(name)
+            if name in self._begun or not each.is_due(self._version, is_last=is_last):
+                continue
+            begun = _BegunEvaluation(name, self._version, self._batches)
+            work = begun.work(each.tasks, each.episode, self._version)
+            self._begun[name] = begun, self._running.submit(work)
+            each.evaluated_version = self._version
+            if is_last:
+                await self._end_evaluation(name)
+
+    async def _end_evaluation(self, name: str) -> None:
+        """Wait for an evaluation beside training, and record it."""
+        begun, future = self._begun.pop(name)
+        try:
+            self._record_evaluation(begun, await result_of(future))
+        except VersionUnavailable as error:
+            log.warning("evaluation=%s skipped: %s", name, error)
+
+    def _record_evaluation(self, begun: "_BegunEvaluation", evaluation: Evaluation) -> None:
+        if (name := begun.name) is None:
+            return
         self._reported_figures[f"{re.sub(r'[^0-9A-Za-z_]', '_', name)}_reward"] = (
             evaluation.mean_reward
         )
@@ -707,12 +771,12 @@ class Rollouts(Scorer, TrainerHandle):
             self._running.recorder.evaluation(
                 {
                     "name": name,
-                    "version": version,
-                    "batches": self._batches,
+                    "version": begun.version,
+                    "batches": begun.batches,
                     "reward": evaluation.mean_reward,
                     "tasks": len(evaluation.rewards),
                     "failures": evaluation.failures,
-                    "seconds": round(seconds, 3),
+                    "seconds": round(begun.seconds, 3),
                 }
             )
 

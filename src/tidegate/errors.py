@@ -25,6 +25,7 @@ TidegateError
 ├── EngineLagging           an engine did not load new weights in time      (also TimeoutError)
 ├── SleepFailed             an engine could not sleep or wake               (also RuntimeError)
 ├── PublishDropped          published weights were superseded               (also RuntimeError)
+├── VersionUnavailable      no engine can evaluate a weight version         (also LookupError)
 ├── PublishNeeded           no batch can fill before the next publish       (also RuntimeError)
 ├── PolicyBroken            a user's policy object broke its contract       (also RuntimeError)
 ├── EnvironmentFailed       an environment raised, or returned nonsense     (also RuntimeError)
@@ -61,7 +62,7 @@ Each message states what was wrong, the offending value, and what to do about it
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -249,6 +250,23 @@ class PublishDropped(TidegateError, RuntimeError):
             f"weights v{version} were replaced by newer ones while engines copied them, and "
             "writing the newer ones failed; the old weights stay live: publish again"
         )
+
+
+class VersionUnavailable(TidegateError, LookupError):
+    """No engine serves the weight version that is to be evaluated."""
+
+    def __init__(self, version: int, available: Sequence[int]) -> None:
+        self.version = version
+        self.available = tuple(available)
+        """Versions that can be evaluated now."""
+        if self.available:
+            can = ", ".join(f"v{each}" for each in self.available)
+            what = (
+                f"engines for evaluations serve {can}; evaluate a version before the next publish"
+            )
+        else:
+            what = "pinned evaluations need evaluation_engines, or a second engine"
+        super().__init__(f"weights v{version} can't be evaluated: {what}")
 
 
 class PublishNeeded(TidegateError, RuntimeError):
