@@ -24,10 +24,10 @@ from tidegate.errors import ConfigError
 from tidegate.integrations.verl.turns import GlobalSteps, token_output, turn_options
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.serving.run_server import REQUEST_TIMEOUT_S
 from tidegate.serving.vllm_server.active_requests import ActiveRequests
 from tidegate.serving.vllm_server.model_info import read_model_info
 from tidegate.serving.vllm_server.requests import Prompt
-from tidegate.serving.vllm_server.server import REQUEST_TIMEOUT_S
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 if TYPE_CHECKING:

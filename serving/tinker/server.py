@@ -7,18 +7,16 @@
 """
 
 import asyncio
-import concurrent.futures
-import contextlib
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
-from tidegate.serving.listening import KEEP_ALIVE_S, is_loopback, listen, url_of
+from tidegate.orchestrator.trainer.rollouts import Rollouts
+from tidegate.serving.listening import KEEP_ALIVE_S, is_loopback
+from tidegate.serving.run_server import RunServer
 from tidegate.serving.tinker.journal import ServerState
 from tidegate.serving.tinker.tenants import TenantLimits, Tenants
 
@@ -29,14 +27,11 @@ if TYPE_CHECKING:
     from tidegate.serving.tinker.parts import TinkerParts
     from tidegate.serving.tinker.training import TrainingBackend
 
-END_TIMEOUT_S = 10.0
-"""Time for the requests that are being answered when the server closes."""
-
 SWEEP_INTERVAL_S = 15.0
 """Time between two searches for sessions and results that are over."""
 
 
-class TinkerServer(SyncRollouts):
+class TinkerServer(RunServer):
     """HTTP server of the Tinker API, its trainer, and the run's engines; use it in ``with``.
 
     Serves on the run's own thread, from entering until :meth:`close`; ``async with`` works, too.
@@ -69,9 +64,7 @@ class TinkerServer(SyncRollouts):
         Raises:
             ConfigError: a setting is impossible, a package is missing, or the address is taken.
         """
-        super().__init__(rollouts)
-        self._rollouts = rollouts
-        self._host = host
+        super().__init__(rollouts, host, allowed_hosts)
         self._model_name = served_model_name
         self._tenants = Tenants(dict(api_keys or {}))
         if not self._tenants.names and not is_loopback(host):
@@ -79,7 +72,6 @@ class TinkerServer(SyncRollouts):
                 f"host {host!r} is reachable by others, so the server needs API keys: give "
                 f"api_keys, or listen on 127.0.0.1"
             )
-        self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
         self._make_backend = make_backend
         self._limits = limits or TenantLimits()
         try:
@@ -97,61 +89,17 @@ class TinkerServer(SyncRollouts):
         self._directory = Path(self._own_state.name if self._own_state else state_directory or "")
         self._state = None if self._own_state else ServerState(self._directory)
         try:
-            self._socket = listen(host, port, "the server")
+            self._listen(port)
         except ConfigError:
-            self._close_state()
+            self._close_after_run()
             raise
-        self.url = url_of(self._socket)
-        """Base URL for ``tinker.ServiceClient(base_url=…)``."""
-        self._serving: concurrent.futures.Future[None] | None = None
         self._model_trainer: ModelTrainer | None = None
 
-    def __enter__(self) -> Self:
-        try:
-            super().__enter__()
-            self._serving = self._rollouts._running.submit(self._serve)
-        except BaseException:
-            self._socket.close()
-            self._close_state()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return await asyncio.to_thread(self.__enter__)
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
-
-    def wait(self) -> None:
-        """Wait until the run fails, and raise its error."""
-        if self._serving is None:
-            raise RuntimeError("the server has not been started; use it in a `with` statement")
-        try:
-            self._serving.result()
-        except concurrent.futures.CancelledError:  # the run's loop has ended under it
-            raise self._rollouts._running.failure() from None
-
-    def close(self) -> None:
-        """End the server, its trainer and its engines. Harmless when repeated."""
-        if self._serving is not None:
-            self._serving.cancel()
-            with contextlib.suppress(Exception, concurrent.futures.CancelledError):
-                self._serving.result(END_TIMEOUT_S)
+    def _close_before_run(self) -> None:
         if self._model_trainer is not None:
             self._model_trainer.close()
-        self._rollouts._exit()
-        self._socket.close()
-        self._close_state()
 
-    def _close_state(self) -> None:
+    def _close_after_run(self) -> None:
         if self._own_state is not None:
             self._own_state.cleanup()
         if self._state is not None:

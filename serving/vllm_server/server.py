@@ -4,20 +4,17 @@ with tidegate.vllm_server(model=path, engines=2, port=8000) as server:
     ...  # point clients of vLLM at server.url
 """
 
-import asyncio
-import concurrent.futures
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
-from tidegate.serving.listening import KEEP_ALIVE_S, listen, url_of
+from tidegate.orchestrator.trainer.rollouts import Rollouts
+from tidegate.serving.listening import KEEP_ALIVE_S
 from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX
+from tidegate.serving.run_server import RunServer
 from tidegate.serving.sglang_server.tensors import UpdateGroups
 from tidegate.serving.vllm_server.ipc_receiver import IpcUpdateReceiver
 from tidegate.serving.vllm_server.nccl_receiver import NcclUpdateReceiver
@@ -34,17 +31,11 @@ if TYPE_CHECKING:
 Backend = Literal["disk", "gloo", "nccl", "ipc"]
 """How trainers send new weights: as files, by broadcasts over TCP or NCCL, by CUDA IPC handles."""
 
-REQUEST_TIMEOUT_S = 7 * 24 * 3600.0
-"""Time limit of a request. vLLM has none: clients disconnect when they have waited long enough."""
-
 TOKEN_CHARACTERS_MIN = 16
 """Length of a control token; a shorter one could be guessed."""
 
-END_TIMEOUT_S = 10.0
-"""Time for the requests that are being answered when the server closes."""
 
-
-class VLLMServer(SyncRollouts):
+class VLLMServer(RunServer):
     """vLLM-compatible HTTP server of one run, and the run's engines; use it in ``with``.
 
     Serves on the run's own thread, from entering until :meth:`close`; ``async with`` works, too.
@@ -90,8 +81,7 @@ class VLLMServer(SyncRollouts):
         Raises:
             ConfigError: a setting is out of range, a package is missing, or the address is taken.
         """
-        super().__init__(rollouts)
-        self._rollouts = rollouts
+        super().__init__(rollouts, host, allowed_hosts)
         self._receiver = _receiver_of(weight_transfer)
         self._groups = UpdateGroups()
         self._backend = weight_transfer
@@ -116,8 +106,6 @@ class VLLMServer(SyncRollouts):
         self._lora_directory = None if lora_directory is None else Path(lora_directory)
         if self._lora_directory is not None and not self._lora_directory.is_dir():
             raise ConfigError(f"lora_directory must be a directory, got {self._lora_directory}")
-        self._host = host
-        self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
         self._max_logprobs = max_logprobs
         self._generation_config = generation_config
         self._rejects_while_paused = rejects_while_paused
@@ -126,53 +114,11 @@ class VLLMServer(SyncRollouts):
             import uvicorn  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"{error.name} is missing: pip install 'tidegate[gateway]'") from None
-        self._socket = listen(host, port, "the server")
-        self.url = url_of(self._socket)
-        """Base URL without a final slash; OpenAI's clients need ``/v1`` appended."""
-        self._serving: concurrent.futures.Future[None] | None = None
+        self._listen(port)
 
-    def __enter__(self) -> Self:
-        try:
-            super().__enter__()
-            self._serving = self._rollouts._running.submit(self._serve)
-        except BaseException:
-            self._socket.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return await asyncio.to_thread(self.__enter__)
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
-
-    def wait(self) -> None:
-        """Wait until the run fails, and raise its error."""
-        if self._serving is None:
-            raise RuntimeError("the server has not been started; use it in a `with` statement")
-        try:
-            self._serving.result()
-        except concurrent.futures.CancelledError:  # the run's loop has ended under it
-            raise self._rollouts._running.failure() from None
-
-    def close(self) -> None:
-        """End the server, and its engines. Harmless when repeated."""
-        if self._serving is not None:
-            self._serving.cancel()
-            with contextlib.suppress(Exception, concurrent.futures.CancelledError):
-                self._serving.result(END_TIMEOUT_S)
+    def _close_before_run(self) -> None:
         self._receiver.close()
         self._groups.close()
-        self._rollouts._exit()
-        self._socket.close()
 
     # ------------------------------------------------------------ on the run's loop
 

@@ -98,13 +98,11 @@ def vllm_server(
     Raises:
         ConfigError: a setting is out of range, a package is missing, or the address is taken.
     """
-    from tidegate.serving.vllm_server.server import REQUEST_TIMEOUT_S, VLLMServer
+    from tidegate.serving.vllm_server.server import VLLMServer
 
     checked = run_settings(**settings)
-    if "episode_timeout_s" not in checked.episodes.model_fields_set:
-        settings["episode_timeout_s"] = REQUEST_TIMEOUT_S
     return VLLMServer(
-        serve(**settings),
+        _serve_requests(checked, settings),
         host=host,
         port=port,
         served_model_name=served_model_name or _hub_id(settings["model"], checked),
@@ -142,24 +140,30 @@ def tinker_server(
         ConfigError: a setting is out of range, a package is missing, or the address is taken.
     """
     from tidegate.serving.tinker.server import TinkerServer
-    from tidegate.serving.vllm_server.server import REQUEST_TIMEOUT_S
 
-    given = run_settings(**settings)
-    if "episode_timeout_s" not in given.episodes.model_fields_set:
-        settings["episode_timeout_s"] = REQUEST_TIMEOUT_S
-    if "kv_policy" not in given.weights.model_fields_set:
+    checked = run_settings(**settings)
+    if "kv_policy" not in checked.weights.model_fields_set:
         settings["kv_policy"] = "keep"  # what the API promises of in-flight samplers
     return TinkerServer(
-        serve(**settings),
+        _serve_requests(checked, settings),
         host=host,
         port=port,
-        served_model_name=served_model_name or _hub_id(settings["model"], given),
+        served_model_name=served_model_name or _hub_id(settings["model"], checked),
         api_keys=api_keys,
         state_directory=state_directory,
         allowed_hosts=allowed_hosts,
         make_backend=make_backend,
         limits=limits,
     )
+
+
+def _serve_requests(checked: RunSettings, settings: RunOptions) -> Rollouts:
+    """Start the run behind an HTTP server, whose requests have no time limit unless one is set."""
+    from tidegate.serving.run_server import REQUEST_TIMEOUT_S
+
+    if "episode_timeout_s" not in checked.episodes.model_fields_set:
+        settings["episode_timeout_s"] = REQUEST_TIMEOUT_S
+    return serve(**settings)
 
 
 def _hub_id(model: Path | str, checked: RunSettings) -> str | None:
