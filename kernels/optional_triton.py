@@ -1,4 +1,4 @@
-"""Imports Triton if it is installed, else stand-ins with which kernel modules still import.
+"""Imports Triton, or stand-ins if it is missing, so that kernel modules import without it.
 
 Used by every module with a Triton kernel. CUDA builds of torch include Triton, CPU builds do not;
 without it kernels can be defined, and launching one raises ``TritonMissing``. Triton reads

@@ -44,7 +44,7 @@ GROUP_ROLLOUTS_SHOWN_MAX = 64
 
 
 class SubjectKind(StrEnum):
-    """What a story is about."""
+    """Kind of a story's subject: rollout, group or batch."""
 
     ROLLOUT = "rollout"
     GROUP = "group"
@@ -120,7 +120,7 @@ class Story:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What stories need to know of their run."""
+    """Facts of a run that its stories use: staleness bound, policies, modes and recorded times."""
 
     bound: int | None = None
     """Bound of staleness in versions; None without one."""

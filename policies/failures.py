@@ -13,7 +13,7 @@ from tidegate.errors import ConfigError, PolicyBroken
 
 
 class FailureCause(StrEnum):
-    """Who ended an episode that returned no reward."""
+    """Cause of an episode's end without a reward: the policy, the infrastructure or the code."""
 
     POLICY = "policy"
     """The model: its context is full, its turn or episode took too long, it gave up."""
@@ -38,7 +38,7 @@ class EpisodeFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class FailurePolicy:
-    """Decides what becomes of failed episodes. Override the methods that should differ.
+    """Decides whether a failed episode is retried, rewarded or discarded. Override its methods.
 
     * By infrastructure: the episode begins again after a delay that doubles each time, and replays
       the turns that it has. After ``retries_max`` retries its rollout is discarded.

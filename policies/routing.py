@@ -95,7 +95,7 @@ class EngineLoads:
 
 
 class TurnToRoute(NamedTuple):
-    """What a routing policy knows of the turn to be routed."""
+    """Input of a routing policy: the turn to be routed."""
 
     number: int
     """Serial number of the turn, unique per turn sent."""

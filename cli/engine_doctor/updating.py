@@ -1,4 +1,4 @@
-"""Probe of weight updates: what an engine generates after its weights change, and change back.
+"""Probe of weight updates: compares an engine's output before, during and after other weights.
 
 The only probe that changes an engine; runs only with `--update`. findings.py judges the result. It
 loads the directories of :mod:`altered` through :class:`ExaminedEngine`.

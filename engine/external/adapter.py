@@ -1,4 +1,4 @@
-"""Interface of external-engine adapters: what vLLM or SGLang must do to serve a run.
+"""Interface of external-engine adapters: the calls by which a run uses vLLM or SGLang.
 
 Implemented by ``vllm.py`` and ``sglang.py``, called by ``ExternalEngineLoop`` and its parts. An
 adapter translates to the engine's API and declares what the engine cannot do; the wire protocol,

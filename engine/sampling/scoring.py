@@ -56,7 +56,7 @@ class ScoringCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class RowScoring:
-    """What to score of a row's tokens."""
+    """Scoring options of a row: which positions, and which values."""
 
     positions: int
     """P, the number of the row's last tokens to score."""

@@ -95,7 +95,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class EngineBuild:
-    """What the bits of a deterministic engine depend on, beside its weights and its processor."""
+    """Settings of a deterministic engine on which its bits depend, beside weights and processor."""
 
     dtype: str
     """Compute dtype, e.g. ``float32``."""

@@ -37,7 +37,7 @@ class Taken(msgspec.Struct, frozen=True, gc=False):
 
 
 class TaskSource:
-    """The user's tasks, and those put back."""
+    """The user's tasks, and tasks that are to be taken again after a dropped group."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._put_back: deque[Taken] = deque()

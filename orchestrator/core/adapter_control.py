@@ -160,7 +160,7 @@ class RecordLive(Struct, frozen=True):
 
 
 class GiveUpAdapterEngine(Struct, frozen=True):
-    """Remove an engine that did not reply in time, or refused what the others serve."""
+    """Remove an engine that did not reply in time, or refused a version that all others serve."""
 
     engine: str
     why: str
@@ -193,7 +193,7 @@ class _AdapterPublish:
 
 @dataclass(slots=True)
 class _Adapter:
-    """One adapter."""
+    """State of one LoRA adapter: its live version, kept versions, pins and current publish."""
 
     live: int = 0
     """Newest released version; 0 before the first."""

@@ -158,7 +158,7 @@ EMPTY_CACHE = RenderCache()
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a chat template gets for one turn."""
+    """Input of a chat template for one turn: messages, tools and options."""
 
     messages: list[dict[str, Any]]
     tools: Tools | None

@@ -218,7 +218,7 @@ class EpisodeLeakTracker:
 
 
 class EpisodeTask(asyncio.Task[None]):
-    """The asyncio task of one episode, with what its runner knows of the episode."""
+    """The asyncio task of one episode, with the runner's record of it."""
 
     __slots__ = ("episode", "function", "lacked_engine", "parks_at_left_s", "rollout")
 

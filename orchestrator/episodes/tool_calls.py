@@ -538,7 +538,7 @@ def _may_end_in(mark: str, text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How the text of one turn is read."""
+    """Parser options for the text of one turn: reasoning and tool calls."""
 
     tools: Mapping[str, Any] = field(default_factory=dict)
     """JSON schema of the parameters of each offered tool, by name."""

@@ -1,4 +1,4 @@
-"""Watchdog: remembers how far things have come, and names those without progress for too long.
+"""Watchdog: records the progress of turns, engines and episodes, and names the stuck ones.
 
 :class:`RunWatch` feeds it, and :class:`RunStatistics` shows its findings, as well as those of
 :class:`LoopWatch`. Time is an argument.

@@ -157,7 +157,7 @@ class _RepeatedEvaluation:
 
 @dataclass(slots=True)
 class _BegunEvaluation:
-    """An evaluation that runs, and what is recorded of it."""
+    """A running evaluation, and its record for the run's directory."""
 
     name: str | None
     """Name to record it by; None: it is not recorded."""

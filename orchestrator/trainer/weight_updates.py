@@ -215,7 +215,7 @@ def _check_first_bad(first_bad: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PartsWanted:
-    """What a trainer's ranks should send for a version that is reserved."""
+    """Request to a trainer's ranks: the parts of a reserved version that they send."""
 
     version: int
     base_plan: str
@@ -227,7 +227,7 @@ class PartsWanted:
 
 @dataclass(frozen=True, slots=True)
 class CollectedParts:
-    """What all ranks have sent."""
+    """Tensors of all ranks, as collected for one version."""
 
     plan: str
     """Name under which the ranks remember what they sent."""

@@ -1,4 +1,4 @@
-"""What changed in a state dict since an earlier version: tensors by hashes, or elements by bits.
+"""Changes of a state dict since an earlier version: tensors by hashes, or elements by bits.
 
 The publish path uses it to send less than a whole set: :class:`WrittenTensors` for
 ``weight_deltas=True``, :class:`WrittenElements` for ``weight_deltas="elements"``. Both know the

@@ -23,7 +23,7 @@ class ArchivedAdapter(msgspec.Struct, frozen=True):
 
 
 class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a version consists of, beside the tensors archived with it."""
+    """References of an archived version to the tensors of other versions that complete it."""
 
     over: int | None = None
     """Version whose other tensors are kept; None if the tensors are a whole set."""

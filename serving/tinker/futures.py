@@ -58,7 +58,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request's future."""
+    """Result of one request: pending, ready or failed."""
 
     tenant: str
     """Whose request it is."""

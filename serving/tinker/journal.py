@@ -1,4 +1,4 @@
-"""Journal of the Tinker server: what it must know again after it was killed.
+"""Journal of the Tinker server: sessions, models and requests, read again after a restart.
 
     STATE/sessions.journal            sessions and samplers, since the server's last start
     STATE/RUN/journal/N.requests      requests of one model that were accepted since its request N
@@ -291,7 +291,7 @@ def segments(directory: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredModel:
-    """What a journal knows of a model."""
+    """State of one model as its journal has it: snapshot, and requests to repeat."""
 
     journal: ModelJournal
     start: SegmentStarted

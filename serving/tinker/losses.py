@@ -49,7 +49,7 @@ _POLICY_INPUTS = frozenset({TARGETS, "logprobs", "advantages"})
 
 @dataclass(frozen=True, slots=True)
 class LossFunction:
-    """A loss, and what a request must give for it."""
+    """A loss function, and the input tensors that a request must have for it."""
 
     token_losses: "TokenLoss"
     required: frozenset[str]

@@ -65,7 +65,7 @@ class Tenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """What one tenant may have at the same time; the SDK waits and retries beyond that."""
+    """Limits of one tenant's concurrent work; beyond them the SDK waits and retries."""
 
     models: int = 16
     """Models in training, each with its adapter and optimizer in memory."""

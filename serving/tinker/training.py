@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """What a new adapter consists of."""
+    """Rank, seed and trained layers of a new adapter."""
 
     rank: int
     seed: int | None = None

@@ -38,7 +38,7 @@ LIVE_NAME = "inflight-live"
 
 
 class ModelRequestBody(Protocol):
-    """What all requests of models have."""
+    """Fields of every request to a model."""
 
     @property
     def model_id(self) -> str:

@@ -24,7 +24,7 @@ NO_PREFILL = 1e12
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """What a plan needs of a finished run: workload, settings and measured figures."""
+    """Workload, settings and measured figures of a finished run, for a plan."""
 
     workload: PlanWorkload
     candidate: PlanCandidate
