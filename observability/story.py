@@ -323,16 +323,21 @@ def _changed(
 
 def _why_moved(engine: str, run: RunContext, at: tuple[float, float] | None) -> str:
     """Return what made a turn leave an engine; every cause that the records leave possible."""
-    losses, pauses = (
-        _within(at, run.times.engine_event(engine, event)) for event in ("lost", "paused")
+    losses, departures, pauses = (
+        _within(at, run.times.engine_event(engine, event)) for event in ("lost", "left", "paused")
     )
-    if losses and not pauses and (at is not None or not run.migrates):
-        return f"{engine} was lost at {_times(losses)}"
+    if not pauses and (at is not None or not run.migrates):
+        if losses and not departures:
+            return f"{engine} was lost at {_times(losses)}"
+        if departures and not losses:
+            return f"{engine} was asked to leave the run, and left at {_times(departures)}"
     causes = ["a migration policy"] if run.migrates else []
     if pauses or not run.times.are_known:
         causes.append("a pause by abort")
     if losses or not run.times.are_known:
         causes.append(f"the loss of {engine}")
+    if departures:
+        causes.append(f"that {engine} was asked to leave")
     if run.is_resumed:
         causes.append("the resume of the run")
     return " or ".join(causes) or "why is not recorded"

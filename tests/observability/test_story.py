@@ -134,6 +134,17 @@ def test_a_moved_turn_names_the_engine_that_was_lost_if_the_trace_has_the_loss()
     assert texts(row, context(), EventKind.RECOMPUTED) == []
 
 
+def test_a_moved_turn_names_the_engine_that_was_asked_to_leave() -> None:
+    row = rollout(0, turn(span(5, 0, 3, "a"), span(5, 3, 8, "b"), prefills=(3,)))
+    trace = traced()
+    trace.instants[0].name = "left"
+    (known,) = texts(row, context(trace), EventKind.MOVED)
+    assert known.endswith("v5: a was asked to leave the run, and left at 2.00 s")
+    trace.instants.append(Instant("a", "lost", 2_100_000, {}))
+    (unsure,) = texts(row, context(trace), EventKind.MOVED)
+    assert unsure.endswith("the loss of a or that a was asked to leave")
+
+
 def test_kv_computed_again_by_the_same_version_is_a_preemption_unless_a_pause_was_possible() -> (
     None
 ):

@@ -81,6 +81,26 @@ async def until_engines(rollouts: tidegate.Rollouts, count: int) -> float:
     return time.monotonic() - begun_s
 
 
+async def test_an_actor_that_is_retired_frees_its_place_for_another(
+    cluster: Any, model: Path
+) -> None:
+    """It is not started again by Ray either; the next engine gets its resources."""
+    async with tidegate.serve(model=model, **SMALL) as rollouts:
+        batches = rollouts.batches(range(8), episode=two_turns)
+        await anext(batches)
+        await rollouts.retire("engine-1")
+        assert [engine.name for engine in rollouts.engines] == ["engine-0"]
+        await rollouts.publish(load_file(model / "model.safetensors"))
+        await rollouts.scale(engines=2)
+        assert len(rollouts.engines) == 2
+        async for _ in batches:
+            await rollouts.publish(load_file(model / "model.safetensors"))
+        assert {engine.weight_version for engine in rollouts.engines} == {rollouts.version}
+        await rollouts.scale(engines=1)
+        assert len(rollouts.engines) == 1
+    assert rollouts.statistics().ledger.error == 0
+
+
 async def test_a_node_lost_in_mid_run_loses_no_token(
     cluster: Any, model: Path, tmp_path: Path
 ) -> None:
