@@ -199,7 +199,7 @@ test-verl: .venv-verl/.ready
 
 test-tinker: .venv-tinker/.ready
 	.venv-tinker/bin/python -m pytest -W default tests/serving/tinker_server \
-	  tests/examples/test_tinker_calculator.py
+	  tests/examples/test_tinker_calculator.py tests/examples/test_tinker_recipes.py
 
 # slime and prime-rl are on no package index: SLIME and PRIME_RL name a checkout of each.
 test-slime: venv
