@@ -692,13 +692,16 @@ async def load_lora_adapter_again(parts: ServerParts, http: HttpRequest) -> Answ
 
 @on("POST", "/skyrl/v1/generate")
 async def generate_with_experts(parts: ServerParts, http: HttpRequest) -> Answer:
-    """Refuse SkyRL's generation with routed experts."""
-    raise ApiError(
-        501,
-        "routed experts are not packed in SkyRL's form: set SkyRL's "
-        "generator.inference_engine.enable_return_routed_experts to false, by which it asks "
-        "/inference/v1/generate, whose answers have them as vLLM's do",
-    )
+    """Continue tokens; answer with tokens and their routed experts, packed as SkyRL's trainer
+    reads them."""
+    if not parts.settings.sampling.routed_experts:
+        raise ApiError(
+            501,
+            "this server returns no routed experts: start it with --enable-return-routed-experts, "
+            "or set SkyRL's generator.inference_engine.enable_return_routed_experts to false",
+        )
+    begin = partial(parts.completer.generate, is_packed=True)
+    return await answer_completion(parts, http, requests.GenerateRequest, begin)
 
 
 @on("POST", "/finish_session")

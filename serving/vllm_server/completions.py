@@ -53,6 +53,7 @@ from tidegate.serving.vllm_server.response_bodies import (
     ChatBodies,
     CompletionBodies,
     GenerateBodies,
+    PackedBodies,
     PromptLogprobs,
     RequestFacts,
     ResponseBodies,
@@ -149,9 +150,9 @@ class Completer:
     # ------------------------------------------------------------ by kind
 
     async def generate(
-        self, request: GenerateRequest, name: str, *, is_large: bool
+        self, request: GenerateRequest, name: str, *, is_large: bool, is_packed: bool = False
     ) -> tuple[BegunRequest, ResponseBodies]:
-        """Begin ``/inference/v1/generate``."""
+        """Begin ``/inference/v1/generate``; ``is_packed``: ``/skyrl/v1/generate``."""
         if request.output_mode not in ("tokens", "text"):
             raise ApiError(400, f"output_mode is tokens or text, got {request.output_mode}")
         refuse_fields(request, request.REFUSED)
@@ -167,7 +168,7 @@ class Completer:
                 checked_cache_salt(request.cache_salt),
             )
         )
-        return begun, GenerateBodies(begun.facts, request)
+        return begun, (PackedBodies if is_packed else GenerateBodies)(begun.facts, request)
 
     async def complete(
         self, request: CompletionRequest, name: str, *, is_large: bool

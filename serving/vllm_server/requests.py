@@ -7,7 +7,7 @@ as in vLLM. Built on msgspec.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ class TokenSampling(Sampling, kw_only=True):
     logprobs: int | None = None
     prompt_logprob_start: Any = None
     truncate_prompt_tokens: Any = None
+    routed_experts_prompt_start: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of prompt tokens whose routed experts the client has already."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSERVED,

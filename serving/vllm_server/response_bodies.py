@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from tidegate.serving.openai_requests import CompletionRequest
 from tidegate.serving.vllm_server.outputs import Output, OutputTokenizer
@@ -136,7 +137,7 @@ class GenerateBodies(ResponseBodies):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids,
-            "routed_experts": _experts_of(output),
+            "routed_experts": self._experts(output),
             "sampling_mask": output.kept_tokens,
             "weight_versions": output.spans,
         }
@@ -144,6 +145,9 @@ class GenerateBodies(ResponseBodies):
             choice["text"] = output.text
         choice["logprobs"] = self._logprobs(output)
         return choice
+
+    def _experts(self, output: Output) -> Any:
+        return _experts_of(output, self._request.sampling_params.routed_experts_prompt_start)
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         if self._request.sampling_params.logprobs is None:
@@ -155,12 +159,30 @@ class GenerateBodies(ResponseBodies):
         return {"content": [as_ids(*row, likeliest) for row, likeliest in rows]}
 
 
-def _experts_of(output: Output) -> str | None:
+class PackedBodies(GenerateBodies):
+    """Bodies of ``/skyrl/v1/generate``, by SkyRL's ``generate_wire.py``.
+
+    An array is an object whose first key is ``data``, base64 of its bytes. SkyRL's client cuts
+    that out of the JSON before it is parsed, so the JSON has no spaces.
+    """
+
+    @override
+    def _experts(self, output: Output) -> Any:
+        if output.routed_experts is None:
+            return None
+        experts = output.routed_experts[self._request.sampling_params.routed_experts_prompt_start :]
+        # The smallest dtype that SkyRL has; its decoder refuses any other.
+        dtype = "uint8" if int(experts.max(initial=0)) < 1 << 8 else "int16"
+        data = base64.b64encode(experts.astype(dtype).tobytes()).decode()
+        return {"data": data, "shape": list(experts.shape), "dtype": dtype}
+
+
+def _experts_of(output: Output, start: int = 0) -> str | None:
     """Return an output's routed experts as vLLM encodes them: base64 of a .npy file."""
     if output.routed_experts is None:
         return None
     file = io.BytesIO()
-    np.save(file, output.routed_experts, allow_pickle=False)
+    np.save(file, output.routed_experts[start:], allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
 
 

@@ -44,6 +44,12 @@ def test_answers_have_experts_of_all_positions_but_the_last_and_each_tokens_kept
         parts = stream(client, {"token_ids": PROMPT, "sampling_params": SAMPLING})
         body = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "top_k": 4}
         [completion] = client.post("/v1/completions", body)["choices"]
+        greedy = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+        later = greedy | {"routed_experts_prompt_start": 3}
+        asked = {"token_ids": PROMPT, "sampling_params": greedy}
+        [npy] = client.generate(**asked)["choices"]
+        [rest] = client.generate(**asked | {"sampling_params": later})["choices"]
+        raw = http.post("/skyrl/v1/generate", json=asked | {"sampling_params": later}).content
 
     tokens = len(PROMPT) + 6
     for each in (choice, completion):
@@ -61,3 +67,22 @@ def test_answers_have_experts_of_all_positions_but_the_last_and_each_tokens_kept
     )
     assert experts_of(chunks[-1]).shape[0] == tokens - 1
     assert [len(ids) for chunk in chunks for ids in chunk["sampling_mask"]] == [4] * 6
+
+    assert np.array_equal(experts_of(rest), experts_of(npy)[3:])
+    # SkyRL's client looks for these bytes, before it reads the JSON.
+    assert raw.count(b'"routed_experts":{"data":"') == 1
+    [packed] = json.loads(raw)["choices"]
+    assert packed["token_ids"] == npy["token_ids"]
+    envelope = packed["routed_experts"]
+    data = np.frombuffer(base64.b64decode(envelope["data"]), envelope["dtype"])
+    assert envelope["dtype"] == "uint8"
+    assert np.array_equal(data.reshape(envelope["shape"]), experts_of(rest))
+
+
+def test_skyrls_route_says_which_flag_is_missing(tmp_path: Path) -> None:
+    model = make_model_directory(tmp_path / "dense")
+    with tidegate.vllm_server(model=model) as server, Client(server).http as http:
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+        refusal = http.post("/skyrl/v1/generate", json=body)
+    assert refusal.status_code == 501
+    assert "start it with --enable-return-routed-experts" in refusal.text
