@@ -82,9 +82,10 @@ bool add_bits(const Places& places, int64_t first, const int64_t* index, const u
     for (int64_t panel = (first + index[0] / inputs) / PANEL; panel <= last_panel; panel++)
         if (places.is_half(panel) == 0.0f) return false;
     int64_t wrong = 0;
-    for_elements(first, index, count, inputs, [&](int64_t row, int64_t k, int64_t i) {
-        bfloat16* to = (bfloat16*)places.at(row / PANEL) +
-                       Arithmetic<bfloat16>::place(row % PANEL, k);
+    const auto place = [&](int64_t row, int64_t k) {
+        return (bfloat16*)places.at(row / PANEL) + Arithmetic<bfloat16>::place(row % PANEL, k);
+    };
+    for_elements(first, index, count, inputs, place, [&](bfloat16* to, int64_t i) {
         to->bits = uint16_t(to->bits + difference[i]);
         wrong += !std::isfinite(widen(*to));
     });

@@ -49,14 +49,28 @@ template <typename T> struct BitsOf;
 template <> struct BitsOf<float> { using type = uint32_t; };
 template <> struct BitsOf<bfloat16> { using type = uint16_t; };
 
-// Call ``change(row, k, i)`` for each of ``count`` elements of the rows from ``first`` on. Their
-// row-major indices ascend, so rows are followed without a division.
-template <typename F>
-void for_elements(int64_t first, const int64_t* index, int64_t count, int64_t inputs, F change) {
-    int64_t row = first, begin = 0;
-    for (int64_t i = 0; i < count; i++) {
-        while (index[i] >= begin + inputs) row++, begin += inputs;
-        change(row, index[i] - begin, i);
+// Elements whose cache lines are requested ahead of the one that is changed: 32 of them cover a
+// memory latency of 100 ns at 3 ns each.
+constexpr int64_t ELEMENTS_AHEAD = 32;
+
+// Call ``change(place(row, k), i)`` for each of ``count`` elements of the rows from ``first`` on.
+// Their row-major indices ascend, so rows are followed without a division. Few elements change, each
+// in a cache line of its own, so their lines are prefetched.
+template <typename P, typename F>
+void for_elements(int64_t first, const int64_t* index, int64_t count, int64_t inputs, P place,
+                  F change) {
+    struct Position {
+        int64_t row, begin;
+        auto follow(int64_t at, int64_t inputs, const P& place) {
+            while (at >= begin + inputs) row++, begin += inputs;
+            return place(row, at - begin);
+        }
+    };
+    Position now{first, 0}, ahead{first, 0};
+    for (int64_t i = -ELEMENTS_AHEAD; i < count; i++) {
+        if (i + ELEMENTS_AHEAD < count)
+            __builtin_prefetch(ahead.follow(index[i + ELEMENTS_AHEAD], inputs, place), 1);
+        if (i >= 0) change(now.follow(index[i], inputs, place), i);
     }
 }
 

@@ -49,8 +49,10 @@ void add_bits(T* packed, int64_t first, const int64_t* index, const void* differ
     const int64_t stride = stored_inputs<T>(inputs) * PANEL;
     const Bits* add = (const Bits*)difference;
     int64_t wrong = 0;
-    for_elements(first, index, count, inputs, [&](int64_t row, int64_t k, int64_t i) {
-        T* to = packed + row / PANEL * stride + Arithmetic<T>::place(row % PANEL, k);
+    const auto place = [=](int64_t row, int64_t k) {
+        return packed + row / PANEL * stride + Arithmetic<T>::place(row % PANEL, k);
+    };
+    for_elements(first, index, count, inputs, place, [&](T* to, int64_t i) {
         Bits bits;
         std::memcpy(&bits, to, sizeof bits);
         bits = Bits(bits + add[i]);
@@ -63,13 +65,15 @@ void add_bits(T* packed, int64_t first, const int64_t* index, const void* differ
 template <typename T>
 void add_bits_plain(T* to, const int64_t* index, const typename BitsOf<T>::type* difference,
                     int64_t count, int64_t* not_finite) {
-    for (int64_t i = 0; i < count; i++) {
+    // As one long row.
+    const auto place = [=](int64_t, int64_t k) { return to + k; };
+    for_elements(0, index, count, INT64_MAX, place, [&](T* element, int64_t i) {
         typename BitsOf<T>::type bits;
-        std::memcpy(&bits, to + index[i], sizeof bits);
+        std::memcpy(&bits, element, sizeof bits);
         bits = bits + difference[i];
-        std::memcpy(to + index[i], &bits, sizeof bits);
-        *not_finite += !std::isfinite(widen(to[index[i]]));
-    }
+        std::memcpy(element, &bits, sizeof bits);
+        *not_finite += !std::isfinite(widen(*element));
+    });
 }
 
 }  // namespace

@@ -64,9 +64,10 @@ def encode_elements(elements: ElementPatch) -> tuple[bytes, TensorPatch]:
     # Zigzag: the sign moves into the lowest bit, so small differences have high bytes of 0.
     sign = difference >> difference.dtype.type(bits - 1)
     zigzag = (difference << one) ^ (~sign + one)
-    planes = zigzag.view(np.uint8).reshape(-1, difference.itemsize).T
+    kind = difference.dtype.type
+    planes = [(zigzag >> kind(shift)).astype(np.uint8).tobytes() for shift in range(0, bits, 8)]
     compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
-    frame = compressor.compress(column.tobytes() + planes.tobytes())
+    frame = compressor.compress(b"".join([column.tobytes(), *planes]))
     return frame, TensorPatch(len(index), len(column))
 
 
@@ -94,20 +95,26 @@ def decode_patch(spec: TensorSpec, frame: memoryview) -> ElementPatch:
         ) from None
     column = content[: patch.gap_bytes]
     is_end = column != PATCH_GAP_MAX
-    if (len(column) and not is_end[-1]) or int(is_end.sum()) != patch.changed:
+    positions = np.count_nonzero(is_end)
+    if (len(column) and not is_end[-1]) or positions != patch.changed:
         raise WeightsRefused(
-            f"the patch of tensor {spec.name!r} has {int(is_end.sum())} positions for "
-            f"{patch.changed} changed elements; publish a whole state dict"
+            f"the patch of tensor {spec.name!r} has {positions} positions for {patch.changed} "
+            "changed elements; publish a whole state dict"
         )
-    index = np.cumsum(column, dtype=np.int64)[is_end] + np.arange(patch.changed)
+    # Of each element, its gap and itself; 255 stays as it is, and no sum passes 255.
+    index = np.cumsum(column + is_end.view(np.uint8), dtype=np.int64)[is_end] - 1
     if len(index) and index[-1] >= spec_elements(spec):
         raise WeightsRefused(
             f"the patch of tensor {spec.name!r} changes element {index[-1]} of "
             f"{spec_elements(spec)}; publish a whole state dict"
         )
     planes = content[patch.gap_bytes :].reshape(item_bytes, patch.changed)
-    zigzag = np.ascontiguousarray(planes.T).view(f"<u{item_bytes}").reshape(-1)
-    one = zigzag.dtype.type(1)
+    # Shifted into place: copying the transposed planes takes 17 times as long.
+    zigzag = planes[0].astype(f"<u{item_bytes}")
+    kind = zigzag.dtype.type
+    for byte in range(1, item_bytes):
+        zigzag |= planes[byte].astype(zigzag.dtype) << kind(8 * byte)
+    one = kind(1)
     difference: Bits = (zigzag >> one) ^ (~(zigzag & one) + one)
     return ElementPatch(index, difference)
 
