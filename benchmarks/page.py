@@ -199,6 +199,16 @@ def replay_table(rows: Rows) -> Iterator[str]:
         yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} |"
 
 
+def tinker_table(rows: Rows) -> Iterator[str]:
+    """Yield the Tinker server's figures and its peer's, a line per load."""
+    yield "| figure | clients | Tidegate | SkyRL 0.3.0 | ratio |"
+    yield "|---|--:|--:|--:|--:|"
+    for row in rows:
+        cells = [f"{row['name']}, {row['unit']}", str(row["clients"])]
+        cells += [_number(row, key, ",.4g") for key in ("value", "peer_value", "ratio")]
+        yield f"| {' | '.join(cells)} |"
+
+
 def _number(row: dict[str, Any] | None, key: str, form: str) -> str:
     return "-" if row is None or row[key] is None else format(row[key], form)
 
@@ -268,6 +278,17 @@ SOURCES = (
         "computed again by `transformers`; medians of\nthree models. KL is k3, in nats a token. "
         "[Routing replay](losses.md#routing-replay) explains it.",
         table=replay_table,
+    ),
+    Source(
+        title="Tinker API",
+        file="tinker.jsonl",
+        command="python -m benchmarks.tinker --windows 1 --seconds 5 --warm-up-s 15 --json",
+        recorded="2026-11-26",
+        note="One window of each load, both servers running; a client is a tenant, a sample has "
+        "8 tokens, a step 8 sequences of 64.\nSkyRL's JAX compiles for each batch size it meets, "
+        "which its windows at 16 clients include. In two more runs on the\nloaded machine one "
+        "client's round trips were 14.6 and 10.8 times SkyRL's.",
+        table=tinker_table,
     ),
 )
 
