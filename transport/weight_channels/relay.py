@@ -148,7 +148,8 @@ class RelayTree:
     def parent(self, request: ParentRequest, *, fan_out: int = 1) -> str:
         """Return the address of the requester's parent; empty for the sender.
 
-        The sender is node 0 and the requesting node n + 1 of a tree in which each serves ``fan_out``.
+        The sender is node 0 and the requester node n + 1 of a tree in which each serves
+        ``fan_out``.
         """
         if request.silent_parent:
             self.silent.add(request.silent_parent)

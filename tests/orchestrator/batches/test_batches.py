@@ -86,7 +86,7 @@ def test_rewards_that_a_batch_can_not_tell_apart_have_no_advantage() -> None:
 
 
 def some_groups(random: Random) -> list[Group]:
-    """Make groups of several sizes, some with lost rollouts or branches, or split remainders of groups."""
+    """Make groups of several sizes, some with lost rollouts or branches, or split remainders."""
     groups: list[Group] = []
     for group_id in random.sample(range(9), 4):
         count = random.randrange(1, 5)
