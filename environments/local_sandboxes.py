@@ -48,6 +48,12 @@ EXIT_TIMEOUT_S = 5.0
 SHM_BYTES = 16 << 20
 """Size of /dev/shm in the sandbox."""
 
+FIELDS_MAX = 8
+"""Fields of a reply, at most."""
+
+OWN_BYTES_MAX = 65536
+"""Bytes of a reply's field that is neither a file nor output, such as an error message."""
+
 STDERR_BYTES = 2000
 """Bytes of a sandbox's own error messages that are shown."""
 
@@ -85,13 +91,19 @@ class LocalSandbox:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         stderr: IO[bytes],
+        *,
+        reply_bytes_max: int,
         kill: Sequence[str] = (),
     ) -> None:
-        """``kill``: a command that ends it if it does not end with its connection."""
+        """``reply_bytes_max``: limit of one field of a reply, such as a file.
+
+        ``kill``: a command that ends it if it does not end with its connection.
+        """
         self._process = process
         self._reader = reader
         self._writer = writer
         self._stderr = stderr
+        self._reply_bytes_max = reply_bytes_max
         self._kill = kill
         self._is_closed = False
         self._said = ""
@@ -142,18 +154,27 @@ class LocalSandbox:
     async def _receive(self, timeout_s: float) -> list[bytes]:
         try:
             async with asyncio.timeout(timeout_s):
-                count = await self._number()
-                return [await self._reader.readexactly(await self._number()) for _ in range(count)]
+                count = await self._number(FIELDS_MAX)
+                return [await self._field() for _ in range(count)]
         except TimeoutError:
             await self.close()
             raise SandboxLost(f"the sandbox did not reply within {timeout_s:g} s") from None
+        except SandboxLost:
+            raise
         except (asyncio.IncompleteReadError, ConnectionError):
             await _has_ended(self._process)
             await self.close()
             raise SandboxLost(f"the sandbox ended: {self._why()}") from None
 
-    async def _number(self) -> int:
-        return int(struct.unpack(">I", await self._reader.readexactly(4))[0])
+    async def _field(self) -> bytes:
+        return await self._reader.readexactly(await self._number(self._reply_bytes_max))
+
+    async def _number(self, most: int) -> int:
+        number = int(struct.unpack(">I", await self._reader.readexactly(4))[0])
+        if number > most:
+            await self.close()
+            raise SandboxLost(f"the sandbox sent an invalid reply: {number}, at most {most}")
+        return number
 
     def _why(self) -> str:
         return f"exit status {self._process.returncode}, {self._said or 'without a message'}"
@@ -207,6 +228,7 @@ def _frame(fields: Iterable[bytes]) -> bytes:
 
 async def start_sandbox(
     command: Sequence[str],
+    limits: SandboxLimits,
     *,
     variables: Mapping[str, str],
     descriptors: Sequence[int] = (),
@@ -241,7 +263,10 @@ async def start_sandbox(
         connection.close()
         _end(process, stderr)
         raise
-    sandbox = LocalSandbox(process, reader, writer, stderr, kill)
+    reply_bytes_max = max(limits.disk_bytes, limits.output_bytes) + OWN_BYTES_MAX
+    sandbox = LocalSandbox(
+        process, reader, writer, stderr, reply_bytes_max=reply_bytes_max, kill=kill
+    )
     try:
         await sandbox.ready(START_TIMEOUT_S)
     except BaseException:
@@ -312,7 +337,9 @@ class Bubblewrap:
             **self._variables,
         }
         try:
-            return await start_sandbox(command, variables=variables, descriptors=[filter_end])
+            return await start_sandbox(
+                command, limits, variables=variables, descriptors=[filter_end]
+            )
         except SandboxLost as lost:
             hint = _why_not()
             if hint is None:
@@ -549,6 +576,7 @@ class Containers:
         try:
             return await start_sandbox(
                 self.command(name, limits),
+                limits,
                 variables=os.environ,
                 kill=[self._program, "kill", name],
             )

@@ -17,7 +17,7 @@ import pytest_asyncio
 import tidegate
 from tests.models import make_model_directory
 from tidegate import Bubblewrap, Containers, Sandbox, Sandboxes, SandboxLimits
-from tidegate.environments.local_sandboxes import LocalSandbox
+from tidegate.environments.local_sandboxes import LocalSandbox, start_sandbox
 from tidegate.environments.sandboxes import ProgramResult, SandboxProvider
 from tidegate.errors import (
     ConfigError,
@@ -521,6 +521,13 @@ asyncio.run(main())
     assert len(pids) >= 2
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     assert psutil.wait_procs(processes, timeout=30)[1] == []
+
+
+@pytest.mark.parametrize("reply", [b"\xff" * 8, b"\0\0\0\1" + b"\xff" * 4])
+async def test_a_reply_without_limits_is_not_read(reply: bytes) -> None:
+    program = f"import os; os.write(1, {reply!r}); os.read(0, 1 << 20); os.read(0, 1)"
+    with pytest.raises(SandboxLost, match="invalid reply: 4294967295"):
+        await start_sandbox([sys.executable, "-c", program], LIMITS, variables={})
 
 
 # ---------------------------------------------------------------- machines that can't
