@@ -143,7 +143,12 @@ class Drains:
         """Whether an engine must not sample on: engines pause, or it lacks released weights."""
         record = self._fleet.engines.get(engine)
         is_old = record is not None and record.weight_version < self._fleet.newest_version
-        return is_old or self._callbacks.is_pausing
+        return self._callbacks.is_pausing or (is_old and not self._is_for_evaluation(engine))
+
+    def _is_for_evaluation(self, engine: str) -> bool:
+        """Whether an engine is kept for evaluations, which no release of weights concerns."""
+        turns = self._callbacks.core.turns.engines.get(engine)
+        return turns is not None and turns.is_for_evaluation
 
     def _shorten(self, engine: str, within_s: float) -> None:
         """End an engine's time after ``within_s``, unless it ends sooner."""
@@ -156,9 +161,15 @@ class Drains:
     # ------------------------------------------------------------ what happens meanwhile
 
     def hurry(self) -> None:
-        """End the time of all draining engines: weights were released, or engines pause."""
+        """End the time of all draining engines, because engines pause."""
         for engine in list(self._drains):
             self._end_time(engine)
+
+    def released(self) -> None:
+        """End the time of draining engines that sample for training: weights were released."""
+        for engine in list(self._drains):
+            if not self._is_for_evaluation(engine):
+                self._end_time(engine)
 
     def cut(self) -> None:
         """Have all draining engines leave now, before they sample another token."""

@@ -273,9 +273,9 @@ class Scheduler:
         if type(event) is ev.VersionPublished:
             self.fleet.newest_version = event.version
             self.published.record(asyncio.get_running_loop().time(), event.version)
-            self.engines.drains.hurry()
+            self.engines.drains.released()
         elif type(event) is ev.AdapterReleased:
-            self.engines.drains.hurry()
+            self.engines.drains.released()
         elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
             self.engines.membership_changed(event)
 

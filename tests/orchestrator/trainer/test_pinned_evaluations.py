@@ -150,3 +150,24 @@ async def test_a_real_run_evaluates_beside_training_and_its_audit_and_journal_ag
     assert set(tags.versions["test"]) == set(evaluated)
     assert replay_journal(tmp_path / "run").difference is None
     assert audit_run(tmp_path / "run").agrees
+
+
+async def test_pinned_turns_end_on_an_engine_that_drains_while_newer_versions_are_published(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    async def one_turn(episode: tidegate.Episode, task: str) -> float:
+        episode.append("a sum: ")
+        return float(len((await episode.generate(max_tokens=60)).token_ids))
+
+    engines = [tidegate_engine(step_s=0.1) for _ in range(2)]
+    async with tidegate_serve(engines=engines, says=SLOW, evaluation_engines=1, **SMALL) as run:
+        await run.publish({})
+        evaluation = asyncio.create_task(run.evaluate(["x"] * 2, episode=one_turn, version=1))
+        await asyncio.sleep(1.0)
+        (busy,) = [engine.name for engine in run.engines if engine.tokens]
+        drain = asyncio.create_task(run.drain(busy, within_s=60.0))
+        await asyncio.sleep(0.5)
+        assert await run.publish({}) == 2
+        assert (await evaluation).rewards == [60.0, 60.0]
+        assert await drain == 0
+        assert [engine.weight_version for engine in run.engines] == [2]
