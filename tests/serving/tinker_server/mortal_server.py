@@ -1,8 +1,15 @@
 """A Tinker server for tests to kill: slow at training, with a snapshot every few requests.
 
-python mortal_server.py MODEL STATE PORT
+python mortal_server.py MODEL STATE PORT [DEATHS]
+
+The file DEATHS names the phases in which the server kills itself (kill -9), once in each: a line
+each, of :data:`PHASES`.
 """
 
+import functools
+import inspect
+import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -10,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tidegate
-from tidegate.serving.tinker import journal
+from tidegate.serving.tinker import checkpoints, journal, sampling, sessions
 from tidegate.serving.tinker.peft_training import PeftTraining
 from tidegate.serving.tinker.training import AdamStep, BatchResult, LossBatch
 
@@ -40,8 +47,58 @@ class SlowTraining(PeftTraining):
         time.sleep(CALL_S)
 
 
-def main(model: str, state: str, port: str) -> None:
+PHASES: Mapping[str, tuple[Any, str]] = {
+    "session record": (journal.ServerState, "note"),
+    "model record": (journal.ModelJournal, "begin"),
+    "request record": (journal.ModelJournal, "append"),
+    "snapshot": (journal.ModelJournal, "begin_segment"),
+    "forward-backward": (SlowTraining, "forward_backward"),
+    "optimizer step": (SlowTraining, "optim_step"),
+    "trainer's save": (SlowTraining, "save"),
+    "trainer's load": (SlowTraining, "load"),
+    "checkpoint": (checkpoints.CheckpointStore, "write"),
+    "checkpoint's link": (checkpoints.CheckpointStore, "hold"),
+    "sampler": (sessions.SessionTable, "add_sampler"),
+    "sample": (sampling.SampleRunner, "sample"),
+}
+"""Functions before and after which the server may die, as ``before NAME`` and ``after NAME``."""
+
+
+def die_in(deaths: Path) -> None:
+    """Have the process kill itself in each phase that a file names, and strike the phase off."""
+
+    def reach(phase: str) -> None:
+        left = deaths.read_text().splitlines()
+        if phase in left:
+            left.remove(phase)
+            deaths.write_text("\n".join(left))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def mortal(name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **named: Any) -> Any:
+            reach(f"before {name}")
+            result = function(*args, **named)
+            reach(f"after {name}")
+            return result
+
+        @functools.wraps(function)
+        async def wait(*args: Any, **named: Any) -> Any:
+            reach(f"before {name}")
+            result = await function(*args, **named)
+            reach(f"after {name}")
+            return result
+
+        return wait if inspect.iscoroutinefunction(function) else call
+
+    for name, (owner, attribute) in PHASES.items():
+        setattr(owner, attribute, mortal(name, getattr(owner, attribute)))
+
+
+def main(model: str, state: str, port: str, deaths: str | None = None) -> None:
     journal.SNAPSHOT_REQUESTS = 5
+    if deaths is not None:
+        die_in(Path(deaths))
     settings: dict[str, Any] = {"model": model, "engines": 1, "port": int(port)}
     with tidegate.tinker_server(
         **settings, state_directory=state, make_backend=SlowTraining

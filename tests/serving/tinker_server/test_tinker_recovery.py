@@ -1,5 +1,6 @@
 """The server is killed at any moment, and the real SDK goes on with the next one."""
 
+import contextlib
 import os
 import random
 import socket
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,11 @@ class MortalServer:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self._port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
+        self.deaths = state.with_name("deaths")
+        """File of the phases in which the server is still to die."""
+        self.deaths.touch()
         self._command = [sys.executable, str(PROGRAM), str(model), str(state), str(self._port)]
+        self._command.append(str(self.deaths))
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -64,6 +69,13 @@ class MortalServer:
                 pass
             time.sleep(0.05)
         raise AssertionError("the server does not start")
+
+    def start_again_until(self, is_over: threading.Event) -> None:
+        """Start the server whenever it has died."""
+        while not is_over.wait(0.05):
+            if self._process is not None and self._process.poll() is not None:
+                with contextlib.suppress(AssertionError):  # it died again while it started
+                    self.start()
 
     def kill(self) -> None:
         if self._process is not None:
@@ -89,7 +101,7 @@ def train(client: Any, steps: int) -> list[float]:
     return [output.result().metrics["loss:sum"] for output in outputs]
 
 
-def test_training_continues_over_kills_as_if_there_were_none(
+def test_training_goes_on_over_kills_as_if_there_were_none(
     mortal: MortalServer, model: Path
 ) -> None:
     service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
@@ -154,6 +166,83 @@ def test_samplers_and_checkpoints_are_those_of_before_a_kill(
         headers={"x-api-key": "tml-anybody"},
     )
     assert answer.status_code == 404  # it ended with its session
+
+
+def again(create: Callable[[], Any]) -> Any:
+    """Create a client; the SDK itself gives up after some seconds without a server."""
+    deadline_s = time.monotonic() + 3 * START_TIMEOUT_S
+    while True:
+        try:
+            return create()
+        except tinker.APIConnectionError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
+
+
+def scenario(url: str, model: Path) -> dict[str, Any]:
+    """Use everything that a server keeps; return what a client sees of it."""
+    service = again(lambda: tinker.ServiceClient(base_url=url, api_key="tml-anybody"))
+
+    def new_client(seed: int) -> Any:
+        created = service.create_lora_training_client(base_model=str(model), rank=4, seed=seed)
+        return created.result()
+
+    client = again(lambda: new_client(seed=7))
+    losses = train(client, steps=4)
+    prompt = tinker.ModelInput.from_ints(SENTENCE)
+    path = client.save_state("kept").result().path
+    snapshot = client.save_weights_and_get_sampling_client().result()
+    params = tinker.SamplingParams(max_tokens=8, seed=3)
+    sampled = snapshot.sample(prompt, 2, params).result().sequences
+    losses += train(client, steps=4)
+    inflight = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    logprobs = [each.compute_logprobs(prompt).result() for each in (snapshot, inflight)]
+    resumed = again(lambda: service.create_training_client_from_state_with_optimizer(path).result())
+    losses += train(resumed, steps=2)
+    loaded = again(lambda: new_client(seed=8))
+    loaded.load_state_with_optimizer(path).result()
+    losses += train(loaded, steps=2)
+    seen = {
+        "losses": losses,
+        "sampled": [each.tokens for each in sampled],
+        "logprobs": [each[1:] for each in logprobs],
+        "after": train(client, steps=1),
+    }
+    again(lambda: service.close("success").result())
+    return seen
+
+
+PHASES = [
+    "after session record",
+    "before model record",
+    "after model record",
+    "after request record",
+    "after snapshot",
+    "after forward-backward",
+    "after optimizer step",
+    "after trainer's save",
+    "after checkpoint",
+    "after checkpoint's link",
+    "after sampler",
+    "after sample",
+]
+"""Deaths after something was done and before its client hears of it, mostly."""
+
+
+@pytest.mark.timeout(1200)
+def test_a_client_sees_nothing_of_a_death_in_any_phase(mortal: MortalServer, model: Path) -> None:
+    expected = scenario(mortal.url, model)
+    mortal.deaths.write_text("\n".join(PHASES))
+    is_over = threading.Event()
+    starting = threading.Thread(target=mortal.start_again_until, args=[is_over])
+    starting.start()
+    try:
+        assert scenario(mortal.url, model) == expected
+        assert mortal.deaths.read_text() == ""
+    finally:
+        is_over.set()
+        starting.join()
 
 
 def test_a_restart_neither_needs_nor_restores_a_checkpoint_that_was_deleted(
