@@ -29,7 +29,12 @@ from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.loop import EngineLoop
 from tidegate.engine.memory import host_memory
-from tidegate.engine.memory.kv_size import KV_BYTES_MIN, kv_bytes, stored_bytes
+from tidegate.engine.memory.kv_size import (
+    KV_BYTES_MIN,
+    block_tokens_default,
+    kv_bytes,
+    stored_bytes,
+)
 from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.ranks.ranks import Ranks, ranks_channels
@@ -174,9 +179,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--block-tokens",
         type=int,
-        default=16,
         help="tokens per KV block; smaller blocks share more of a common prefix; the bits of "
-        "--deterministic depend on it; default: 16",
+        "--deterministic depend on it; default: 16, and more for models with a recurrent state, of "
+        "which each block holds a copy",
     )
     parser.add_argument(
         "--max-running-turns",
@@ -296,6 +301,10 @@ def _limits(
             f"--step-time-min must be between 0 and {STEP_TIME_MIN_S_MAX:g} s, got "
             f"{arguments.step_time_min:g}"
         )
+    if arguments.block_tokens is None:
+        arguments.block_tokens = block_tokens_default(
+            token_bytes=model.kv_token_bytes(), state_bytes=model.state_bytes()
+        )
     num_blocks = arguments.num_kv_blocks
     if num_blocks is None:
         num_blocks = _default_blocks(arguments, model, device)
@@ -350,9 +359,13 @@ def _default_blocks(
 ) -> int:
     """Return the blocks that fit the memory, at most what all turns can use, and at least one."""
     block_tokens = max(1, arguments.block_tokens)
-    affordable = _kv_bytes(arguments, device) // (model.kv_token_bytes() * block_tokens)
+    affordable = _kv_bytes(arguments, device) // _block_bytes(model, block_tokens)
     usable = arguments.max_running_turns * -(-model.context_tokens_max // block_tokens)
     return max(1, min(int(affordable), int(usable)))
+
+
+def _block_bytes(model: ServedModel, block_tokens: int) -> int:
+    return model.kv_token_bytes() * block_tokens + model.state_bytes()
 
 
 def _kv_bytes(arguments: argparse.Namespace, device: torch.device | None) -> int:
@@ -370,7 +383,7 @@ def _kv_bytes(arguments: argparse.Namespace, device: torch.device | None) -> int
 def _runner(model: ServedModel, limits: EngineLimits) -> Runner:
     """Allocate the weights and the KV cache, nearly all of an engine's memory."""
     blocks, block_tokens = limits.num_blocks, limits.block_tokens
-    kv_bytes = blocks * block_tokens * model.kv_token_bytes()
+    kv_bytes = blocks * _block_bytes(model, block_tokens)
     cache = f"{blocks} blocks of {block_tokens} tokens, {kv_bytes / 2**30:.1f} GiB"
     with blame_memory(doing=f"for a KV cache of {cache}", remedy="lower num_kv_blocks"):
         return model.make_runner(num_blocks=blocks, block_tokens=block_tokens)

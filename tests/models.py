@@ -26,6 +26,23 @@ _GEMMA = {
     "final_logit_softcapping": 8.0,
 }
 
+_WIDE_ATTENTION = {"num_key_value_heads": 4, "head_dim": 64}
+"""Keys and values of 16 tokens take more memory than the states, so blocks have 16 tokens."""
+
+_GATED_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,  # the fourth is attention
+    **_WIDE_ATTENTION,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    # Larger weights make float32's noise grow from layer to layer, in transformers alone too.
+    "initializer_range": 0.05,
+}
+
+HYBRID_TYPES = ("qwen3_next", "qwen3_5_text", "falcon_h1", "nemotron_h")
+"""Model types with recurrent layers beside attention that are served."""
+
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},  # not hidden_size / num_attention_heads, as in real Qwen3
     "qwen3_moe": {
@@ -37,6 +54,33 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": 20},
     "gemma2": _GEMMA | {"attn_logit_softcapping": 3.0},
+    "qwen3_next": _GATED_DELTA_NET
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_5_text": _GATED_DELTA_NET,
+    "falcon_h1": {
+        **_WIDE_ATTENTION,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+        "initializer_range": 0.05,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        **_WIDE_ATTENTION,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "initializer_range": 0.05,
+    },
     "gemma3_text": _GEMMA | {"num_hidden_layers": 3, "sliding_window_pattern": 3},
 }
 """Config fields by model type that tests need: windows shorter than their contexts, active caps."""

@@ -1,26 +1,37 @@
-"""Step runner for models that only transformers implements: correct, and slow.
+"""Step runner for models that only transformers implements.
 
-Implements ``Runner`` with the same block layout as
-:class:`~tidegate.engine.execution.runner.ModelRunner`; made by ``served_model.FallbackModel``. For
-each row, keys and values are gathered from its blocks into a transformers cache, and the new ones
-are scattered back afterwards. Rows run one at a time, because models differ in how they pad.
-Depends on transformers' own modeling code, held by ``models/fallback_weights.py``.
+Implements ``Runner`` with the same blocks as
+:class:`~tidegate.engine.execution.runner.ModelRunner`; made by ``served_model.FallbackModel``. Rows
+with equally many tokens run in one forward pass, padded on the left as by ``transformers``'
+``generate``; a probe at start finds models that pad in another way, whose rows run one by one.
+Depends on transformers' own modeling code, held by ``models/fallback_weights.py``; the caches are
+``block_cache.py``'s.
 
-Letters in shapes: P past positions, T a row's tokens, K KV heads, D head width, H hidden size, V
-vocabulary.
+Letters in shapes: R rows, T a row's tokens, H hidden size, V vocabulary.
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
 
+from tidegate.engine.execution.block_cache import (
+    EMPTY,
+    KEYS_AND_VALUES,
+    STATES,
+    SUPPORTED_MODELS_HINT,
+    BlockMemory,
+    PassRow,
+    cache_argument,
+    declared_layers,
+)
 from tidegate.engine.execution.routed_experts import RoutedExpertsCache
 from tidegate.engine.execution.runner import Row, reported_experts
 from tidegate.engine.models.fallback_weights import FallbackWeights
@@ -39,44 +50,48 @@ from tidegate.policies.routing_replay import mixture_layers, record_routed_exper
 
 PROBE_TOKENS = 12
 PROBE_CHUNKS = (7, 1, 4)
+PROBE_BLOCK_TOKENS = 4
 
 PROBE_DIFFERENCE_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Limit, by dtype, of the mean difference of log-probs over the vocabulary when a context is read
 in chunks. Chunks only add in another order; a model with other state is off by nats."""
 
-CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the argument of a ``transformers`` model that takes its KV cache."""
+PADDED_POSITIONS_FREE = 4096
+"""Positions of one forward pass up to which padding does not matter, because the layers' overhead
+outweighs it."""
 
-CACHE_ARGUMENT = (
-    "cache"
-    if hasattr(transformers.modeling_outputs.CausalLMOutputWithPast, "cache")
-    else "past_key_values"
-)
-"""Name of the cache argument of transformers' models: ``cache`` since release 5.24,
-``past_key_values`` before."""
 
-KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""Cache layers of transformers that hold keys and values only."""
+@dataclass(slots=True)
+class _Chunk:
+    """Tokens that one forward pass computes for a row."""
 
-SUPPORTED_MODELS_HINT = (
-    "Serve a model all of whose layers are attention over the whole context or a window of it, "
-    "such as a Llama, Mistral, Qwen3 or Gemma"
-)
-"""Advice in the error for a model with state other than keys and values."""
-
-Cache = tuple[torch.Tensor, torch.Tensor]
-"""One layer's keys [positions, K, D] and values; their widths D may differ."""
+    row: int
+    tokens: npt.NDArray[np.int32]
+    context: PassRow
+    samples: bool
+    """Whether a token is sampled after the chunk's last one."""
+    scoring: RowScoring | None
+    records_experts: bool
 
 
 class FallbackRunner:
     """Runs one transformers model on one thread."""
 
-    def __init__(self, weights: FallbackWeights, *, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        weights: FallbackWeights,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        is_batched: bool = True,
+    ) -> None:
+        """Without ``is_batched`` each forward pass computes one row."""
         self.weights = weights
         """Replaced between two steps only, by weights of the same model and dtype."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._caches = _allocate(weights.module, num_blocks * block_tokens)
+        self._memory = BlockMemory(weights.module, num_blocks, block_tokens)
+        self._is_batched = is_batched
         self._routed_experts = RoutedExpertsCache(
             num_blocks, block_tokens, _num_experts(weights.module)
         )
@@ -88,64 +103,151 @@ class FallbackRunner:
         self.weights = weights
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the KV cache."""
-        return [part for cache in self._caches for part in cache]
+        """Return the tensors of the KV cache and of the recurrent states."""
+        return self._memory.tensors()
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run the rows one by one; sample after rows with ``sampling``, score rows with
-        ``scoring``."""
-        scores: list[RowScore] = []
-        logits: list[torch.Tensor] = []
-        sampling: list[RowSampling] = []
-        for row in rows:
-            end = row.start + len(row.token_ids)
-            slots = _slots(row.block_table, end, self.block_tokens)
-            if row.scoring is not None:
-                scores.append(self._score(row, row.scoring, slots))
+        """Run the rows; sample after rows with ``sampling``, score rows with ``scoring``."""
+        logits: dict[int, torch.Tensor] = {}
+        scores: dict[int, RowScore] = {}
+        for batch in self._batches(rows):
+            first = batch[0]
+            if first.scoring is not None:
+                scores[first.row] = self._score(first, first.scoring)
                 continue
-            with self._recorded(row, slots):
-                out = _read(self.weights.module, row.token_ids, slots, self._caches)
-            if row.sampling is not None:
-                logits.append(out)
-                sampling.append(row.sampling)
-        if not sampling:
-            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
-        output = sample_rows(torch.stack(logits), sampling)
+            computed = self._forward(batch)
+            for chunk, row_logits in zip(batch, computed, strict=True):
+                if chunk.samples:
+                    logits[chunk.row] = row_logits[-1].float()
+        row_scores = [scores[number] for number in sorted(scores)]
+        if not logits:
+            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=row_scores)
+        sampling: list[RowSampling] = [row.sampling for row in rows if row.sampling is not None]
+        output = sample_rows(torch.stack([logits[number] for number in sorted(logits)]), sampling)
         routed_experts = reported_experts(self._routed_experts, rows)
-        return replace(output, scores=scores, routed_experts=routed_experts)
+        return replace(output, scores=row_scores, routed_experts=routed_experts)
 
-    @contextmanager
-    def _recorded(self, row: Row, slots: torch.Tensor) -> Iterator[None]:
-        """Record the routed experts of a row's tokens, if the row asks for them."""
-        if row.experts_from is None:
-            yield
-            return
+    def _batches(self, rows: Sequence[Row]) -> Iterator[list[_Chunk]]:
+        """Yield the step's forward passes, in an order in which each row's past is computed.
+
+        A row may continue from blocks that earlier rows of the step fill.
+        """
+        waves: defaultdict[int, list[_Chunk]] = defaultdict(list)
+        written: dict[int, int] = {}
+        """Last wave that writes each block, of the blocks that this step writes."""
+        for chunk in self._chunks(rows):
+            context, block_tokens = chunk.context, self.block_tokens
+            blocks = context.block_table[: -(-context.end // block_tokens)]
+            wave = 1 + max((written.get(block, -1) for block in blocks), default=-1)
+            for block in blocks[context.start // block_tokens :]:
+                written[block] = wave
+            waves[wave].append(chunk)
+        for wave in sorted(waves):
+            yield from self._batches_of(waves[wave])
+
+    def _chunks(self, rows: Sequence[Row]) -> Iterator[_Chunk]:
+        """Cut the rows where a forward pass must end: with states, at the end of each block."""
+        for number, row in enumerate(rows):
+            end = row.start + len(row.token_ids)
+            ends = [end]
+            if self._memory.has_states and row.scoring is None:
+                ends = self._state_ends(row.start, end)
+            start = row.start
+            for chunk_end in ends:
+                yield _Chunk(
+                    number,
+                    row.token_ids[start - row.start : chunk_end - row.start],
+                    PassRow(row.block_table, start, chunk_end),
+                    row.sampling is not None and chunk_end == end,
+                    row.scoring,
+                    row.experts_from is not None,
+                )
+                start = chunk_end
+
+    def _state_ends(self, start: int, end: int) -> list[int]:
+        """Return the ends of the blocks in ``(start, end)``, and ``end``."""
+        first = (start // self.block_tokens + 1) * self.block_tokens
+        return [*range(first, end, self.block_tokens), end]
+
+    def _batches_of(self, wave: list[_Chunk]) -> Iterator[list[_Chunk]]:
+        """Yield the forward passes of chunks that do not depend on each other."""
+        kinds: defaultdict[tuple[object, ...], list[_Chunk]] = defaultdict(list)
+        for chunk in wave:
+            alone = chunk.row if chunk.scoring is not None or not self._is_batched else -1
+            starts = self._memory.has_states and not chunk.context.start
+            kinds[len(chunk.tokens), starts, chunk.records_experts, alone].append(chunk)
+        for chunks in kinds.values():
+            chunks.sort(key=lambda chunk: chunk.context.end)
+            batch: list[_Chunk] = []
+            positions = 0
+            for chunk in chunks:
+                end = chunk.context.end
+                padded = (len(batch) + 1) * end
+                if batch and padded > PADDED_POSITIONS_FREE and padded > 2 * (positions + end):
+                    yield batch
+                    batch, positions = [], 0
+                batch.append(chunk)
+                positions += end
+            yield batch
+
+    def _forward(self, batch: Sequence[_Chunk], *, last_tokens: int = 1) -> torch.Tensor:
+        """Run one forward pass; return the logits [R, last_tokens, V]."""
+        if not batch[0].records_experts:
+            return self._logits(batch, last_tokens)[0]
         with record_routed_experts(self.weights.module) as recorder:
-            yield
-        experts = recorder.routed_experts().numpy()
-        self._routed_experts.write(slots[row.start :].numpy(), experts)
+            logits, slots = self._logits(batch, last_tokens)
+        self._routed_experts.write(slots.numpy(), recorder.routed_experts().numpy())
+        return logits
 
-    def _score(self, row: Row, scoring: RowScoring, slots: torch.Tensor) -> RowScore:
+    def _logits(
+        self, batch: Sequence[_Chunk], last_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits [R, last_tokens, V], and the slots [R * T] of the new tokens."""
+        return _read(
+            self.weights.module,
+            self._memory,
+            [chunk.tokens for chunk in batch],
+            [chunk.context for chunk in batch],
+            last_tokens=last_tokens,
+            is_batched=self._is_batched,
+        )
+
+    def _score(self, chunk: _Chunk, scoring: RowScoring) -> RowScore:
         """Score a row's last positions in pieces, to bound the memory of their logits."""
-        module, end = self.weights.module, len(row.token_ids)
+        module, end = self.weights.module, len(chunk.tokens)
         first = end - scoring.positions
-        if first:
-            _read(module, row.token_ids[:first], slots[: row.start + first], self._caches)
+        self._read_part(chunk, 0, first)
         pieces = []
         for part, piece in in_pieces(scoring, module.config.get_text_config().vocab_size):
             start, stop = first + part.start, first + part.stop
-            tokens, part_slots = row.token_ids[start:stop], slots[: row.start + stop]
             if scoring.reads == "logprobs":
-                logits = _read_all(
-                    module, tokens, part_slots, self._caches, last_tokens=piece.positions
-                )
-                pieces.append(score_logits(logits.float(), piece))
+                pieces.append(score_logits(torch.cat(self._read_part(chunk, start, stop)), piece))
                 continue
             with _capture_head_inputs(module) as hidden:
-                _read_all(module, tokens, part_slots, self._caches, last_tokens=piece.positions)
-            pieces.append(score_hidden(hidden[0][-piece.positions :], piece))
+                self._read_part(chunk, start, stop)
+            pieces.append(score_hidden(torch.cat(hidden)[-piece.positions :], piece))
         return join_scores(pieces)
+
+    def _read_part(self, chunk: _Chunk, start: int, stop: int) -> list[torch.Tensor]:
+        """Run a row's tokens ``[start, stop)`` alone; return their logits, [T, V] per pass."""
+        if start == stop:
+            return []
+        context = chunk.context
+        ends = [context.start + stop]
+        if self._memory.has_states:
+            ends = self._state_ends(context.start + start, context.start + stop)
+        logits = []
+        for end in ends:
+            tokens = chunk.tokens[start : end - context.start]
+            part = replace(
+                chunk,
+                tokens=tokens,
+                context=PassRow(context.block_table, context.start + start, end),
+            )
+            logits.append(self._forward([part], last_tokens=len(tokens))[0].float())
+            start = end - context.start
+        return logits
 
 
 def routed_experts_refusal(module: Any) -> str:
@@ -164,27 +266,35 @@ def _num_experts(module: Any) -> int:
     return max(layer.num_experts for layer in mixture_layers(module))
 
 
-def kv_token_bytes(module: Any) -> int:
-    """Return the bytes of one position's keys and values in all layers."""
-    return sum(part.nbytes for cache in _allocate(module, 1) for part in cache)
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a forward pass in chunks has shown of a model."""
+
+    token_bytes: int
+    """Bytes of one position's keys and values in all layers."""
+    state_bytes: int
+    """Bytes of the recurrent states after one position; 0 without any."""
+    is_batched: bool
+    """Whether rows padded on the left get the same log-probs as alone."""
 
 
 @torch.inference_mode()
-def refuse_recurrent_state(module: Any, vocab_size: int) -> None:
-    """Check that keys and values are the model's whole state, by reading one context in chunks.
+def probe(module: Any, vocab_size: int) -> Probed:
+    """Check that keys, values and states in blocks are the model's whole state, by reading one
+    context in chunks.
 
     Raises:
-        ModelError: chunks change the log-probs, or the model does not expose keys and values.
+        ModelError: chunks change the log-probs, or the model does not expose its state.
     """
     name = type(module).__name__
     _refuse_layers(module)
     token_ids = np.arange(PROBE_TOKENS, dtype=np.int32) % vocab_size
-    slots = torch.randperm(PROBE_TOKENS, generator=torch.Generator().manual_seed(0))
+    blocks = -(-PROBE_TOKENS // PROBE_BLOCK_TOKENS)
+    order = torch.randperm(3 * blocks, generator=torch.Generator().manual_seed(0)).tolist()
     try:
-        whole = _read(module, token_ids, slots, _allocate(module, PROBE_TOKENS))
-        caches = _allocate(module, PROBE_TOKENS)
-        for end, chunk in zip(np.cumsum(PROBE_CHUNKS), PROBE_CHUNKS, strict=True):
-            chunked = _read(module, token_ids[end - chunk : end], slots[:end], caches)
+        memory = BlockMemory(module, 3 * blocks, PROBE_BLOCK_TOKENS)
+        whole = _read_context(module, BlockMemory(module, 1, PROBE_TOKENS), token_ids, [0])
+        chunked = _read_context(module, memory, token_ids, order[:blocks], PROBE_CHUNKS)
     except ModelError:
         raise
     except Exception as error:
@@ -192,82 +302,129 @@ def refuse_recurrent_state(module: Any, vocab_size: int) -> None:
         raise ModelError(
             f"{name} can't be run from keys and values alone: {reason}. {SUPPORTED_MODELS_HINT}"
         ) from error
-    difference = float((whole.log_softmax(-1) - chunked.log_softmax(-1)).abs().mean())
-    if not difference <= PROBE_DIFFERENCE_MAX[module.dtype]:
+    limit = PROBE_DIFFERENCE_MAX[module.dtype]
+    difference = _difference(whole, chunked)
+    if not difference <= limit:
         raise ModelError(
-            f"{name} keeps more state of a context than keys and values: log-probs differ by "
-            f"{difference:.2g} on average if the context is read in chunks. State-space and "
-            f"recurrent models can't be served by this engine. {SUPPORTED_MODELS_HINT}"
+            f"{name} keeps more state of a context than its cache in transformers: log-probs "
+            f"differ by {difference:.2g} on average if the context is read in chunks. "
+            f"{SUPPORTED_MODELS_HINT}"
         )
+    return Probed(
+        memory.token_bytes(),
+        memory.state_bytes(),
+        _pads_on_the_left(module, memory, token_ids, order[blocks:], limit),
+    )
+
+
+def _pads_on_the_left(
+    module: Any,
+    memory: BlockMemory,
+    token_ids: npt.NDArray[np.int32],
+    blocks: Sequence[int],
+    limit: float,
+) -> bool:
+    """Return whether two rows of unequal contexts get the same log-probs together as alone."""
+    short, shorter = PROBE_CHUNKS[0], PROBE_CHUNKS[2]
+    half = len(blocks) // 2
+    tables = [blocks[:half], blocks[half:]]
+    alone = []
+    for table, past in zip(tables, (short, shorter), strict=True):
+        _read_context(module, memory, token_ids, table, (past,))
+        alone.append(_read_context(module, memory, token_ids, table, (past, 1, 1)))
+        _read_context(module, memory, token_ids, table, (past,))
+    try:
+        for number in range(2):
+            together, _ = _read(
+                module,
+                memory,
+                [token_ids[past + number :][:1] for past in (short, shorter)],
+                [
+                    PassRow(table, past + number, past + number + 1)
+                    for table, past in zip(tables, (short, shorter), strict=True)
+                ],
+                last_tokens=1,
+                is_batched=True,
+            )
+    except Exception:  # noqa: BLE001  (its rows can run one by one)
+        return False
+    return all(
+        _difference(logits, row[-1].float()) <= limit
+        for logits, row in zip(alone, together, strict=True)
+    )
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.log_softmax(-1) - other.log_softmax(-1)).abs().mean())
+
+
+def _read_context(
+    module: Any,
+    memory: BlockMemory,
+    token_ids: npt.NDArray[np.int32],
+    table: Sequence[int],
+    chunks: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Read a context in chunks, cut at the ends of blocks; return the last logits [V]."""
+    start = 0
+    logits = torch.empty(0)
+    for tokens in chunks or (len(token_ids),):
+        end = start + tokens
+        while start < end:
+            stop = min(end, (start // memory.block_tokens + 1) * memory.block_tokens)
+            row = PassRow(table, start, stop)
+            logits, _ = _read(
+                module, memory, [token_ids[start:stop]], [row], last_tokens=1, is_batched=False
+            )
+            start = stop
+    return logits[0, -1].float()
 
 
 def _refuse_layers(module: Any) -> None:
-    """Refuse a model for which transformers declares other cache layers than keys and values.
+    """Refuse a model for which transformers declares other cache layers than keys, values and
+    states.
 
     Raises:
         ModelError: it has such layers.
     """
-    text = module.config.get_text_config()
-    try:
-        layers = transformers.DynamicCache(config=text).layers
-    except Exception:  # noqa: BLE001  (an unreadable config; the probe decides)
-        return
-    other_layers = [layer for layer in layers if type(layer).__name__ not in KEYS_AND_VALUES]
+    known = (*KEYS_AND_VALUES, *STATES, *EMPTY)
+    layers = declared_layers(module)
+    other_layers = [layer for layer in layers if type(layer).__name__ not in known]
     if not other_layers:
         return
-    name, kinds = type(module).__name__, getattr(text, "layer_types", None) or ()
     cache_kinds = sorted({type(layer).__name__ for layer in other_layers})
-    layer_types = f" (layer_types: {', '.join(sorted(set(kinds)))})" if kinds else ""
-    if len(other_layers) == len(layers):
-        reason = "keeps no keys and values of its context; all of its layers keep"
-    else:
-        reason = (
-            f"is a hybrid and can't be run from keys and values alone; {len(other_layers)} of its "
-            f"{len(layers)} layers keep"
-        )
     raise ModelError(
-        f"{name} {reason} a {' or a '.join(cache_kinds)} of transformers{layer_types}. "
-        f"{SUPPORTED_MODELS_HINT}"
+        f"{type(module).__name__} can't be run from keys, values and states alone; "
+        f"{len(other_layers)} of its {len(layers)} layers keep a {' or a '.join(cache_kinds)} of "
+        f"transformers. {SUPPORTED_MODELS_HINT}"
     )
 
 
 def _read(
-    module: Any, token_ids: npt.NDArray[np.int32], slots: torch.Tensor, caches: Sequence[Cache]
-) -> torch.Tensor:
-    """Run tokens after the cached ones, cache their keys and values, return the last logits [V].
-
-    ``slots`` [P + T] are the context's positions in ``caches``.
-    """
-    return _read_all(module, token_ids, slots, caches, last_tokens=1)[0].float()
-
-
-def _read_all(
     module: Any,
-    token_ids: npt.NDArray[np.int32],
-    slots: torch.Tensor,
-    caches: Sequence[Cache],
+    memory: BlockMemory,
+    tokens: Sequence[npt.NDArray[np.int32]],
+    rows: Sequence[PassRow],
     *,
     last_tokens: int,
-) -> torch.Tensor:
-    """Like ``_read``, but return the logits [last_tokens, V] of the last tokens."""
-    past = len(slots) - len(token_ids)
-    cache = transformers.DynamicCache()
-    if past:
-        for number, parts in enumerate(caches):
-            keys, values = (part.index_select(0, slots[:past]) for part in parts)
-            cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], number)
+    is_batched: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run tokens [T] of each row after its cached ones, and cache what they leave.
+
+    Return the logits [R, last_tokens, V] of the rows' last tokens, and the slots [R * T] of all.
+    """
+    opened = memory.open(rows)
     output = module(
-        input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
-        attention_mask=torch.ones(1, len(slots), dtype=torch.long),
+        input_ids=torch.from_numpy(np.stack(tokens).astype(np.int64)),
+        attention_mask=opened.attention_mask,
         use_cache=True,
-        **cache_argument(module, cache),
+        **(_positions(module, opened.position_ids) if is_batched else {}),
+        **cache_argument(module, opened.cache),
         **_last_logits_only(module, last_tokens),
     )
-    for parts, computed in zip(caches, _layers(module, cache, len(slots)), strict=True):
-        for part, new in zip(parts, computed, strict=True):
-            part.index_copy_(0, slots[past:], new[0, :, past:].transpose(0, 1))
-    logits: torch.Tensor = output.logits[0, -last_tokens:]
-    return logits
+    opened.store_states()
+    logits: torch.Tensor = output.logits[:, -last_tokens:]
+    return logits, opened.new_slots
 
 
 @contextmanager
@@ -282,71 +439,20 @@ def _capture_head_inputs(module: Any) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
-def cache_argument(module: Any, cache: Any) -> dict[str, Any]:
-    """Return the keyword argument that hands ``cache`` to a ``transformers`` model.
+@cache
+def _parameters(model: Any) -> frozenset[str]:
+    """Return the names of the parameters of a model's forward pass."""
+    return frozenset(inspect.signature(model.forward).parameters)
 
-    transformers 5.24 renamed ``past_key_values`` to ``cache``. A model with code of its own may
-    have either name under any release, so the model's signature decides where it names one.
-    """
-    parameters = inspect.signature(module.forward).parameters
-    named = [name for name in (CACHE_ARGUMENT, *CACHE_ARGUMENTS) if name in parameters]
-    return {(named or [CACHE_ARGUMENT])[0]: cache}
+
+def _positions(module: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the argument for the new tokens' positions, if the model has one. Others compute them
+    from the attention mask."""
+    return {"position_ids": position_ids} if "position_ids" in _parameters(module.__class__) else {}
 
 
 def _last_logits_only(module: Any, last_tokens: int) -> dict[str, int]:
     """Return the argument that limits the logits to the last tokens, if the model has one. Logits
     of a whole long prompt would take gigabytes."""
-    parameters = inspect.signature(module.forward).parameters
-    return {"logits_to_keep": last_tokens} if "logits_to_keep" in parameters else {}
-
-
-def _slots(
-    block_table: Sequence[int] | npt.NDArray[np.int64], end: int, block_tokens: int
-) -> torch.Tensor:
-    """Return the cache slots of a row's positions ``[0, end)``."""
-    block, offset = np.divmod(np.arange(end), block_tokens)
-    return torch.from_numpy(np.asarray(block_table, np.int64)[block] * block_tokens + offset)
-
-
-def _allocate(module: Any, positions: int) -> list[Cache]:
-    """Allocate each layer's keys and values, with the shapes seen in a forward
-    pass of one token."""
-    cache = transformers.DynamicCache()
-    with torch.inference_mode():
-        module(
-            input_ids=torch.zeros(1, 1, dtype=torch.long),
-            attention_mask=torch.ones(1, 1, dtype=torch.long),
-            use_cache=True,
-            **cache_argument(module, cache),
-        )
-    return [
-        (_empty_cache(keys, positions), _empty_cache(values, positions))
-        for keys, values in _layers(module, cache, 1)
-    ]
-
-
-def _empty_cache(example: torch.Tensor, positions: int) -> torch.Tensor:
-    return example.new_zeros(positions, example.shape[1], example.shape[3])
-
-
-def _layers(module: Any, cache: Any, positions: int) -> list[Cache]:
-    """Return each layer's cached keys and values, [1, K, positions, D] each.
-
-    Raises:
-        ModelError: a layer caches something else, or nothing.
-    """
-    layers = [(layer.keys, layer.values) for layer in cache.layers]
-    for number, parts in enumerate(layers):
-        for part in parts:
-            if part is None or part.dim() != 4 or part.shape[2] != positions:
-                shape = "nothing" if part is None else list(part.shape)
-                raise ModelError(
-                    f"layer {number} of {type(module).__name__} keeps {shape}, not the keys and "
-                    f"values of {positions} positions; such a model can't be served by this engine"
-                )
-    if not layers:
-        raise ModelError(
-            f"{type(module).__name__} keeps no keys and values of its context, from which turns "
-            f"continue. {SUPPORTED_MODELS_HINT}"
-        )
-    return layers
+    has_limit = "logits_to_keep" in _parameters(module.__class__)
+    return {"logits_to_keep": last_tokens} if has_limit else {}

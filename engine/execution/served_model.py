@@ -80,6 +80,10 @@ class ServedModel(Protocol):
     def kv_token_bytes(self) -> int:
         """Return the bytes of one position's keys and values in all layers."""
 
+    def state_bytes(self) -> int:
+        """Return the bytes of one context's recurrent state in all layers, of which each KV block
+        holds one; 0 for a model of attention only."""
+
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
         """Load the weights if they are not loaded, allocate the KV cache, and return the runner."""
 
@@ -212,6 +216,10 @@ class OwnModel:
         elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return elements * int(self._dtype.itemsize)
 
+    def state_bytes(self) -> int:
+        """Return 0: the models that Tidegate implements are of attention only."""
+        return 0
+
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
         """Load the weights, allocate the KV cache, and return the runner."""
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
@@ -268,12 +276,11 @@ class FallbackModel:
                 self._dtype = _dtype(dtype, stored)
                 weights = fallback_weights.load_fallback(path, self._dtype)
             self.vocab_size: int = config.get_text_config().vocab_size
-            fallback.refuse_recurrent_state(weights.module, self.vocab_size)
+            self._probed = fallback.probe(weights.module, self.vocab_size)
         except ModelError as error:
             raise ModelError(f"{reason}; and {error}") from error
         self._live: FallbackWeights = weights
         self._runners = fallback.FallbackRunner
-        self._kv_token_bytes = fallback.kv_token_bytes(weights.module)
         self.architecture = type(weights.module).__name__
         self.context_tokens_max = min(
             fallback_weights.context_tokens_max(config),
@@ -287,8 +294,9 @@ class FallbackModel:
             score_kinds=("logprobs", *(HIDDEN_STATE_SCORES if has_head else ())),
         )
         warnings = [
-            f"{reason}. So transformers computes it: the same tokens and log-probs, one turn after "
-            f"another, many times slower",
+            f"{reason}. So transformers computes it: the same tokens and log-probs, "
+            + ("several" if self._probed.is_batched else "one turn after another, many")
+            + " times slower",
             *_widening_warnings(path, dtype, stored),
             *fallback_weights.shortened_context(config),
             *_unused_tensor_warnings(path, weights.unused_names),
@@ -302,11 +310,20 @@ class FallbackModel:
 
     def kv_token_bytes(self) -> int:
         """Return the bytes of one position's keys and values in all layers."""
-        return self._kv_token_bytes
+        return self._probed.token_bytes
+
+    def state_bytes(self) -> int:
+        """Return the bytes of one context's recurrent state in all layers."""
+        return self._probed.state_bytes
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
         """Allocate the KV cache, and return the runner."""
-        return self._runners(self._live, num_blocks=num_blocks, block_tokens=block_tokens)
+        return self._runners(
+            self._live,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            is_batched=self._probed.is_batched,
+        )
 
     def allocate(self) -> "FallbackWeights":
         """Allocate memory for a second weight version."""

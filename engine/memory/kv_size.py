@@ -1,7 +1,7 @@
-"""Size of an engine's KV cache, by the memory that is free when the engine starts.
+"""Size of an engine's KV cache, by the memory that is free when the engine starts, and of a block.
 
-The worker calls it unless ``--num-kv-blocks`` is given. The functions decide by numbers alone; the
-caller reads them from the device or the host.
+The worker calls it unless ``--num-kv-blocks`` and ``--block-tokens`` are given. The functions
+decide by numbers alone; the caller reads them from the device or the host.
 """
 
 from pathlib import Path
@@ -22,6 +22,26 @@ DEVICE_SHARE = 0.9
 
 WEIGHT_SETS = 2
 """Sets of weights that an engine holds during an update: the live one, and the staged one."""
+
+BLOCK_TOKENS_MIN = 16
+"""Tokens of a KV block of a model of attention only."""
+
+BLOCK_TOKENS_MAX = 256
+"""Tokens of a default KV block, however large a model's recurrent state: prompts that are shorter
+than a block are not shared."""
+
+
+def block_tokens_default(*, token_bytes: int, state_bytes: int) -> int:
+    """Return the tokens of a block whose keys and values take as much memory as its state.
+
+    Args:
+        token_bytes: bytes of one position's keys and values.
+        state_bytes: bytes of the recurrent state that a block holds; 0 without any.
+    """
+    tokens = BLOCK_TOKENS_MIN
+    while tokens < BLOCK_TOKENS_MAX and tokens * token_bytes < state_bytes:
+        tokens *= 2
+    return tokens
 
 
 def kv_bytes(*, available_bytes: int, sharers: int, weights_bytes: int, on_host: bool) -> int:

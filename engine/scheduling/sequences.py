@@ -53,16 +53,17 @@ class KvHistory:
         """Close the run of ``old_version``: positions ``[0, end)`` are computed."""
         self._closed = self.spans(old_version, end)
 
-    def drop_other_than(self, version: int) -> int:
-        """Forget all but the leading positions computed by ``version``; return their number.
+    def leading(self, version: int) -> int:
+        """Return the number of leading positions computed by ``version``.
 
-        Later positions of ``version`` are dropped too, because they attend to older KV before them.
+        Later positions of ``version`` do not count, because they attend to older KV before them.
         """
-        leading = self._closed[:1]
-        if leading and leading[0].version != version:
-            leading = []
-        self._closed = leading
-        return leading[0].end if leading else 0
+        first = self._closed[:1]
+        return first[0].end if first and first[0].version == version else 0
+
+    def cut(self, version: int, end: int) -> None:
+        """Forget all but positions ``[0, end)``, which ``version`` computed."""
+        self._closed = [KvSpan(version, 0, end)] if end else []
 
     def clear(self) -> None:
         """Forget all runs, because the KV has been dropped."""
@@ -327,15 +328,18 @@ class EngineSequence:
         return blocks
 
     def drop_kv_of_others(self, version: int, block_tokens: int) -> list[int] | None:
-        """Forget all KV but the leading positions of ``version``; return the blocks past those.
+        """Forget all KV but the leading full blocks of ``version``; return the blocks past those.
 
         None if there is nothing to forget. Blocks are not overwritten in place, because other
-        sequences may hold them.
+        sequences may hold them, and because a recurrent state is that at the end of its block.
         """
-        kept_positions = self.history.drop_other_than(version)
+        kept_positions = self.history.leading(version)
         if kept_positions == self.computed:
+            self.history.cut(version, kept_positions)
             return None
-        blocks_kept = -(-kept_positions // block_tokens)
+        blocks_kept = kept_positions // block_tokens
+        kept_positions = blocks_kept * block_tokens
+        self.history.cut(version, kept_positions)
         blocks = self.blocks[blocks_kept:]
         del self.blocks[blocks_kept:]
         self.block_tokens_held = blocks_kept * block_tokens

@@ -20,7 +20,11 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from tidegate.engine.execution.fallback import cache_argument
+from tidegate.engine.execution.block_cache import (
+    cache_argument,
+    empty_cache,
+    has_recurrent_layers,
+)
 from tidegate.observability.audit.archived_model import load_version
 from tidegate.observability.audit.replay_plan import Replay, Segment
 from tidegate.transport.messages import SamplingParams
@@ -121,7 +125,7 @@ def replay_all(
         AuditError: weights can't be loaded.
     """
     due: defaultdict[tuple[int, str], list[Replay]] = defaultdict(list)
-    pasts: dict[int, Layers] = {}
+    pasts: dict[int, Any] = {}
     for replay in replays:
         due[_weights_due(replay)].append(replay)
     key = (-1, "")
@@ -132,11 +136,18 @@ def replay_all(
         progress(version)
         model = load_version(version, weights, adapter, quantization=quantization)
         noise_factor = 1.0
+        is_recurrent = has_recurrent_layers(model)  # computes its states in float32 in any dtype
         if in_double:
-            noise_factor = 1.0 if _computes_in_double(model) else FLOAT32_NOISE_FACTOR
+            is_double = not is_recurrent and _computes_in_double(model)
+            noise_factor = 1.0 if is_double else FLOAT32_NOISE_FACTOR
             model = model.double() if noise_factor == 1.0 else model.float()
-        for batch in _batches(due.pop(key), model.config.vocab_size):
-            _read(model, batch, pasts)
+        due_now = due.pop(key)
+        batches = [[r] for r in due_now] if is_recurrent else _batches(due_now, _vocab_size(model))
+        for batch in batches:
+            if is_recurrent:
+                _read_recurrent(model, batch[0], pasts)
+            else:
+                _read(model, batch, pasts)
             for segment in (segment for replay in batch for segment in replay.segments):
                 segment.noise_factor = noise_factor
             for replay in batch:
@@ -189,8 +200,33 @@ def _stage(replay: Replay) -> Any:
     return replay.stages[replay.stages_done]
 
 
+def _vocab_size(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
 @torch.inference_mode()
-def _read(model: Any, batch: list[Replay], pasts: dict[int, Layers]) -> None:
+def _read_recurrent(model: Any, replay: Replay, pasts: dict[int, Any]) -> None:
+    """Run one stage of one context of a model with recurrent states, and keep its cache.
+
+    The state goes on from what the versions of the stages before have made of it, as the engine's
+    does. Padding would enter the states, so contexts are not batched.
+    """
+    stage = _stage(replay)
+    cache = pasts.pop(id(replay), None) or empty_cache(model)
+    token_ids = torch.from_numpy(replay.context[stage.start : stage.end].astype(np.int64))
+    output = model(
+        input_ids=token_ids[None],
+        attention_mask=torch.ones(1, stage.end, dtype=torch.long),
+        use_cache=True,
+        **cache_argument(model, cache),
+    )
+    _store_logprobs(output.logits, [replay])
+    if replay.stages_done + 1 < len(replay.stages):
+        pasts[id(replay)] = cache
+
+
+@torch.inference_mode()
+def _read(model: Any, batch: list[Replay], pasts: dict[int, Any]) -> None:
     """Run one stage of each context, and keep the KV of contexts with further stages.
 
     The past is padded on the left and new tokens on the right, so that they meet in one column.

@@ -27,7 +27,7 @@ from tidegate.cli.engine_doctor.measurements import (
     TokenizerCheck,
 )
 from tidegate.cli.engine_doctor.measuring import drawn_prompt, examined, measure
-from tidegate.engine.execution.fallback import cache_argument
+from tidegate.engine.execution.block_cache import cache_argument
 from tidegate.errors import ConfigError, EngineLost
 
 pytestmark = pytest.mark.wire

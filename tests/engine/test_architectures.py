@@ -8,8 +8,9 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 import tidegate
-from tests.models import make_model, make_model_directory
+from tests.models import HYBRID_TYPES, make_model, make_model_directory
 from tidegate.observability.audit.audit import audit_run
+from tidegate.transport.messages import KvPolicy, PauseMode
 
 pytestmark = pytest.mark.wire
 
@@ -18,6 +19,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 6},
     "gpt2": {},
     "mixtral": {"tied": False, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "tied": False,
+        "sliding_window": 6,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    **{model_type: {"tied": False} for model_type in HYBRID_TYPES},
 }
 
 
@@ -81,3 +90,55 @@ async def test_every_token_of_a_run_with_updates_in_flight_is_audited(
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
     assert report.tokens == rollouts.statistics().ledger.trained
+
+
+async def of_one_prompt(episode: tidegate.Episode, task: int) -> float:
+    """Two turns after a prompt of three blocks, which the group shares."""
+    episode.append([10 + task % 40, *range(1, 45)])
+    await episode.generate(max_tokens=12)
+    episode.append([13, 14])
+    turn = await episode.generate(max_tokens=12)
+    return float(turn.token_ids[0] % 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "pause_mode", "kv_policy"),
+    [
+        ("falcon_h1", "abort", "recompute"),
+        ("qwen3_5_text", "keep", "recompute"),
+        ("nemotron_h", "keep", "keep"),
+    ],
+)
+async def test_hybrids_are_audited_where_turns_share_blocks_and_are_preempted(
+    model_type: str,
+    pause_mode: PauseMode,
+    kv_policy: KvPolicy,
+    tmp_path: Path,
+) -> None:
+    path = make_model_directory(tmp_path / "model", model_type, tied=False)
+    trained = make_model(model_type, tied=False)
+    noise = torch.Generator().manual_seed(0)
+    async with tidegate.serve(
+        model=path,
+        engines=1,
+        group_size=4,
+        groups_per_batch=2,
+        max_running_turns=8,
+        num_kv_blocks=17,  # of the 8 turns some need 5, of which 2 are shared
+        max_staleness=2,
+        pause_mode=pause_mode,
+        kv_policy=kv_policy,
+        run_directory=tmp_path / "run",
+    ) as rollouts:
+        async for _ in rollouts.batches(range(8), episode=of_one_prompt):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter += 0.02 * torch.randn(parameter.shape, generator=noise)
+            await rollouts.publish(trained.state_dict())
+        statistics = rollouts.statistics()
+
+    (engine,) = statistics.engines
+    assert engine.block_tokens == 16
+    report = audit_run(tmp_path / "run")
+    assert report.agrees, report.lines()
+    assert report.tokens == statistics.ledger.trained

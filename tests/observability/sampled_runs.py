@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from tidegate.engine.execution.fallback import cache_argument
+from tidegate.engine.execution.block_cache import cache_argument
 from tidegate.observability.recording import RunRecorder
 from tidegate.orchestrator.core.provenance import TurnPrefill
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn

@@ -12,14 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.models.test_model_parity import TOLERANCE_NATS, load_peer, make_turns, peer_logits
 from tests.engine.scheduling.driving import GREEDY, drive
-from tests.models import make_model_directory
-from tidegate.engine.execution.fallback import FallbackRunner, refuse_recurrent_state
+from tests.models import HYBRID_TYPES, make_model_directory
+from tidegate.engine.execution.fallback import FallbackRunner, probe
 from tidegate.engine.execution.runner import Row, Runner
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.sampling.scoring import Reads, RowScore, RowScoring, join_scores
 from tidegate.errors import ModelError
 
 pytestmark = pytest.mark.slow
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in HYBRID_TYPES}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "learned positions, fused qkv": ("gpt2", {}),
@@ -57,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ours but for its activation": ("llama", {"hidden_act": "relu"}),
+    **HYBRIDS,
 }
 
 
@@ -123,11 +126,12 @@ def test_given_tokens_are_scored_in_chunks_as_in_one_forward(
         np.testing.assert_allclose(values, expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("model", ["gpt2", "gemma2", *HYBRIDS])
 def test_a_row_sees_what_rows_before_it_in_its_step_write_whoever_computes(
-    model_type: str, tmp_path: Path
+    model: str, tmp_path: Path
 ) -> None:
-    path = make_model_directory(tmp_path, model_type)
+    model_type, options = MODELS.get(model, (model, {}))
+    path = make_model_directory(tmp_path, model_type, **options)
     runner = open_model(path, "float32").make_runner(num_blocks=9, block_tokens=8)
     context = np.random.default_rng(0).integers(0, 96, 43).astype(np.int32)
     table = [5, 2, 7, 0, 3, 8]
@@ -146,6 +150,31 @@ def test_a_row_sees_what_rows_before_it_in_its_step_write_whoever_computes(
     assert output.logprobs[0] == pytest.approx(
         float(logits.log_softmax(-1).amax()), abs=TOLERANCE_NATS
     )
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_turns_that_share_full_blocks_go_on_from_the_state_at_their_end(
+    model: str, tmp_path: Path
+) -> None:
+    model_type, options = MODELS[model]
+    path = make_model_directory(tmp_path, model_type, **options)
+    runner = open_runner(path)
+    random = np.random.default_rng(0)
+    prompt = random.integers(1, 96, 24).astype(np.int32)
+    ends = [random.integers(1, 96, count).astype(np.int32) for count in (5, 9, 1)]
+    tables = [[4, 9, 1, number, number + 50] for number in (20, 21, 22)]
+    runner.step([Row(np.concatenate([prompt, ends[0]]), 0, tables[0], GREEDY)])
+
+    output = runner.step(
+        [Row(end, 24, table, GREEDY) for end, table in zip(ends[1:], tables[1:], strict=True)]
+    )
+
+    peer = load_peer(path)
+    for end, logprob in zip(ends[1:], output.logprobs, strict=True):
+        context = torch.from_numpy(np.concatenate([prompt, end]).astype(np.int64))
+        with torch.no_grad():
+            expected = peer(context[None]).logits[0, -1].log_softmax(-1).amax()
+        assert float(logprob) == pytest.approx(float(expected), abs=TOLERANCE_NATS)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -196,15 +225,15 @@ def test_contexts_end_where_a_rope_would_turn_cached_keys_otherwise(tmp_path: Pa
 @pytest.mark.parametrize(
     ("model_type", "options", "words"),
     [
-        ("mamba", {"state_size": 4, "tied": True}, "Mamba.* keeps no keys and values"),
+        ("mamba", {"state_size": 4, "tied": True}, "Mamba.* can't be run from keys and values"),
         (
             "jamba",
             {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
-            "Jamba.* can't be run from keys and values alone",
+            "Jamba.* keeps more state of a context than its cache in transformers",
         ),
     ],
 )
-def test_models_with_a_state_of_their_own_are_refused(
+def test_models_that_do_not_go_on_from_their_state_are_refused(
     model_type: str, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = make_model_directory(tmp_path, model_type, **options)
@@ -258,7 +287,7 @@ def test_a_model_that_does_not_continue_from_keys_and_values_is_found_out(tmp_pa
     model: Any = Forgetful.from_pretrained(path)
 
     with pytest.raises(ModelError, match="Forgetful keeps more state of a context"):
-        refuse_recurrent_state(model.eval(), vocab_size=96)
+        probe(model.eval(), vocab_size=96)
 
 
 def test_starting_an_engine_with_a_shorter_context_prints_a_warning(tmp_path: Path) -> None:
@@ -320,18 +349,3 @@ def test_a_model_without_an_lm_head_is_refused_by_name(tmp_path: Path) -> None:
     words = "is a GPT2ForSequenceClassification, which has no LM head.*such as a GPT2LMHeadModel"
     with pytest.raises(ModelError, match=words):
         open_model(tmp_path, "float32")
-
-
-@pytest.mark.parametrize("model_type", ["bamba", "jamba"])
-def test_hybrids_are_refused_with_what_can_be_served_instead(
-    model_type: str, tmp_path: Path
-) -> None:
-    hybrids: dict[str, dict[str, Any]] = {
-        "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32},
-        "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
-    }
-    fields = hybrids[model_type]
-    path = make_model_directory(tmp_path, model_type, tied=False, **fields)
-
-    with pytest.raises(ModelError, match=r"is a hybrid .*Serve a model all of whose layers"):
-        open_model(path, "float32")

@@ -16,7 +16,7 @@ import transformers
 
 import tidegate
 from tests.engine.external.sglang_double_loras import Loras
-from tidegate.engine.execution.fallback import cache_argument
+from tidegate.engine.execution.block_cache import cache_argument
 
 
 @dataclass(eq=False)

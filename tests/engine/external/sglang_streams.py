@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tidegate.engine.execution.fallback import cache_argument
+from tidegate.engine.execution.block_cache import cache_argument
 from tidegate.engine.external.adapter import Capabilities, GeneratedChunk, GenerationRequest
 from tidegate.engine.external.sglang import SglangAdapter
 from tidegate.transport.messages import SamplingParams

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.engine.memory.kv_size import HOST_KV_BYTES_MAX, KV_BYTES_MIN, kv_bytes, stored_bytes
+from tidegate.engine.memory.kv_size import (
+    HOST_KV_BYTES_MAX,
+    KV_BYTES_MIN,
+    block_tokens_default,
+    kv_bytes,
+    stored_bytes,
+)
 
 GIB = 1024**3
 
@@ -33,3 +39,13 @@ def test_stored_weights_are_all_safetensors_files(tmp_path: Path) -> None:
     for name, size in (("a.safetensors", 5), ("b.safetensors", 7), ("tokenizer.json", 100)):
         (tmp_path / name).write_bytes(bytes(size))
     assert stored_bytes(tmp_path) == 12
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "state_bytes", "expected"),
+    [(1024, 0, 16), (1024, 16 * 1024, 16), (1024, 17 * 1024, 32), (0, 1024, 256)],
+)
+def test_blocks_have_as_many_tokens_as_take_the_memory_of_their_state(
+    token_bytes: int, state_bytes: int, expected: int
+) -> None:
+    assert block_tokens_default(token_bytes=token_bytes, state_bytes=state_bytes) == expected
