@@ -7,6 +7,7 @@ creates :class:`RunRecorder`, :class:`LiveRecorder` and :class:`Dashboard`.
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
@@ -37,6 +38,9 @@ POLICIES = {
     "migration_policy",
 }
 """Settings that may be user-defined objects; they are recorded in words, not as JSON."""
+
+ADAPTERS_DIRECTORY = Path("adapters")
+"""Directory in a run's that has the records of its trained adapters, each as those of a run."""
 
 FAILURE_SHOWN_MAX = 300
 """Limit of the text of the error that ended a run, in characters, on the dashboard."""
@@ -106,6 +110,7 @@ class Observers:
         self._live: LiveRecorder | None = None
         self._progress: ProgressDisplay | None = None
         self._resumed: RunResumed | None = None
+        self._on_failure: Callable[[RecordingFailed], None] = lambda failure: None
         if settings.records.dashboard_address is not None:
             from tidegate.observability.dashboard import dashboard
 
@@ -121,9 +126,9 @@ class Observers:
         self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> Recorder | None:
         """Start the recorder, and the dashboard's memory; see :meth:`RunObservers.open`."""
-        self._resumed = resumed
+        self._resumed, self._on_failure = resumed, on_failure
         recorders: list[Recorder] = []
-        if (recorder := self._recorder(resumed, on_failure)) is not None:
+        if (recorder := self._recorder(self._settings, resumed, on_failure)) is not None:
             recorders.append(recorder)
         if self._dashboard is not None:
             self._live = self._live_recorder(resumed)
@@ -139,6 +144,12 @@ class Observers:
         if len(recorders) > 1:
             return RecorderGroup(recorders)
         return recorders[0] if recorders else None
+
+    def open_adapter(
+        self, name: str, settings: RunSettings, resumed: RunResumed | None
+    ) -> Recorder | None:
+        """Start the recorder of a trained adapter; see :meth:`RunObservers.open_adapter`."""
+        return self._recorder(settings, resumed, self._on_failure, ADAPTERS_DIRECTORY / name)
 
     def show(
         self,
@@ -191,12 +202,17 @@ class Observers:
         )
 
     def _recorder(
-        self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]
+        self,
+        settings: RunSettings,
+        resumed: RunResumed | None,
+        on_failure: Callable[[RecordingFailed], None],
+        within: Path = Path(),
     ) -> "RunRecorder | None":
         """A resumed run's records go into a directory of their own, inside the run's."""
         directory = self._settings.records.run_directory
         if directory is None:
             return None
+        directory /= within
         if resumed is not None:
             directory = next(
                 d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
@@ -205,8 +221,8 @@ class Observers:
 
         return RunRecorder(
             directory,
-            settings=_settings_as_json(self._settings),
-            model=self._settings.model,
+            settings=_settings_as_json(settings),
+            model=settings.model,
             resumed_batches=None if resumed is None else resumed.batches,
             on_failure=on_failure,
         )

@@ -25,6 +25,7 @@ from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionS
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.token_attachments import RoutedExperts
 from tidegate.orchestrator.episodes.media_parts import recorded
+from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 TRAJECTORIES_FILE = "trajectories.parquet"
@@ -225,14 +226,14 @@ def snapshot_rollout(
         staleness=(consumed_version or 0) - (oldest or 0) if known else None,
         token_ids=rollout.token_ids[:],
         logprobs=rollout.logprobs[:],
-        turns=[_turn_row(turn) for turn in rollout.turns],
+        turns=[_turn_row(turn, rollout.adapter) for turn in rollout.turns],
         branch_of=None if rollout.branch_of is None else rollout.branch_of.rollout_id,
         fork_reason=rollout.fork_reason,
         oldest_trainable=rollout.oldest_trainable if consumed_version is not None else None,
     )
 
 
-def _turn_row(turn: Turn) -> dict[str, Any]:
+def _turn_row(turn: Turn, trained_adapter: str) -> dict[str, Any]:
     sampling = turn.sampling
     return {
         "start": turn.start,
@@ -247,11 +248,19 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
             {"at": p.at, "spans": [msgspec.structs.asdict(span) for span in p.spans]}
             for p in turn.prefills
         ],
-        "options": _options_text(sampling),
+        "options": _options_text(_recorded_sampling(sampling, trained_adapter)),
         **_attachment_columns(turn),
         "reward": turn.reward,
         "media": to_json([recorded(each) for each in turn.media]).decode() if turn.media else None,
     }
+
+
+def _recorded_sampling(sampling: SamplingParams, trained_adapter: str) -> SamplingParams:
+    """Return a turn's parameters as recorded: versions in the records of a trained adapter are the
+    adapter's, so a turn that followed them is one without a version of its own."""
+    if trained_adapter and sampling.adapter_version == LIVE_ADAPTER:
+        return msgspec.structs.replace(sampling, adapter_version=None)
+    return sampling
 
 
 def _options_text(sampling: SamplingParams) -> str | None:

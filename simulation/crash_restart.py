@@ -655,7 +655,7 @@ class CrashRestartRun:
                 self._checkpoint = self._checkpoint_of(batches, discarded_tokens)
             await self._publish(scheduler)
             if is_saved and self._chance.random() < 0.5:
-                await scheduler.mark_checkpointed(batches, self._offer_index)
+                await scheduler.trainer.mark_checkpointed(batches, self._offer_index)
 
     def _offer(self, scheduler: Scheduler, offer: int) -> None:
         """Offer one of the trainer's two iterators of tasks, from its beginning."""
@@ -693,7 +693,7 @@ class CrashRestartRun:
         rows = [row for group in batch.groups for row in group.kept]
         share = self._scenario.discarded_rows
         discarded = [row for row in range(len(rows)) if share and self._chance.random() < share]
-        await discarded_rows(batch.number, discarded, DISCARD_REASON).report(scheduler)
+        await discarded_rows(batch.number, discarded, DISCARD_REASON).report(scheduler.trainer)
         return sum(rows[row].sampled_tokens - rows[row].masked_tokens for row in discarded)
 
     async def _publish(self, scheduler: Scheduler) -> None:

@@ -63,17 +63,17 @@ async def receive(
     ``batch_poll_delay_s``: mean delay until the loop checks for an offered batch.
     """
     if not batch_poll_delay_s:
-        return await scheduler.next_batch()
+        return await scheduler.trainer.next_batch()
     request = BatchRequest()
     try:
-        while await scheduler.batch_requests.wait(request):
+        while await scheduler.trainer.batch_requests.wait(request):
             await asyncio.sleep(chance.expovariate(1 / batch_poll_delay_s))
             batch = request.batch
             if batch is not None and request.take(batch):
-                scheduler.batch_requests.acknowledge(request)
+                scheduler.trainer.batch_requests.acknowledge(request)
                 return batch
     except BaseException:
-        scheduler.batch_requests.close(request)
+        scheduler.trainer.batch_requests.close(request)
         raise
     return None
 
@@ -289,7 +289,7 @@ class SimulatedTrainer:
         if share and (discarded := [row for row in rows if chance.random() < share]):
             self._context.coverage.record(CoverageMark.ROWS_DISCARDED)
             reason = chance.choice(DISCARD_REASONS)
-            await discarded_rows(batch.number, discarded, reason).report(scheduler)
+            await discarded_rows(batch.number, discarded, reason).report(scheduler.trainer)
 
     # ------------------------------------------------------------ weights
 

@@ -129,7 +129,7 @@ class Trainer:
         """Train for this many versions; return the tally at each, from 0 on."""
         tallies = [self._tally()]
         while len(tallies) <= versions:
-            batch = await self._scheduler.next_batch()
+            batch = await self._scheduler.trainer.next_batch()
             assert batch is not None
             with self._stopwatch:
                 tokens = self._count(batch)

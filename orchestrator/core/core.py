@@ -3,22 +3,40 @@
 The scheduler feeds it events and carries out its commands, both in order. The same events give the
 same commands, so a run can be replayed from its journal. It owns versions, groups, rollouts and the
 token ledger; ``turns.py`` decides which engine a turn runs on.
+
+A run that trains adapters has one core for the run's weights, and below it one for each adapter,
+with groups, versions, staleness policy, batches and ledger of its own. All of them share engines,
+turns and the numbers of rollouts. Only the first is given events; it passes an adapter's on.
 """
+
+from collections.abc import Iterable
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import untrained_rows
 from tidegate.orchestrator.core.group import Group, TaskKey
-from tidegate.orchestrator.core.groups import GroupTracker
+from tidegate.orchestrator.core.groups import GroupTracker, ServedVersions
 from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.prompts import Prompts
+from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.core.rules import Rules, made_of
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.task_records import TaskRecords
 from tidegate.orchestrator.core.trained import TrainedCounts
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.staleness import OffPolicyness, refuse_selection
+
+ROLLOUT_EVENTS = (
+    ev.TurnRequested,
+    ev.EpisodeReturned,
+    ev.EpisodeFailed,
+    ev.TurnAbandoned,
+    ev.RolloutCut,
+    ev.RolloutForked,
+    ev.TurnsRewarded,
+)
+"""Events of one rollout, by its id."""
 
 
 def check(core: "Core") -> None:
@@ -37,6 +55,8 @@ def check(core: "Core") -> None:
     running = (r for r, g in core.groups.running.values() if not g.is_evaluation)
     in_flight = sum(rollout.sampled_tokens for rollout in running)
     assert in_flight == core.ledger.in_flight, f"{in_flight} != {core.ledger.in_flight}"
+    for trained in core.trained_adapters.values():
+        check(trained)
 
 
 def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
@@ -53,7 +73,8 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     core.has_unmet_request = False
     commands = core.groups.end_evaluations()
     first_lost = core.handed.first_lost_version(event.batches)
-    core.turns.resume()
+    if not core.adapter:
+        core.turns.resume()
     for batch in core.handed.undo_after(event.batches):
         core.trained.batches -= 1
         core.task_records.trained(batch.groups, batch.trainer_version, -1)
@@ -64,8 +85,8 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     if first_lost is not None:
         core.trainer_version += 1
         core.handed.roll_back(core.trainer_version)
-        core.turns.recall(core.trainer_version)
-        core.handed.release(core.turns.live_version)
+        core.turns.recall(core.trainer_version, core.adapter)
+        core.handed.release(core.versions.live_version)
     for group in list(core.groups.in_order):
         if group in core.groups:  # else discarded with the group that it was split from
             commands += _resume_group(core, group, event.offer, first_lost)
@@ -77,6 +98,10 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
         key = group.key
         if key is not None and (key.offer == event.offer or group.body):
             core.pending_after_resume.setdefault(key, []).append(group)
+    for name, trained in core.trained_adapters.items():
+        handed = trained.handed
+        at = event.adapters.get(name, (handed.checkpointed, handed.checkpoint_offer))
+        commands += resume(trained, ev.RunResumed(*at))
     return commands
 
 
@@ -111,30 +136,58 @@ def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
 class Core:
     """State of one run. Change it only through :meth:`handle`."""
 
-    def __init__(self, rules: Rules, *, survives_crashes: bool = False) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        survives_crashes: bool = False,
+        policy_classes: Iterable[type] = (),
+        base: "Core | None" = None,
+        adapter: str = "",
+    ) -> None:
         """``survives_crashes``: the run has a journal. Then batches are kept until the trainer's
-        checkpoint holds them, because a resumed process may have to hand them over again."""
+        checkpoint holds them, because a resumed process may have to hand them over again.
+
+        ``policy_classes``: the user's own policies that trained adapters may have. ``base`` and
+        ``adapter`` are given for a trained adapter: the run's core, and the adapter's name."""
+        self.rules = rules
+        self.adapter = adapter
+        """Name of the trained adapter that the core is for; empty: the run's weights."""
+        self.trained_adapters: dict[str, Core] = {}
+        """Cores of the adapters that the run trains, by name."""
         self.policy = rules.policy
-        self.turns = TurnTracker(rules.placement)
+        self.turns: TurnTracker = base.turns if base is not None else TurnTracker(rules.placement)
+        self.versions: ServedVersions = self.turns
+        """Versions that engines serve of what the core is for."""
+        if adapter:
+            self.versions = self.turns.adapter_versions[adapter]
         self.prompts = Prompts(rules.group_filter)
         self.tasks = TakenTasks()
         self.task_records = TaskRecords()
-        self.groups = GroupTracker(
+        self.groups: GroupTracker = GroupTracker(
             self.turns,
             self.prompts,
             self.tasks,
             self.task_records,
             group_size=rules.group_size,
             failure_policy=rules.failure_policy,
+            base=base.groups if base is not None else None,
+            adapter=adapter,
+            versions=self.versions,
         )
+        self._survives_crashes = survives_crashes
+        self.policy_classes = set(policy_classes)
+        """The user's own policies that trained adapters may have."""
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger
         self.discarded_rollouts = self.groups.discarded_rollouts
         self.handed = HandedBatches(is_kept=survives_crashes)
         self.trained = TrainedCounts()
-        self.adapters: dict[str, int] = {}
+        self.adapters: dict[str, int] = {} if base is None else base.adapters
         """Newest released version of each adapter with versions of its own."""
-        self.turns.adapters = self.adapters
+        if base is None:
+            self.turns.adapters = self.adapters
+            self.turns.on_tokens_removed = self._discard_refused
         self.trainer_version = 0
         self.batch_requests = 0
         self.has_unmet_request = False
@@ -150,6 +203,8 @@ class Core:
         again, so they are not tried again."""
         self.is_paused = False
         """Whether the policy has paused generation until the next version is live."""
+        self.is_halted = False
+        """Whether the trainer of an adapter has paused its turns."""
         self.is_restoring = False
         """After a resume: whether the trainer has not yet published its checkpoint's weights."""
 
@@ -163,7 +218,7 @@ class Core:
     @property
     def admissible_groups(self) -> int:
         """Number of tasks that may arrive now."""
-        if self.are_tasks_exhausted:
+        if self.are_tasks_exhausted or not self.versions.is_served:
             return 0
         return self.policy.admit(self.groups, training_groups=self.handed.num_groups)
 
@@ -201,11 +256,20 @@ class Core:
     @property
     def running_rollouts(self) -> list[Rollout]:
         """Rollouts whose episode runs, or will run again after a resume; branches included."""
-        return [rollout for rollout, _ in self.groups.running.values()]
+        running = [rollout for rollout, _ in self.groups.running.values()]
+        for trained in self.trained_adapters.values():
+            running += trained.running_rollouts
+        return running
 
     def rollout(self, rollout_id: int) -> Rollout | None:
         """Return a running rollout by its id; None if it is not running."""
+        if rollout_id in self.groups.numbers.tracker_of:
+            return self.groups.numbers.tracker_of[rollout_id].running[rollout_id][0]
         return self.groups.running.get(rollout_id, (None, None))[0]
+
+    def of(self, adapter: str) -> "Core":
+        """Return the core of a trained adapter; of the run's weights if the name is empty."""
+        return self.trained_adapters[adapter] if adapter else self
 
     def check(self) -> None:
         """Verify the invariants that hold after every event.
@@ -219,6 +283,10 @@ class Core:
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         """Apply one event and return the commands that follow from it, in order."""
+        if self.trained_adapters and isinstance(event, ROLLOUT_EVENTS):
+            tracker = self.groups.numbers.tracker_of.get(event.rollout_id)
+            if tracker is not None:
+                return self.trained_adapters[tracker.adapter].handle(event)
         # Every rollout and step has these four. A class pattern costs ten times as much.
         if type(event) is ev.TurnRequested:
             return self.groups.begin_turn(event)
@@ -264,16 +332,28 @@ class Core:
                 self.handed.on_publish_failed(is_batch_requested=self._is_requested_ahead)
                 return []
             case ev.AdapterReleased(name=name, version=version):
-                self.adapters[name] = version
+                return self._on_adapter_released(name, version)
+            case ev.AdapterServed(engine=engine, name=name, version=version):
+                self.turns.adapter_versions[name].serve(engine, version)
+                return self.trained_adapters[name]._release(self.turns.submit_waiting())
+            case ev.AdapterTrainingStarted(name=name, rules=rules):
+                self._train_adapter(name, made_of(rules, self.policy_classes))
                 return []
+            case ev.AdapterTrainingEnded(name=name):
+                return self._end_adapter(name)
+            case ev.ForAdapter(adapter=adapter, event=inner):
+                return self.trained_adapters[adapter].handle(inner)
+            case ev.GenerationHalted(is_halted=is_halted):
+                self.is_halted = is_halted
+                return self.turns.halt(self.adapter, self.is_halted or self.is_paused)
             case ev.VersionRetracted(version=version):
                 return self._retract(version)
             case ev.EngineSwapped(engine=engine, version=version):
                 return self._release(self.turns.swap(engine, version))
             case ev.EngineJoined():
-                return self._release(self.turns.join(event))
+                return self._release_all(self.turns.join(event))
             case ev.EngineLeft(engine=engine, is_crash=is_crash):
-                return self._release(self.turns.leave(engine, is_crash=is_crash))
+                return self._release_all(self.turns.leave(engine, is_crash=is_crash))
             case ev.EngineDraining(engine=engine):
                 self.turns.drain(engine)
                 return []
@@ -297,7 +377,10 @@ class Core:
                 return []
             case ev.RunEnded():
                 self.are_tasks_exhausted = True
-                return self.groups.end()
+                commands = self.groups.end()
+                for trained in self.trained_adapters.values():
+                    commands += trained.handle(event)
+                return commands
             case ev.TurnRejected(engine=engine, handle=handle, message=message):
                 return self.turns.reject(engine, handle, message)
 
@@ -321,7 +404,7 @@ class Core:
         for key in sorted(key for key in tasks.requeued if key.offer < tasks.offer):
             returned = tasks.requeued[key]
             if tasks.is_known(key, returned.body):
-                commands.append(ev.RequeueTask(returned.task, key))
+                commands.append(ev.RequeueTask(returned.task, key, self.adapter))
             elif key.offer < tasks.first_available_offer:
                 tasks.forget(key)
         for key in sorted(key for key in self.pending_after_resume if key.offer < tasks.offer):
@@ -351,10 +434,13 @@ class Core:
 
     def _on_step(self, event: ev.StepArrived) -> list[ev.Command]:
         outcome = self.turns.step(event)
-        self.ledger.sample(outcome.train_tokens)
+        ledger = self.ledger
+        if event.adapter and event.adapter in self.trained_adapters:
+            ledger = self.trained_adapters[event.adapter].ledger
+        ledger.sample(outcome.train_tokens)
         self.evaluation_ledger.sample(outcome.evaluation_tokens)
         if outcome.late_tokens:
-            self.ledger.sample_discarded(outcome.late_tokens, "cancelled")
+            ledger.sample_discarded(outcome.late_tokens, "cancelled")
         if (tokens := outcome.late_evaluation_tokens) > 0:
             self.evaluation_ledger.sample_discarded(tokens, "cancelled")
         return outcome.commands
@@ -386,7 +472,7 @@ class Core:
             self.has_unmet_request = (
                 True  # the trainer may look ahead further than admission allows
             )
-            commands.append(ev.RefuseBatch(self.handed.unpublished_groups))
+            commands.append(ev.RefuseBatch(self.handed.unpublished_groups, self.adapter))
         return commands
 
     def _select(self) -> list[Group] | None:
@@ -461,7 +547,7 @@ class Core:
         self.are_tasks_exhausted = False  # this task is available again
         if self.pending_after_resume.pop(key, None) is not None:
             return commands  # the task is taken once the user's iterator gives it again
-        return [*commands, ev.RequeueTask(group.task, key)]
+        return [*commands, ev.RequeueTask(group.task, key, self.adapter)]
 
     def _expire(self) -> list[ev.Command]:
         policy = self.policy
@@ -479,7 +565,7 @@ class Core:
     def _train(self, batch: list[Group]) -> list[ev.Command]:
         if not batch:
             self.handed.on_tasks_ended()
-            return [ev.EndBatches()]
+            return [ev.EndBatches(self.adapter)]
         version = self.consumption_version
         oldest_trainable = 0
         if self.policy.masks_old_tokens:
@@ -489,7 +575,7 @@ class Core:
         self.trained.batches += 1
         self.trained.count(rows, version, 1)
         self.task_records.trained(batch, version, 1)
-        hand_over = ev.HandOver(batch, version, number, oldest_trainable)
+        hand_over = ev.HandOver(batch, version, number, oldest_trainable, self.adapter)
         return [hand_over, *self._expire(), *self._pause_generation()]
 
     def _groups_counted_for(self, batch: list[Group]) -> int:
@@ -526,10 +612,14 @@ class Core:
         if any(rollout.pinned_version is None for rollout in evaluated):
             return []
         self.is_paused = True
+        if self.adapter:
+            return self.turns.halt(self.adapter, True)
         return [ev.PauseGeneration(True)]
 
     def _resume_generation(self) -> list[ev.Command]:
         was_paused, self.is_paused = self.is_paused, False
+        if self.adapter and was_paused:
+            return self.turns.halt(self.adapter, self.is_halted)
         return [ev.PauseGeneration(False)] if was_paused else []
 
     # ------------------------------------------------------------ versions
@@ -561,7 +651,7 @@ class Core:
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
         """Release batches whose version is live on every engine from admission, and hand over."""
-        live_version = self.turns.live_version
+        live_version = self.versions.live_version
         if live_version != self.oldest_versions_as_of:
             self.oldest_versions_as_of = live_version
             self.groups.raise_oldest_possible_versions(live_version)
@@ -570,13 +660,52 @@ class Core:
             commands += self._resume_generation()
         return commands + self._hand_over()
 
+    def _release_all(self, commands: list[ev.Command]) -> list[ev.Command]:
+        """As :meth:`_release`, for the run's weights and all trained adapters."""
+        commands = self._release(commands)
+        for trained in self.trained_adapters.values():
+            commands = trained._release(commands)
+        return commands
+
     def _on_task_found(self, task: object, key: TaskKey) -> list[ev.Command]:
         """Restart the groups that are pending for a task that the resumed run's iterator gave."""
         if key in self.tasks.requeued:
-            return [ev.RequeueTask(task, key)]
+            return [ev.RequeueTask(task, key, self.adapter)]
         commands: list[ev.Command] = []
         for group in self.pending_after_resume.pop(key, ()):  # no group: it was trained, or dropped
             if not group.body:  # else the group has an equal task from the journal
                 group.task = task
             commands += [ev.StartEpisode(r, task) for r in self.groups.running_of(group)]
         return [*commands, *self._hand_over()]
+
+    # ------------------------------------------------------------ trained adapters
+
+    def _train_adapter(self, name: str, rules: Rules) -> None:
+        versions = self.turns.adapter_versions[name] = ReleasedVersions()
+        versions.released = versions.live_version = self.adapters.get(name, 0)
+        trained = self.trained_adapters[name] = Core(
+            rules, survives_crashes=self._survives_crashes, base=self, adapter=name
+        )
+        trained.trainer_version = trained.oldest_versions_as_of = versions.released
+        trained.handed.versions[0] = (versions.released, 0)
+
+    def _end_adapter(self, name: str) -> list[ev.Command]:
+        """Discard what an adapter's trainer has not trained. Its tokens so far stay in the ledger
+        of the run as discarded, because some may still arrive."""
+        trained = self.trained_adapters[name]
+        commands = self.turns.halt(name, False) if name in self.turns.halted else []
+        commands += trained.handle(ev.RunEnded())
+        del self.trained_adapters[name], self.turns.adapter_versions[name]
+        return commands
+
+    def _on_adapter_released(self, name: str, version: int) -> list[ev.Command]:
+        self.adapters[name] = version
+        trained = self.trained_adapters.get(name)
+        if trained is None:
+            return []
+        self.turns.adapter_versions[name].release(version, self.turns.engines)
+        commands = trained._on_published(ev.VersionPublished(version))
+        return commands + self.turns.submit_waiting()
+
+    def _discard_refused(self, rollout: Rollout, tokens: int) -> None:
+        self.of(rollout.adapter).groups.discard_refused(rollout, tokens)

@@ -49,6 +49,11 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.EngineDraining,
     ev.TaskWeightsSet,
     ev.EvaluationEngineChosen,
+    ev.AdapterServed,
+    ev.AdapterTrainingStarted,
+    ev.AdapterTrainingEnded,
+    ev.GenerationHalted,
+    ev.ForAdapter,
 )
 """An event's number in a record is its index in this tuple: add at the end, remove none."""
 
@@ -147,6 +152,9 @@ def encode_event(event: ev.Event, core: Core) -> bytes:
     kind = type(event)
     if isinstance(event, ev.StepArrived):
         return _encoder.encode(_step_record(event))
+    if isinstance(event, ev.ForAdapter):
+        inner = encode_event(event.event, core)
+        return _encoder.encode([NUMBERS[kind], event.adapter, inner])
     values = [getattr(event, name) for name in FIELDS[kind]]
     if isinstance(event, APPENDING_EVENTS):
         rollout = core.rollout(event.rollout_id)
@@ -184,9 +192,7 @@ def replay(record: bytes, core: Core) -> tuple[ev.Event, list[ev.Command]]:
         ValueError: the record is not of this version.
     """
     try:
-        number, *values = _decoder.decode(record)
-        kind = KINDS[number]
-        event = _step(values) if number == 0 else _event(kind, values)
+        event, values = _decoded(record)
     except (msgspec.MsgspecError, IndexError, TypeError) as error:
         raise ValueError(f"a record of {len(record)} bytes can't be read: {error}") from error
     if (
@@ -195,6 +201,17 @@ def replay(record: bytes, core: Core) -> tuple[ev.Event, list[ev.Command]]:
     ):
         rollout.extend(memoryview(values[-1]).cast("i").tolist())
     return event, core.handle(event)
+
+
+def _decoded(record: bytes) -> tuple[ev.Event, list[Any]]:
+    """Return a record's event, and the values that it was made from."""
+    number, *values = _decoder.decode(record)
+    kind = KINDS[number]
+    if kind is ev.ForAdapter:
+        adapter, inner = values
+        event, _ = _decoded(inner)
+        return ev.ForAdapter(adapter, event), values
+    return (_step(values) if number == 0 else _event(kind, values)), values
 
 
 def _event(kind: type[Any], values: list[Any]) -> Any:

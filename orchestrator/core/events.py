@@ -5,8 +5,8 @@ msgspec Structs because a rollout has dozens of them and a frozen dataclass take
 to make; ``gc=False`` is safe because nothing that they refer to refers back to them.
 """
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 from msgspec import Struct
 
@@ -126,6 +126,8 @@ class EngineJoined(Struct, frozen=True, gc=False):
     """Steps with a lower ``seq`` were sampled before the hello message, and are sent again."""
     media: tuple[MediaKind, ...] = ()
     """Kinds of media that the engine's model reads."""
+    adapters: tuple[tuple[str, int], ...] = ()
+    """(adapter, version) of the adapters with versions of their own that the engine serves."""
 
 
 class EngineLeft(Struct, frozen=True, gc=False):
@@ -232,6 +234,45 @@ class AdapterReleased(Struct, frozen=True, gc=False):
     version: int
 
 
+class AdapterServed(Struct, frozen=True, gc=False):
+    """An engine serves a version of a trained adapter from now on."""
+
+    engine: str
+    name: str
+    version: int
+
+
+class AdapterTrainingStarted(Struct, frozen=True, gc=False):
+    """The run trains an adapter from now on, with groups, batches and staleness of its own."""
+
+    name: str
+    rules: dict[str, Any]
+    """The adapter's rules as plain data, see ``core/rules.py``."""
+
+
+class AdapterTrainingEnded(Struct, frozen=True, gc=False):
+    """An adapter is trained no longer: what was not trained of it is discarded."""
+
+    name: str
+
+
+class GenerationHalted(Struct, frozen=True, gc=False):
+    """The trainer of an adapter pauses its turns, or resumes them. Sent as :class:`ForAdapter`."""
+
+    is_halted: bool
+
+
+class ForAdapter(Struct, frozen=True, gc=False):
+    """An event of one trained adapter: about its tasks, its batches or its trainer.
+
+    Events of a rollout need no wrapper, because the core knows whose rollout it is.
+    """
+
+    adapter: str
+    event: Any
+    """An :data:`Event` other than this."""
+
+
 class PublishFailed(Struct, frozen=True, gc=False):
     """A publish was refused, timed out or was abandoned: no engine serves its weights."""
 
@@ -308,6 +349,9 @@ class RunResumed(Struct, frozen=True, gc=False):
     """Number of batches in the checkpoint; later ones are handed over again."""
     offer: int
     """Number of the user's iterator in use at the checkpoint, from 0."""
+    adapters: Mapping[str, tuple[int, int]] = {}
+    """The same two numbers for each trained adapter; for those left out, of the checkpoint
+    acknowledged last."""
 
 
 class StateChecksum(Struct, frozen=True, gc=False):
@@ -343,6 +387,11 @@ Event = (
     | BatchReturned
     | PublishFailed
     | AdapterReleased
+    | AdapterServed
+    | AdapterTrainingStarted
+    | AdapterTrainingEnded
+    | GenerationHalted
+    | ForAdapter
     | VersionPublished
     | VersionRetracted
     | BatchesCheckpointed
@@ -425,6 +474,8 @@ class HandOver(Struct, frozen=True, gc=False):
     """Number of the batch in its run, from 1."""
     oldest_trainable: int = 0
     """Tokens of older versions are masked."""
+    adapter: str = ""
+    """Adapter whose trainer gets the batch; empty: the run's trainer."""
 
 
 class PauseGeneration(Struct, frozen=True, gc=False):
@@ -436,12 +487,15 @@ class PauseGeneration(Struct, frozen=True, gc=False):
 class EndBatches(Struct, frozen=True, gc=False):
     """Tell the trainer that there are no more batches."""
 
+    adapter: str = ""
+
 
 class RefuseBatch(Struct, frozen=True, gc=False):
     """Tell the trainer that its batch cannot fill before it publishes."""
 
     unpublished_groups: int
     """Number of groups that the trainer has and that are not in a published version."""
+    adapter: str = ""
 
 
 class EndEvaluation(Struct, frozen=True, gc=False):
@@ -455,6 +509,7 @@ class RequeueTask(Struct, frozen=True, gc=False):
 
     task: object
     key: TaskKey
+    adapter: str = ""
 
 
 class Record(Struct, frozen=True, gc=False):

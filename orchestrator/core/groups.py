@@ -8,6 +8,7 @@ method that settles a rollout moves the rollout's tokens between the ledger's ac
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
@@ -273,8 +274,29 @@ EVALUATION_PRIORITY = -1
 """Priority of evaluation turns: before all training, because the trainer waits for them."""
 
 
+class ServedVersions(Protocol):
+    """Versions that engines serve: :class:`TurnTracker`'s, or those of a trained adapter."""
+
+    live_version: int
+    """Oldest version that may sample a turn submitted now. Never falls."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether there is a version to sample with."""
+
+
+class RolloutNumbers:
+    """Numbers of a run's rollouts, which all its trackers share."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.tracker_of: dict[int, GroupTracker] = {}
+        """Tracker of each running rollout of a trained adapter, by rollout id."""
+
+
 class GroupTracker(OutstandingGroupIndex):
-    """All running and buffered groups, and the ledger of their tokens."""
+    """All running and buffered groups of the run's weights, or of one trained adapter, and the
+    ledger of their tokens."""
 
     def __init__(
         self,
@@ -285,9 +307,16 @@ class GroupTracker(OutstandingGroupIndex):
         *,
         group_size: int,
         failure_policy: FailurePolicy,
+        base: "GroupTracker | None" = None,
+        adapter: str = "",
+        versions: ServedVersions | None = None,
     ) -> None:
+        """``base``, ``adapter`` and ``versions`` are given for a trained adapter: the tracker of
+        the run's weights, the adapter's name, and what engines serve of it."""
         super().__init__()
         self._turns = turns
+        self._versions: ServedVersions = turns if versions is None else versions
+        self.adapter = adapter
         self._tasks = tasks
         self._prompts = prompts
         self._task_records = task_records
@@ -297,7 +326,7 @@ class GroupTracker(OutstandingGroupIndex):
         self._min_rollouts = 1 if group_size < KEPT_ROLLOUTS_MIN else KEPT_ROLLOUTS_MIN
         """Kept rollouts that a group needs to be trained; a split remainder needs one."""
         self.ledger = Ledger()
-        self.evaluation_ledger = Ledger()
+        self.evaluation_ledger: Ledger = Ledger() if base is None else base.evaluation_ledger
         self.discarded_rollouts: Counter[str] = Counter()
         self.discards = Discards()
         self._failure_policy = failure_policy
@@ -307,9 +336,13 @@ class GroupTracker(OutstandingGroupIndex):
         """Number of rollouts that ended by themselves, with a reward or a failure."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
         """Running rollouts with their groups, by rollout id; evaluations and branches included."""
-        self.next_rollout_id = 0
+        self.numbers: RolloutNumbers = RolloutNumbers() if base is None else base.numbers
         self.next_group_id = 0
-        turns.on_tokens_removed = self._discard_refused
+
+    @property
+    def next_rollout_id(self) -> int:
+        """Number of the run's next rollout."""
+        return self.numbers.next
 
     @property
     def returned_tasks(self) -> int:
@@ -324,7 +357,7 @@ class GroupTracker(OutstandingGroupIndex):
             self.next_group_id, event.task, key, event.digest, event.body, is_retaken=is_retaken
         )
         self.next_group_id += 1
-        group.oldest_possible_version = self._turns.live_version
+        group.oldest_possible_version = self._versions.live_version
         self._add(group)
         self._task_records.began(group)
         return self._start(group, self.group_size)
@@ -340,13 +373,25 @@ class GroupTracker(OutstandingGroupIndex):
     def _start(self, group: Group, rollouts: int) -> list[ev.Command]:
         commands: list[ev.Command] = []
         for index in range(rollouts):
-            rollout = Rollout(self.next_rollout_id, group.group_id, index)
-            self.next_rollout_id += 1
-            self.running[rollout.rollout_id] = (rollout, group)
-            group.rollouts.append(rollout)
+            rollout = self._new_rollout(group, index)
             commands.append(ev.StartEpisode(rollout, group.task))
         group.running = rollouts
         return commands
+
+    def _new_rollout(self, group: Group, index: int) -> Rollout:
+        numbers = self.numbers
+        rollout = Rollout(numbers.next, group.group_id, index, self.adapter)
+        if self.adapter:
+            numbers.tracker_of[numbers.next] = self
+        numbers.next += 1
+        self.running[rollout.rollout_id] = (rollout, group)
+        group.rollouts.append(rollout)
+        return rollout
+
+    def _remove_running(self, rollout: Rollout) -> None:
+        del self.running[rollout.rollout_id]
+        if self.adapter:
+            del self.numbers.tracker_of[rollout.rollout_id]
 
     # ------------------------------------------------------------ turns
 
@@ -371,13 +416,10 @@ class GroupTracker(OutstandingGroupIndex):
 
     def _fork(self, event: ev.RolloutForked) -> list[ev.Command]:
         forked, group = self.running[event.rollout_id]
-        branch = Rollout(self.next_rollout_id, group.group_id, forked.index)
-        self.next_rollout_id += 1
+        branch = self._new_rollout(group, forked.index)
         branch.branch_of, branch.fork_reason = forked, event.reason
         branch.pinned_version = forked.pinned_version
         forked.branches = (*forked.branches, branch)
-        self.running[branch.rollout_id] = (branch, group)
-        group.rollouts.append(branch)
         return [ev.StartBranch(branch)]
 
     def begin_turn(self, event: ev.TurnRequested) -> list[ev.Command]:
@@ -403,7 +445,7 @@ class GroupTracker(OutstandingGroupIndex):
             rollout.turns[-1].finish_reason = "cancelled"
         return commands
 
-    def _discard_refused(self, rollout: Rollout, tokens: int) -> None:
+    def discard_refused(self, rollout: Rollout, tokens: int) -> None:
         """Count tokens of a turn that was refused after it had begun; its episode may continue."""
         ledger = self._ledger_of(self.running[rollout.rollout_id][1])
         ledger.discard_running(tokens, "refused")
@@ -440,7 +482,7 @@ class GroupTracker(OutstandingGroupIndex):
         self, rollout: Rollout, group: Group, commands: list[ev.Command]
     ) -> list[Rollout]:
         """Stop a rollout and its branches; return its own row, and branches with tokens."""
-        del self.running[rollout.rollout_id]
+        self._remove_running(rollout)
         for turn in rollout.turns:
             if turn.finish_reason is None:
                 commands += self._turns.cancel(rollout)
@@ -450,7 +492,7 @@ class GroupTracker(OutstandingGroupIndex):
             return [rollout]
         rows = [rollout]
         for branch in [row for row in rollout.rows if row is not rollout]:
-            del self.running[branch.rollout_id]
+            self._remove_running(branch)
             commands += self._turns.cancel(branch)
             # No event has reported the tokens appended after the branch's last turn.
             branch.cut(turns=len(branch.turns))
@@ -547,7 +589,7 @@ class GroupTracker(OutstandingGroupIndex):
     def _end(self, group: Group) -> int:
         """Move a group whose last episode has ended to the buffer; return its kept rollouts."""
         kept, oldest = group.kept_and_oldest()
-        self._mark_ended(group, self._turns.live_version if oldest is None else oldest)
+        self._mark_ended(group, self._versions.live_version if oldest is None else oldest)
         self._task_records.stopped(group)
         return kept
 
@@ -638,6 +680,9 @@ class GroupTracker(OutstandingGroupIndex):
             group.oldest_possible_version,
             group.is_retaken,
         )
+        if self.adapter and (oldest := part.oldest_version) is not None:
+            # With pause mode ``wait``, turns of an adapter end under an older version than is live.
+            part.oldest_possible_version = min(part.oldest_possible_version, oldest)
         group.split_from, group.group_id = group.group_id, self.next_group_id
         self.next_group_id += 1
         group.sibling_rewards = part.kept_rewards

@@ -5,7 +5,7 @@ saved with the core: a core that replays its events chooses the same engines. Th
 of ``policies/routing.py``, ``migration.py`` and ``speeds.py``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -139,11 +139,15 @@ class Placement:
         loads = self._loads(live_version)
         return name in (self._open_reserved if name in self._reserved else loads)
 
-    def choose(self, turn: Turn, number: int, live_version: int) -> str | None:
-        """Return the engine for a turn that is on none; None if no engine can take it now."""
+    def choose(
+        self, turn: Turn, number: int, live_version: int, behind: Collection[str] = ()
+    ) -> str | None:
+        """Return the engine for a turn that is on none; None if no engine can take it now.
+
+        ``behind``: engines that serve too old a version of the turn's adapter."""
         loads = self._loads(live_version)
-        if turn.rollout.may_have_media and turn.rollout.media:
-            loads = self._loads_for_media(turn, live_version)
+        if behind or (turn.rollout.may_have_media and turn.rollout.media):
+            loads = self._loads_for(turn, live_version, behind)
             return loads.least() if self._is_by_load else self._routed(turn, number, loads)
         if self._reserved:
             reserved = self._open_reserved.least()
@@ -172,12 +176,14 @@ class Placement:
         """Whether an engine reads all media of a turn's context."""
         return {each.kind for each in turn.rollout.media} <= {*self._engines[name].media}
 
-    def _loads_for_media(self, turn: Turn, live_version: int) -> EngineLoads:
-        """Return the loads of engines that read a turn's media, reserved engines included, because
-        few engines may read them. Computed per turn: a turn with media costs far more."""
+    def _loads_for(self, turn: Turn, live_version: int, behind: Collection[str]) -> EngineLoads:
+        """Return the loads of engines that read a turn's media and are not ``behind``, reserved
+        engines included, because few engines may be left. Computed per turn, which is rare."""
         loads = EngineLoads()
         for name, engine in self._engines.items():
-            if self.is_open(name, live_version) and self.takes_media(name, turn):
+            if name in behind or not self.is_open(name, live_version):
+                continue
+            if self.takes_media(name, turn):
                 capacity = engine.max_running_turns * engine.speed
                 loads.set(name, len(engine.submissions), capacity)
         return loads

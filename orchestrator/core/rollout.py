@@ -204,6 +204,7 @@ class Rollout:
     """One attempt at a task, or a branch of one: its context, turns and reward."""
 
     __slots__ = (
+        "adapter",
         "branch_of",
         "branches",
         "discard_reason",
@@ -223,11 +224,14 @@ class Rollout:
         "turns",
     )
 
-    def __init__(self, rollout_id: int, group_id: int, index: int) -> None:
+    def __init__(self, rollout_id: int, group_id: int, index: int, adapter: str = "") -> None:
         self.rollout_id = rollout_id
         self.group_id = group_id
         self.index = index
         """Place in the group, 0 <= index < group_size."""
+        self.adapter = adapter
+        """Trained adapter that the rollout is for, and that samples it; empty: the run's weights.
+        """
         self.turns: list[Turn] = []
         self.filed_token_ids: array[int] = array("i")
         """The array of :attr:`token_ids`, for callers that know that no tokens are deferred."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.discards import SavedDiscards
 from tidegate.orchestrator.core.event_log import task_of
@@ -22,6 +23,7 @@ from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.placement import EngineTurns
 from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.core.rules import record_of
 from tidegate.orchestrator.core.task_records import SavedTaskRecords
 from tidegate.policies.filters import PromptHistory
 from tidegate.transport.media import Media, MediaKind
@@ -217,6 +219,19 @@ class SavedCore(Saved):
     adapters: dict[str, int] = {}
     failures: list[tuple[FailureKey, int]] = []
     task_records: SavedTaskRecords = SavedTaskRecords()
+    trained_adapters: "list[SavedTrainedAdapter]" = []
+    is_halted: bool = False
+
+
+class SavedTrainedAdapter(Saved):
+    """Saved form of a trained adapter's core; its turns are saved with the run's."""
+
+    name: str
+    rules: dict[str, Any]
+    core: SavedCore
+    released: int
+    live_version: int
+    held: dict[str, int]
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -231,37 +246,55 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
     it runs no episodes and can have no unreported tokens. Its contexts are saved whole, so that
     unexpected tokens change its digest.
     """
+    return _encoder.encode(_saved(core, is_replayed))
+
+
+def _saved(core: Core, is_replayed: bool) -> SavedCore:
     groups = core.groups
     evaluations = {id(g): g for _, g in groups.running.values() if g.is_evaluation}
-    return _encoder.encode(
-        SavedCore(
-            trainer_version=core.trainer_version,
-            batch_requests=core.batch_requests,
-            are_tasks_exhausted=core.are_tasks_exhausted,
-            is_restoring=core.is_restoring,
-            pending_after_resume=sorted(core.pending_after_resume),
-            groups=[_group(group, is_replayed) for group in groups.in_order],
-            evaluations=[_group(group, is_replayed) for group in evaluations.values()],
-            next_rollout_id=groups.next_rollout_id,
-            next_group_id=groups.next_group_id,
-            ledger=_ledger(core.ledger),
-            evaluation_ledger=_ledger(core.evaluation_ledger),
-            discarded_rollouts=dict(core.discarded_rollouts),
-            discards=groups.discards.saved(),
-            turns=_turns(core),
-            tasks=_tasks(core),
-            training=_training(core),
-            ended=[group.group_id for group in groups.ended],
-            oldest_versions_as_of=core.oldest_versions_as_of,
-            is_paused=core.is_paused,
-            adaptation=core.policy.adaptation,
-            prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
-            skipped=core.prompts.skipped,
-            has_unmet_request=core.has_unmet_request,
-            adapters=core.adapters,
-            failures=sorted(groups.failures.items()),
-            task_records=core.task_records.saved(),
-        )
+    return SavedCore(
+        trainer_version=core.trainer_version,
+        batch_requests=core.batch_requests,
+        are_tasks_exhausted=core.are_tasks_exhausted,
+        is_restoring=core.is_restoring,
+        pending_after_resume=sorted(core.pending_after_resume),
+        groups=[_group(group, is_replayed) for group in groups.in_order],
+        evaluations=[_group(group, is_replayed) for group in evaluations.values()],
+        next_rollout_id=groups.next_rollout_id,
+        next_group_id=groups.next_group_id,
+        ledger=_ledger(core.ledger),
+        evaluation_ledger=_ledger(core.evaluation_ledger),
+        discarded_rollouts=dict(core.discarded_rollouts),
+        discards=groups.discards.saved(),
+        turns=_turns(core) if not core.adapter else SavedTurns([], 0, 0, [], {}),
+        tasks=_tasks(core),
+        training=_training(core),
+        ended=[group.group_id for group in groups.ended],
+        oldest_versions_as_of=core.oldest_versions_as_of,
+        is_paused=core.is_paused,
+        adaptation=core.policy.adaptation,
+        prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
+        skipped=core.prompts.skipped,
+        has_unmet_request=core.has_unmet_request,
+        adapters=core.adapters,
+        failures=sorted(groups.failures.items()),
+        trained_adapters=[
+            _adapter(core, name, is_replayed) for name in sorted(core.trained_adapters)
+        ],
+        is_halted=core.is_halted,
+        task_records=core.task_records.saved(),
+    )
+
+
+def _adapter(core: Core, name: str, is_replayed: bool) -> SavedTrainedAdapter:
+    trained, versions = core.trained_adapters[name], core.turns.adapter_versions[name]
+    return SavedTrainedAdapter(
+        name,
+        record_of(trained.rules),
+        _saved(trained, is_replayed),
+        versions.released,
+        versions.live_version,
+        dict(sorted(versions.held.items())),
     )
 
 
@@ -428,6 +461,12 @@ def load(state: bytes, core: Core) -> None:
         saved = _decoder.decode(state)
     except msgspec.MsgspecError as error:
         raise ValueError(f"cannot decode a saved state of {len(state)} bytes: {error}") from error
+    _load(saved, core)
+    _load_turns(saved.turns, core)
+
+
+def _load(saved: SavedCore, core: Core) -> None:
+    """Set a core to a saved state, all but its turns and engines."""
     core.trainer_version = saved.trainer_version
     core.batch_requests = saved.batch_requests
     core.are_tasks_exhausted = saved.are_tasks_exhausted
@@ -453,15 +492,25 @@ def load(state: bytes, core: Core) -> None:
     core.tasks.episodes = dict(saved.tasks.episodes)
     core.tasks.is_continued = saved.tasks.is_continued
     core.tasks.first_available_offer = saved.tasks.first_available_offer
-    _load_turns(saved.turns, core)
+    core.is_halted = saved.is_halted
+    for each in saved.trained_adapters:
+        core.handle(ev.AdapterTrainingStarted(each.name, each.rules))
+        versions = core.turns.adapter_versions[each.name]
+        versions.released, versions.live_version = each.released, each.live_version
+        versions.held = dict(each.held)
+        trained = core.trained_adapters[each.name]
+        _load(each.core, trained)
+        if trained.is_halted or trained.is_paused:
+            core.turns.halted.add(each.name)
     running = (group for group in core.groups.in_order if group.running)
     core.task_records.load(saved.task_records, running)
 
 
 def _load_groups(saved: SavedCore, core: Core) -> None:
     tracker = core.groups
-    tracker.restore([_loaded_group(group) for group in saved.groups], ended=saved.ended)
-    evaluations = [_loaded_group(group) for group in saved.evaluations]
+    adapter = core.adapter
+    tracker.restore([_loaded_group(group, adapter) for group in saved.groups], ended=saved.ended)
+    evaluations = [_loaded_group(group, adapter) for group in saved.evaluations]
     running = [
         (rollout, group)
         for group in (*tracker.in_order, *evaluations)
@@ -469,7 +518,9 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
         if rollout.state is RolloutState.RUNNING
     ]
     tracker.running = {rollout.rollout_id: (rollout, group) for rollout, group in running}
-    tracker.next_rollout_id = saved.next_rollout_id
+    if adapter:
+        tracker.numbers.tracker_of |= dict.fromkeys(tracker.running, tracker)
+    tracker.numbers.next = saved.next_rollout_id
     tracker.next_group_id = saved.next_group_id
     tracker.discarded_rollouts.update(saved.discarded_rollouts)
     tracker.discards.load(saved.discards)
@@ -485,7 +536,7 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
         ledger.discarded.update(figures.discarded)
 
 
-def _loaded_group(saved: SavedGroup) -> Group:
+def _loaded_group(saved: SavedGroup, adapter: str) -> Group:
     group = Group(
         saved.group_id,
         task_of(saved.body),
@@ -498,7 +549,7 @@ def _loaded_group(saved: SavedGroup) -> Group:
         is_evaluation=saved.group_id < 0,
     )
     group.running, group.oldest_possible_version = saved.running, saved.oldest_possible_version
-    group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
+    group.rollouts = [_loaded_rollout(rollout, group, adapter) for rollout in saved.rollouts]
     by_id = {rollout.rollout_id: rollout for rollout in group.rollouts}
     for each in saved.rollouts:
         if each.branch_of is not None:
@@ -508,8 +559,8 @@ def _loaded_group(saved: SavedGroup) -> Group:
     return group
 
 
-def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
-    rollout = Rollout(saved.rollout_id, group.group_id, saved.index)
+def _loaded_rollout(saved: SavedRollout, group: Group, adapter: str) -> Rollout:
+    rollout = Rollout(saved.rollout_id, group.group_id, saved.index, adapter)
     rollout.token_ids.frombytes(saved.token_ids)
     rollout.logprobs.frombytes(saved.logprobs)
     rollout.reward = saved.reward
@@ -547,7 +598,7 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
 def _load_training(saved: SavedTraining, core: Core) -> None:
     handed, trained = core.handed, core.trained
     for each in saved.batches:
-        groups = [_loaded_group(group) for group in each.groups]
+        groups = [_loaded_group(group, core.adapter) for group in each.groups]
         batch = HandedBatch(
             each.number,
             each.num_groups,
@@ -589,8 +640,8 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
     tracker.next_handle = saved.next_handle
     tracker.streams = dict(saved.streams)
     tracker.media_taken = set(saved.media_taken)
-    running = core.groups.running
-    tracker.waiting = {running[rid][0].turns[-1]: priority for rid, priority in saved.waiting}
+    running = {rollout.rollout_id: rollout for rollout in core.running_rollouts}
+    tracker.waiting = {running[rid].turns[-1]: priority for rid, priority in saved.waiting}
     for each in saved.engines:
         engine = EngineTurns(each.weight_version, each.max_running_turns, epoch=each.epoch)
         engine.missing, engine.replay_until = each.missing, each.replay_until
@@ -598,7 +649,7 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
         engine.is_draining = each.is_draining
         engine.is_for_evaluation = each.is_for_evaluation
         for s in each.submissions:
-            turn = running[s.rollout_id][0].turns[-1]
+            turn = running[s.rollout_id].turns[-1]
             turn.priority, turn.sampled_before = s.priority, s.sampled_before
             engine.submissions[s.handle] = turn
             turn.place = (each.name, s.handle)

@@ -22,6 +22,7 @@ from tidegate.orchestrator.core.events import (
 from tidegate.orchestrator.core.filing import EVALUATION_HANDLES_FROM, StepOutcome, TokenAppender
 from tidegate.orchestrator.core.placement import EngineTurns, Placement, PlacementRules
 from tidegate.orchestrator.core.provenance import TurnPrefill
+from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.media import MediaKind
@@ -59,6 +60,10 @@ class TurnTracker:
         self.next_handle = 0
         self.adapters: Mapping[str, int] = {}
         """Newest released version of each adapter with versions of its own."""
+        self.adapter_versions: dict[str, ReleasedVersions] = {}
+        """For each adapter that the run trains, what engines serve of it."""
+        self.halted: set[str] = set()
+        """Trained adapters whose turns are on no engine until they are resumed."""
         self.waiting: dict[Turn, int] = {}
         """Turn -> priority, for turns that no engine can take now."""
         self.streams: dict[str, tuple[int, int]] = {}
@@ -73,6 +78,11 @@ class TurnTracker:
         has left its engine."""
         self._oldest: set[str] = set()
         """Engines that serve ``live_version`` or older; empty if they must be recomputed."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether there is a version to sample with: the model directory's is, from the start."""
+        return True
 
     # ------------------------------------------------------------ engines
 
@@ -98,13 +108,17 @@ class TurnTracker:
         self.media_taken.update(event.media)
         self.placement.forget()
         engine.replay_until = event.replay_until
+        if self.adapter_versions:
+            held_versions = dict(event.adapters)
+            for adapter, versions in self.adapter_versions.items():
+                versions.join(name, held_versions.get(adapter))
         held = set(event.held)
         engine.missing = [handle for handle in engine.submissions if handle not in held]
         unknown = [handle for handle in event.held if handle not in engine.submissions]
         commands += [Cancel(name, handle) for handle in unknown]
         commands += self._send_missing(name, engine)
         self._raise_live_version()  # the message of its last swap may have been lost
-        return commands + self._submit_waiting()
+        return commands + self.submit_waiting()
 
     def _send_missing(self, name: str, engine: EngineTurns) -> list[Command]:
         """Submit the turns missing on an engine to any engine, once the replay has arrived."""
@@ -126,16 +140,39 @@ class TurnTracker:
         for engine in self.engines.values():
             engine.is_away = True
 
-    def recall(self, live_version: int) -> None:
-        """Take all turns back from their engines; they continue under ``live_version`` or newer."""
-        for engine in self.engines.values():
-            for turn in sorted(engine.submissions.values(), key=lambda turn: turn.priority):
-                turn.place = None
-                self.waiting[turn] = turn.priority
-            engine.submissions.clear()
-        self.placement.forget()
+    def recall(self, live_version: int, adapter: str = "") -> None:
+        """Take all turns of the run's weights, or of an adapter, back from their engines; they
+        continue under ``live_version`` or newer."""
+        self._take_back(adapter)
+        if adapter:
+            self.adapter_versions[adapter].recall(live_version)
+            return
         self._oldest = set()
         self.live_version = max(self.live_version, live_version)
+
+    def halt(self, adapter: str, is_halted: bool) -> list[Command]:
+        """Take all training turns of a trained adapter back from their engines, with the tokens
+        they have, or submit them again."""
+        if not is_halted:
+            self.halted.discard(adapter)
+            return self.submit_waiting()
+        self.halted.add(adapter)
+        return [Cancel(engine, handle) for engine, handle in self._take_back(adapter)]
+
+    def _take_back(self, adapter: str) -> list[tuple[str, int]]:
+        """Move the turns of an adapter's rollouts (empty: of the run's weights), evaluations
+        included, from engines to ``waiting``; return where they were."""
+        taken: list[tuple[str, int]] = []
+        for name, engine in self.engines.items():
+            submissions = engine.submissions
+            mine = [(h, t) for h, t in submissions.items() if t.rollout.adapter == adapter]
+            for handle, turn in sorted(mine, key=lambda item: item[1].priority):
+                turn.place = None
+                self.waiting[turn] = turn.priority
+                del submissions[handle]
+                taken.append((name, handle))
+        self.placement.forget()
+        return taken
 
     def leave(self, engine: str, *, is_crash: bool) -> list[Command]:
         """Remove an engine; its turns continue elsewhere, oldest group first.
@@ -148,6 +185,8 @@ class TurnTracker:
             return []
         removed.filing.end()
         self.placement.forget()
+        for versions in self.adapter_versions.values():
+            versions.leave(engine)
         self._raise_live_version()
         lost_turns = sorted(removed.submissions.values(), key=lambda turn: turn.priority)
         for turn in lost_turns:
@@ -181,7 +220,7 @@ class TurnTracker:
                 if turn.rollout.pinned_version is None:
                     self._pop(name, handle)
                     commands += [Cancel(name, handle), *self.submit(turn, turn.priority)]
-        return commands + self._submit_waiting()
+        return commands + self.submit_waiting()
 
     def swap(self, engine: str, version: int) -> list[Command]:
         """Record that an engine serves ``version`` from now on, and submit waiting turns."""
@@ -193,7 +232,7 @@ class TurnTracker:
                 self._oldest.discard(engine)
             if not self._oldest:  # otherwise their version is still the live one
                 self._raise_live_version()
-        return self._submit_waiting()
+        return self.submit_waiting()
 
     def _raise_live_version(self) -> None:
         versions = {
@@ -212,11 +251,16 @@ class TurnTracker:
         An engine that serves weights older than ``live_version`` (a late joiner) gets no turns,
         because their tokens could exceed the staleness that admission has allowed for.
         """
-        if (own := turn.sampling).adapter and self._has_own_versions(own):
-            if not turn.is_evaluation:
-                return [self._refuse(turn, _other_policy_message(own.adapter))]
+        own, trained = turn.sampling, turn.rollout.adapter
+        if trained or (own.adapter and self._has_own_versions(own)):
+            if not turn.is_evaluation and own.adapter != trained:
+                return [self._refuse(turn, _other_policy_message(own.adapter, trained))]
             if own.adapter_version is None:  # kept in the turn, because records tell it by this
                 turn.sampling = replace(own, adapter_version=LIVE_ADAPTER)
+            if trained and not self._is_served(trained):
+                turn.place = None
+                self.waiting[turn] = priority
+                return []
         if turn.losses:
             if turn.consecutive_losses >= CONSECUTIVE_LOSSES_MAX or turn.losses >= LOSSES_TOTAL_MAX:
                 return [self._refuse(turn, _crash_message(turn))]
@@ -231,7 +275,8 @@ class TurnTracker:
                     self._refuse(turn, f"no engine serves the evaluated version v{version} now")
                 ]
             return [self._send(turn, priority, name)]
-        name = self.placement.choose(turn, self.next_handle, self.live_version)
+        behind = self.adapter_versions[trained].behind if trained else ()
+        name = self.placement.choose(turn, self.next_handle, self.live_version, behind)
         if name is not None:
             return [self._send(turn, priority, name)]
         turn.place = None
@@ -239,6 +284,10 @@ class TurnTracker:
             return [self._refuse(turn, why)]
         self.waiting[turn] = priority
         return []
+
+    def _is_served(self, adapter: str) -> bool:
+        """Whether turns of a trained adapter may run: it has a version, and is not halted."""
+        return self.adapter_versions[adapter].is_served and adapter not in self.halted
 
     def _has_own_versions(self, sampling: SamplingParams) -> bool:
         """Whether a turn's adapter has weight versions of its own."""
@@ -299,6 +348,8 @@ class TurnTracker:
             return []
         if self.engines[to].weight_version < engine.weight_version:
             return []
+        if turn.rollout.adapter and to in self.adapter_versions[turn.rollout.adapter].held:
+            return []
         if turn.rollout.media and not self.placement.takes_media(to, turn):
             return []
         moved = self._pop(name, handle)
@@ -330,7 +381,7 @@ class TurnTracker:
         if (turn := self._suspect).length > turn.sampled_before:
             turn.consecutive_losses = 0
         self._suspect = None
-        return self._submit_waiting()
+        return self.submit_waiting()
 
     def find_suspect(self) -> None:
         """Find the suspect turn that is on an engine, after a saved state was loaded."""
@@ -338,7 +389,8 @@ class TurnTracker:
         suspects = (t for t in placed if _is_suspect(t) and t.length == t.sampled_before)
         self._suspect = next(suspects, None)
 
-    def _submit_waiting(self) -> list[Command]:
+    def submit_waiting(self) -> list[Command]:
+        """Submit the turns that waited, as far as engines can take them now."""
         if not self.waiting or not self.placement.has_any(self.live_version):
             return []
         waiting, self.waiting = self.waiting, {}
@@ -464,10 +516,17 @@ def _is_suspect(turn: Turn) -> bool:
     return turn.consecutive_losses >= CONSECUTIVE_LOSSES_MAX - 1
 
 
-def _other_policy_message(adapter: str) -> str:
+def _other_policy_message(adapter: str, trained: str) -> str:
+    if trained:
+        return (
+            f"this rollout is adapter {trained!r}'s, and a turn of it asked for "
+            f"{f'adapter {adapter!r}' if adapter else 'the base'}, whose tokens its trainer can't "
+            f"use; sample other adapters by `episode.agent(name)`"
+        )
     return (
         f"adapter {adapter!r} has weight versions of its own, so its tokens are no part of the "
-        f"base's batches; evaluate() with it, or publish it with publish_adapter"
+        f"base's batches; train it by `rollouts.train_adapter({adapter!r})`, evaluate() with it, "
+        f"or publish it with publish_adapter"
     )
 
 

@@ -621,8 +621,9 @@ class Episode(ScoringEpisode):
         """Add the run's adapter and attachments, and the turn's seed, unless the episode gave its
         own."""
         defaults = self._defaults
-        if defaults.adapter and "adapter" not in options:
-            sampling = msgspec.structs.replace(sampling, adapter=defaults.adapter)
+        adapter = self._rollout.adapter or defaults.adapter
+        if adapter and "adapter" not in options:
+            sampling = msgspec.structs.replace(sampling, adapter=adapter)
         if defaults.routed_experts and "routed_experts" not in options:
             sampling = msgspec.structs.replace(sampling, routed_experts=True)
         if defaults.kept_tokens and "kept_tokens" not in options:

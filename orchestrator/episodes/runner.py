@@ -291,7 +291,7 @@ class EpisodeRunner:
         on_error: Callable[[BaseException], None],
         on_over: Callable[[Rollout], None] = lambda rollout: None,
         *,
-        parking: Parking,
+        parking: Callable[[Rollout], Parking],
         score: Callable[[Sequence[ScoreQuery]], Awaitable[list[Score]]],
         context_tokens_max: Callable[[], int] = lambda: 0,
         tracer: EpisodeTracer | None = None,
@@ -299,6 +299,7 @@ class EpisodeRunner:
         """``handle`` feeds events to the core; ``on_error`` gets errors that end the run, such as
         one failed episode too many; ``on_over`` gets rollouts that request no more turns, some of
         them twice; ``score`` queries engines; ``tracer`` logs how episodes spend their time.
+        ``parking`` returns where the episode of a rollout waits for newer weights.
         ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self.loop = asyncio.get_running_loop()
         self._on_error = on_error
@@ -319,6 +320,8 @@ class EpisodeRunner:
         """Tasks of running episodes, by rollout id."""
         self._retries: dict[int, asyncio.TimerHandle] = {}
         """Timers of failed episodes that will begin again, by rollout id."""
+        self._held: set[str] = set()
+        """Trained adapters whose episodes' clocks are stopped."""
         self._is_ending = False
         self.leaks = EpisodeLeakTracker()
         self._new_row: Rollout | None = None
@@ -330,6 +333,14 @@ class EpisodeRunner:
         them again."""
         change = self._deadlines.suspend if is_halted else self._deadlines.resume
         change(self.loop.time())
+
+    def hold(self, adapter: str, is_held: bool) -> None:
+        """Stop the clocks of the episodes of a trained adapter, or start them again."""
+        change = self._deadlines.hold if is_held else self._deadlines.release
+        for task in list(self._tasks.values()):
+            if task.rollout.adapter == adapter:
+                change(task)
+        (self._held.add if is_held else self._held.discard)(adapter)
 
     def begin(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
         """Start one episode."""
@@ -398,6 +409,8 @@ class EpisodeRunner:
             raise self._failure
         episode = Episode(rollout, self._model, self, self._defaults)
         self._deadlines.begin(task)
+        if rollout.adapter in self._held:
+            self._deadlines.hold(task)
         if self._budget_s is not None:
             self._give_budget(task, self._budget_s)
         if self._tracer is not None:
@@ -566,12 +579,13 @@ class EpisodeRunner:
         task = self._tasks[number]
         if self._tracer is not None:
             self._tracer.parked(rollout)
-        if self._parking.can_get_newer_weights:
+        parking = self._parking(rollout)
+        if parking.can_get_newer_weights:
             self._deadlines.hold(task)
         try:
-            await self._parking.wait(number)
+            await parking.wait(number)
         finally:
-            if number not in self._parking.rows:
+            if number not in parking.rows:
                 self._deadlines.release(task)
             if self._budget_s is not None:
                 self._give_budget(task, self._budget_s)

@@ -484,6 +484,7 @@ class Fleet:
             held=held,
             replay_until=hello.next_seq,
             media=tuple(hello.media),
+            adapters=tuple((held.name, held.version) for held in hello.adapters),
         )
         received.append(joined)
 

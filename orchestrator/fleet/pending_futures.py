@@ -74,7 +74,8 @@ class PendingFutures:
 
     turns: dict[int, asyncio.Future[Turn]] = field(default_factory=dict)
     """Episodes' turns, by rollout id."""
-    batches: deque[BatchRequest] = field(default_factory=deque)
+    batches: list[deque[BatchRequest]] = field(default_factory=list)
+    """Requests for batches, by trainer."""
     evaluations: dict[int, asyncio.Future[Rollout]] = field(default_factory=dict)
     """Evaluation rollouts, by rollout id."""
     scores: set[asyncio.Future[Score]] = field(default_factory=set)
@@ -90,7 +91,7 @@ class PendingFutures:
         conditions = [future for _, future in self.conditions]
         return [
             *self.turns.values(),
-            *(request.future for request in self.batches if request.future is not None),
+            *(each.future for queue in self.batches for each in queue if each.future is not None),
             *self.evaluations.values(),
             *self.scores,
             *self.calls.values(),

@@ -20,6 +20,7 @@ from tidegate.orchestrator.core.rules import (
     ADDED_POLICIES,
     Rules,
     check_can_be_made_again,
+    classes_of,
     describe,
     made_of,
     record_of,
@@ -46,6 +47,9 @@ class ResumeToken(msgspec.Struct, frozen=True):
     version: int
     offer: int
     """Number of the user's iterator in use, from 0."""
+    adapters: "dict[str, ResumeToken]" = {}
+    """Tokens of trained adapters, by name; the others resume from the checkpoint that their
+    trainers acknowledged last."""
 
 
 @dataclass(slots=True)
@@ -103,7 +107,8 @@ def open_run_journal(settings: RunSettings, resume: Resume) -> OpenedJournal:
     except Exception as error:  # records of a foreign journal may break any assumption
         file.close()
         raise JournalCorrupt(path=path, where=str(error)) from error
-    return OpenedJournal(journal, RunResumed(token.batches, token.offer), file)
+    at = {name: (each.batches, each.offer) for name, each in token.adapters.items()}
+    return OpenedJournal(journal, RunResumed(token.batches, token.offer, at), file)
 
 
 def resume_token(resume: Mapping[str, Any]) -> ResumeToken:
@@ -142,7 +147,7 @@ def core_from_header(header: JournalHeader, policies: Iterable[type] = ()) -> Co
             f"the journal's header must hold a run's policies, and holds {rules!r}; was the "
             "journal made by another program?"
         )
-    return Core(rules, survives_crashes=True)
+    return Core(rules, survives_crashes=True, policy_classes=policies)
 
 
 def new_core(header: JournalHeader, settings: RunSettings) -> Core:
@@ -165,7 +170,8 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
                 f"{name}={describe(now)}; set the old value, or start a new run in another "
                 f"directory"
             )
-    return Core(settings.rules(), survives_crashes=True)
+    rules = settings.rules()
+    return Core(rules, survives_crashes=True, policy_classes=classes_of(rules))
 
 
 def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
@@ -183,7 +189,16 @@ def check_token(token: ResumeToken, journal: RunJournal) -> None:
     Raises:
         ResumeMismatch: the checkpoint is another run's, newer than the journal, or too old.
     """
-    handed = journal.core.handed
+    for name, own in token.adapters.items():
+        if name not in journal.core.trained_adapters:
+            trained = ", ".join(sorted(journal.core.trained_adapters)) or "none"
+            raise ResumeMismatch(f"the journal's run trained no adapter {name!r}, but {trained}")
+        _check_token(own, journal, journal.core.trained_adapters[name])
+    _check_token(token, journal, journal.core)
+
+
+def _check_token(token: ResumeToken, journal: RunJournal, core: Core) -> None:
+    handed = core.handed
     if token.run_id != journal.header.run_id:
         raise ResumeMismatch(
             f"the checkpoint is of run {token.run_id}, the journal of run "

@@ -12,12 +12,13 @@ staleness would be counted from the version before.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.fleet.pending_futures import BatchRequest, PendingFutures, fail, resolve
+from tidegate.orchestrator.fleet.pending_futures import BatchRequest, fail, resolve
 
 
 class BatchRequestQueue:
@@ -25,13 +26,14 @@ class BatchRequestQueue:
 
     def __init__(
         self,
-        pending: PendingFutures,
+        requests: deque[BatchRequest],
         handle: Callable[[ev.Event], None],
         when_safe: Callable[[Callable[[], None]], None],
         take_failure: Callable[[], TidegateError | None],
     ) -> None:
-        """``take_failure`` returns the error to raise before the trainer gets a batch, if any."""
-        self._requests = pending.batches
+        """``requests``: an empty queue. ``take_failure`` returns the error to raise before the
+        trainer gets a batch, if any."""
+        self._requests = requests
         """Requests without an offer, oldest first."""
         self._handle = handle
         self._when_safe = when_safe

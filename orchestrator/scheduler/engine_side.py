@@ -52,9 +52,9 @@ class EngineSideCallbacks(Protocol):
     def when_safe(self, action: Callable[[], None]) -> None:
         """Call ``action`` once the journal has committed all events handled so far."""
 
-    def hold_batches(self, is_held: bool) -> None:
-        """Stop handing batches over while it is undecided which version the trainer has published;
-        False: hand them over again."""
+    def hold_batches(self, is_held: bool, adapter: str = "") -> None:
+        """Stop handing batches over while it is undecided which version the trainer of the run's
+        weights, or of an adapter, has published; False: hand them over again."""
 
     def suspend_deadlines(self, is_halted: bool) -> None:
         """Stop the clocks of all episodes while engines are paused, or start them again."""
@@ -217,6 +217,8 @@ class EngineSide:
     def adapter_live(self, engine: str, message: AdapterLive) -> None:
         """Record that an engine serves an adapter's version from now on."""
         self._record(engine, "adapter_swap", at_us=message.swapped_us, version=message.version)
+        if message.name in self.core.trained_adapters:
+            self.handle([ev.AdapterServed(engine, message.name, message.version)])
 
     def base_buffers(self) -> Collection[int]:
         """Return the weight channel's buffers of the run's weights."""

@@ -9,7 +9,7 @@ compared by ``telemetry/watchdog.py``.
 import asyncio
 import logging
 import reprlib
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
@@ -54,18 +54,18 @@ class RunWatch:
         weights: WeightControl,
         leaks: EpisodeLeakTracker,
         *,
-        parked: Container[int] = (),
+        is_parked: Callable[[Rollout], bool] = lambda rollout: False,
         is_paused: Callable[[], bool] = lambda: False,
         stuck_after_s: float,
     ) -> None:
-        """``parked``: rollouts whose episodes wait for newer weights, which is no fault.
+        """``is_parked``: whether a rollout's episode waits for newer weights, which is no fault.
         ``stuck_after_s``: seconds that a thing may stay without progress."""
         self._core = core
         self._fleet = fleet
         self._weights = weights
         self._is_paused = is_paused
         self._leaks = leaks
-        self._parked = parked
+        self._is_parked = is_parked
         self._round_s = stuck_after_s / ROUNDS_PER_STUCK_AFTER
         self._watchdog = Watchdog(stuck_after_s)
 
@@ -75,10 +75,13 @@ class RunWatch:
         while True:
             await asyncio.sleep(self._round_s)
             self._watchdog.begin(loop.time())
-            self._check_trainer()
+            for core in self._cores:
+                self._check_trainer(core)
             self._check_weights()
             self._check_ended_episodes()
-            await self._check_rollouts(self._check_engines())
+            engines = self._check_engines()
+            for core in self._cores:
+                await self._check_rollouts(core, engines)
             _log(self._watchdog.end())
 
     @property
@@ -88,10 +91,15 @@ class RunWatch:
 
     # ------------------------------------------------------------ rollouts
 
-    async def _check_rollouts(self, engines: set[str]) -> None:
+    @property
+    def _cores(self) -> list[Core]:
+        """Cores of the run's weights and of the adapters that it trains."""
+        return [self._core, *self._core.trained_adapters.values()]
+
+    async def _check_rollouts(self, core: Core, engines: set[str]) -> None:
         """Check rollouts in the user's code, and those with a turn on one of these engines."""
-        is_stuck, pending = self._watchdog.is_stuck, self._core.pending_after_resume
-        for number, (rollout, group) in enumerate(list(self._core.groups.running.values()), 1):
+        is_stuck, pending = self._watchdog.is_stuck, core.pending_after_resume
+        for number, (rollout, group) in enumerate(list(core.groups.running.values()), 1):
             if number % ROLLOUTS_PER_SLICE == 0:
                 await asyncio.sleep(0)
             turns = rollout.turns
@@ -105,7 +113,7 @@ class RunWatch:
                 continue  # its episode is yet to begin again
             elif rollout.branch_of is not None:
                 continue  # its root's episode is that of all its rows
-            elif rollout.rollout_id in self._parked:
+            elif self._is_parked(rollout):
                 continue  # newer weights wake it
             elif is_stuck("episode", rollout.rollout_id, _progress(rollout)):
                 self._watchdog.report(
@@ -152,11 +160,12 @@ class RunWatch:
 
     # ------------------------------------------------------------ the trainer
 
-    def _check_trainer(self) -> None:
-        core, watchdog = self._core, self._watchdog
+    def _check_trainer(self, core: Core) -> None:
+        watchdog = self._watchdog
         if core.are_tasks_exhausted or core.running_groups:
             return
-        name = "the iterator of tasks"
+        of_adapter = f" of adapter {core.adapter!r}" if core.adapter else ""
+        name = f"the iterator of tasks{of_adapter}"
         is_waiting = bool(core.batch_requests and core.admissible_groups)
         if is_waiting and watchdog.is_stuck("tasks", name, core.groups.next_group_id):
             watchdog.report(
@@ -165,12 +174,13 @@ class RunWatch:
         unpublished = core.handed.unpublished_groups
         progress = (core.handed.count, core.trainer_version)
         holds_all = bool(unpublished and not core.admissible_groups)
-        if holds_all and watchdog.is_stuck("trainer", "the trainer", progress, TRAINER_TIME_FACTOR):
+        trainer = f"the trainer{of_adapter}"
+        if holds_all and watchdog.is_stuck("trainer", trainer, progress, TRAINER_TIME_FACTOR):
             where = (
                 f"it holds {unpublished} groups and has published no weights since; "
                 f"{core.buffered_groups} are buffered, and no other may start before it publishes"
             )
-            watchdog.report("trainer", "the trainer", where)
+            watchdog.report("trainer", trainer, where)
 
     def _check_weights(self) -> None:
         weights, watchdog = self._weights, self._watchdog

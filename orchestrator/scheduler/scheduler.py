@@ -12,24 +12,22 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tidegate.errors import JournalError, PublishNeeded, TurnRefused
-from tidegate.orchestrator.batches.ages import PublishTimes
+from tidegate.errors import JournalError, TurnRefused
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rules import Rules, classes_of, record_of
 from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
 from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import ModelFiles
-from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
-from tidegate.orchestrator.fleet.pending_futures import BatchRequest, PendingFutures, fail, resolve
+from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, resolve
 from tidegate.orchestrator.fleet.wire import Wire
 from tidegate.orchestrator.journal.run_journal import RunJournal
-from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.run_watch import RunWatch
-from tidegate.orchestrator.scheduler.task_feed import TaskIterators
+from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.watchdog import Stuck
@@ -71,8 +69,6 @@ class Scheduler:
         self._is_ending = False
         self._watch: RunWatch | None = None
         self._pending = PendingFutures()
-        self._has_capacity = asyncio.Event()
-        self.published = PublishTimes(self.core.trainer_version)
         self.engines = EngineSide(
             settings,
             init_weights,
@@ -84,23 +80,28 @@ class Scheduler:
         )
         self.fleet, self.control = self.engines.fleet, self.engines.control
         self.scores = self.engines.scores
-        failure = self.control.state.take_failure
-        self.batch_requests = BatchRequestQueue(
-            self._pending, self.handle_event, self.when_safe, failure
-        )
-        self._task_iterators = TaskIterators(
-            lambda: self.core,
-            self.handle_event,
-            has_capacity=self._has_capacity,
-            now_s=now_s or asyncio.get_running_loop().time,
-        )
-        self._parking = Parking(
-            live_version=lambda: self.core.turns.live_version,
-            is_starved=lambda: self.core.batch_requests > 0,
-        )
+        self._now_s = now_s or asyncio.get_running_loop().time
+        self.trainer = self._new_trainer("")
+        """Trainer of the run's weights."""
+        self.trainer.recorder = recorder
+        self.trainers = {"": self.trainer}
+        """Trainers by adapter; the empty name is the run's weights."""
+        for name in self.core.trained_adapters:
+            self.trainers[name] = self._new_trainer(name)
         self._episodes = self._new_episodes(model, tracer)
         self._tool_calls = model.call_counts
-        self._recorder = recorder
+
+    def _new_trainer(self, adapter: str) -> TrainerSide:
+        return TrainerSide(
+            lambda: self.core.of(adapter),
+            self.handle_event,
+            self._pending,
+            self.when_safe,
+            (lambda: None) if adapter else self.control.state.take_failure,
+            adapter=adapter,
+            is_journalled=lambda: self._journal is not None,
+            now_s=self._now_s,
+        )
 
     def _new_episodes(self, model: ModelFiles, tracer: EpisodeTracer | None) -> EpisodeRunner:
         return EpisodeRunner(
@@ -111,7 +112,7 @@ class Scheduler:
             self.handle_event,
             self.fail,
             self.engines.sessions.rollout_ended,
-            parking=self._parking,
+            parking=lambda rollout: self.trainers[rollout.adapter].parking,
             score=self.scores.submit_all,
             context_tokens_max=lambda: self.fleet.context_tokens_max,
             tracer=tracer,
@@ -144,7 +145,8 @@ class Scheduler:
                     self._is_ending = True
         finally:
             await self._episodes.end()
-            self._task_iterators.close()
+            for trainer in self.trainers.values():
+                trainer.tasks.close()
             self.engines.drains.close()
             self._group = None
             self._router.detach()
@@ -155,7 +157,7 @@ class Scheduler:
             self.fleet,
             self.control.state,
             self._episodes.leaks,
-            parked=self._parking.rows,
+            is_parked=self._is_parked,
             is_paused=lambda: self.control.state.pause_mode is not None,
             stuck_after_s=self._settings.records.stuck_after_s,
         )
@@ -173,7 +175,10 @@ class Scheduler:
     @property
     def parked_episodes(self) -> int:
         """Number of episodes parked until newer weights are live."""
-        return len(self._parking.rows)
+        return sum(len(trainer.parking.rows) for trainer in self.trainers.values())
+
+    def _is_parked(self, rollout: Rollout) -> bool:
+        return rollout.rollout_id in self.trainers[rollout.adapter].parking.rows
 
     @property
     def stuck(self) -> tuple[Stuck, ...]:
@@ -245,7 +250,7 @@ class Scheduler:
         """Feed one event to the core and carry out its commands."""
         may_admit = type(event) not in FREQUENT_EVENTS
         groups, revision = self.core.groups, -1
-        if type(event) is ev.EpisodeReturned:
+        if type(event) is ev.EpisodeReturned and not self.core.trained_adapters:
             revision = groups.revision  # unchanged while other rollouts of the group run
         elif may_admit:
             self._before_event(event)
@@ -256,25 +261,38 @@ class Scheduler:
             carry_out(command, episode)
         if may_admit and type(event) is ev.EngineJoined:
             self.engines.keep_for_evaluation()
-        if (
-            may_admit
-            and groups.revision != revision
-            and not self._has_capacity.is_set()
-            and self.core.admissible_groups
-        ):
-            self._has_capacity.set()
-        if self._parking.parked:
-            self._parking.resume_due()
+        if may_admit and groups.revision != revision:
+            self.trainer.wake_tasks()
+        if self.trainer.parking.parked:
+            self.trainer.parking.resume_due()
+        if len(self.trainers) > 1:
+            self._wake_adapters(event)
         if journal is not None:
             journal.compact_if_due()
+
+    def _wake_adapters(self, event: ev.Event) -> None:
+        """Let adapters' trainers take tasks, and their parked episodes continue, after an event."""
+        if isinstance(event, ev.ForAdapter):
+            trainers = [self.trainers[event.adapter]] if event.adapter in self.trainers else []
+        elif type(event) is ev.StepArrived or type(event) is ev.TurnRequested:
+            return
+        else:
+            trainers = [trainer for name, trainer in self.trainers.items() if name]
+        for trainer in trainers:
+            trainer.wake_tasks()
+            if trainer.parking.parked:
+                trainer.parking.resume_due()
 
     def _before_event(self, event: ev.Event) -> None:
         """Update the parts outside the core for an event; not called for the most frequent ones."""
         if type(event) is ev.VersionPublished:
             self.fleet.newest_version = event.version
-            self.published.record(asyncio.get_running_loop().time(), event.version)
+            self.trainer.published.record(asyncio.get_running_loop().time(), event.version)
             self.engines.drains.released()
         elif type(event) is ev.AdapterReleased:
+            if event.name in self.trainers:
+                published = self.trainers[event.name].published
+                published.record(asyncio.get_running_loop().time(), event.version)
             self.engines.drains.released()
         elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
             self.engines.membership_changed(event)
@@ -307,21 +325,14 @@ class Scheduler:
                 self.engines.outbox.post(engine, CancelTurn(turn=handle))
             case ev.EndEvaluation(rollout=rollout):
                 resolve(self._pending.evaluations.pop(rollout.rollout_id, None), rollout)
-            case ev.RequeueTask(task=task, key=key):
-                self._task_iterators.put_back(task, key)
             case ev.Record(rollout=rollout, task=task):
-                if (recorder := self._recorder) is not None:
+                trainer = self.trainers.get(rollout.adapter)  # gone if it is trained no longer
+                if trainer is not None and (recorder := trainer.recorder) is not None:
                     recorder.rollout(rollout, task=task, advantage=None, consumed_version=None)
-            case ev.HandOver():
-                self.batch_requests.hand_over(command)
-            case ev.EndBatches():
-                if not self._failure.done():  # otherwise the request fails with that error
-                    self.batch_requests.end()
-            case ev.RefuseBatch(unpublished_groups=groups):
-                limit = self.core.policy.outstanding_groups_max
-                self.batch_requests.refuse(
-                    PublishNeeded(unpublished_groups=groups, outstanding_groups_max=limit)
-                )
+            case ev.EndBatches() if self._failure.done():
+                pass  # the request fails with that error
+            case ev.HandOver() | ev.EndBatches() | ev.RefuseBatch() | ev.RequeueTask():
+                self.trainers[command.adapter].carry_out(command)
             case ev.PauseGeneration(is_paused=is_paused):
                 self._pause_generation(is_paused)
 
@@ -338,74 +349,65 @@ class Scheduler:
 
     # ------------------------------------------------------------ the trainer's requests
 
-    async def mark_checkpointed(self, batches: int, offer: int) -> None:
-        """Record that the trainer's checkpoint holds the result of ``batches`` batches."""
-        self.handle_event(ev.BatchesCheckpointed(batches, offer))
-        await self.wait_until_safe()
+    async def train_adapter(self, name: str, rules: Rules) -> None:
+        """Train an adapter from now on, with groups and batches of its own; return once a publish
+        of it that is under way has ended."""
+        async with self.engines.adapters.publishing(name):
+            self.core.policy_classes |= set(classes_of(rules))
+            self.handle_event(ev.AdapterTrainingStarted(name, record_of(rules)))
+            self.trainers[name] = self._new_trainer(name)
+
+    def halt_adapter(self, name: str, is_halted: bool) -> None:
+        """Pause a trained adapter's turns and its episodes' clocks, or resume them."""
+        self._episodes.hold(name, is_halted)
+        self.trainers[name].handle(ev.GenerationHalted(is_halted))
+
+    def end_adapter(self, name: str) -> None:
+        """Train an adapter no longer, and discard what was not trained."""
+        self.trainers.pop(name).close()
+        self.handle_event(ev.AdapterTrainingEnded(name))
 
     async def wait_until_safe(self) -> None:
         """Return once no crash can undo the events handled so far."""
         if self._journal is not None:
             await self._journal.wait_until_safe()
 
-    def offer(self, tasks: Tasks, episode: EpisodeFunction) -> None:
+    def offer(self, tasks: Tasks, episode: EpisodeFunction, adapter: str = "") -> None:
         """Take tasks from this iterator from now on, each run by ``episode``."""
         assert self._group is not None
-        is_journalled = self._journal is not None
-        self._task_iterators.begin(tasks, episode, self._group, is_journalled=is_journalled)
+        self.trainers[adapter].offer(tasks, episode, self._group)
 
-    async def next_batch(self) -> ev.HandOver | None:
-        """Return the next batch, or None when the tasks are used up; for callers on this loop."""
-        request = BatchRequest()
-        while await self.batch_requests.wait(request):
-            batch = request.batch
-            if batch is not None and request.take(batch):
-                self.batch_requests.acknowledge(request)
-                return batch
-        return None
-
-    def return_batch(self, number: int) -> bool:
-        """As :meth:`BatchRequestQueue.return_batch`."""
-        return self.batch_requests.return_batch(number, newest=self.core.handed.count)
-
-    def hold_batches(self, is_held: bool) -> None:
-        """As :meth:`BatchRequestQueue.hold`."""
-        self.batch_requests.hold(is_held)
+    def hold_batches(self, is_held: bool, adapter: str = "") -> None:
+        """As :meth:`BatchRequestQueue.hold`; does nothing for an adapter that is not trained."""
+        if adapter in self.trainers:
+            self.trainers[adapter].batch_requests.hold(is_held)
 
     def suspend_deadlines(self, is_halted: bool) -> None:
         """As :meth:`EpisodeRunner.suspend_deadlines`."""
         self._episodes.suspend_deadlines(is_halted)
 
     async def evaluate(
-        self, tasks: list[Any], episode: EpisodeFunction, version: int | None = None
+        self,
+        tasks: list[Any],
+        episode: EpisodeFunction,
+        version: int | None = None,
+        adapter: str = "",
     ) -> list[Rollout]:
         """Run one episode per task outside training; return the rollouts in the tasks' order.
 
         ``version``: the one that samples every token, on engines pinned to it meanwhile; None: the
-        engines' present versions.
+        present versions. ``adapter``: the trained adapter to evaluate; empty: the run's weights.
 
         Raises:
             VersionUnavailable: no engine can be pinned to the version.
         """
+        trainer = self.trainers[adapter]
         if version is None:
-            futures = self._start_evaluation(tasks, episode, None)
+            futures = trainer.start_evaluation(tasks, episode, None)
             return [await future for future in futures]
         names = await self.engines.pin(version)
-        futures = self._start_evaluation(tasks, episode, version)
+        futures = trainer.start_evaluation(tasks, episode, version)
         ended = asyncio.gather(*futures, return_exceptions=True)
         ended.add_done_callback(lambda _: self.engines.unpin(names))
         await asyncio.shield(ended)  # if cancelled, the engines stay pinned until the turns end
         return [future.result() for future in futures]
-
-    def _start_evaluation(
-        self, tasks: list[Any], episode: EpisodeFunction, version: int | None
-    ) -> list[asyncio.Future[Rollout]]:
-        loop = asyncio.get_running_loop()
-        futures = []
-        for index, task in enumerate(tasks):
-            future: asyncio.Future[Rollout] = loop.create_future()
-            futures.append(future)
-            rollout_id = self.core.groups.next_rollout_id
-            self._pending.evaluations[rollout_id] = future
-            self.handle_event(ev.EvaluationRequested(task, index, version), episode)
-        return futures

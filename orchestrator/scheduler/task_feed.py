@@ -116,6 +116,8 @@ class TaskIterators:
 
     def close(self) -> None:
         """Stop taking tasks."""
+        if self._feeding is not None:
+            self._feeding.cancel()
         if self._source is not None:
             self._source.close()
 

@@ -1,23 +1,39 @@
-"""Trainer's handle of one LoRA adapter with weight versions of its own.
+"""Trainers' handles of LoRA adapters with weight versions of their own.
 
-``rollouts.adapter("critic")`` returns one. A publish through it stages, swaps and counts alone: no
-turn of the base or of another adapter pauses, recomputes KV or ages. Tensors are read by
-``weight_sync/adapter_files.py``, and published by the scheduler's :class:`AdapterManager`.
+``rollouts.adapter("critic")`` returns a handle that publishes versions, and
+``await rollouts.train_adapter("critic", …)`` one that also gets batches. A publish stages, swaps
+and counts alone: no turn of the base or of another adapter pauses, recomputes KV or ages. Tensors
+are read by ``weight_sync/adapter_files.py``, and published by the scheduler's
+:class:`AdapterManager`.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, ResumeMismatch
+from tidegate.orchestrator.batches.tasks import Tasks
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.rules import (
+    check_can_be_made_again,
+    describe,
+    record_of,
+)
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.trainer.handle import run_blocking
+from tidegate.orchestrator.settings.config import SET_BY_POLICY, RunSettings, StalenessSettings
+from tidegate.orchestrator.telemetry.recorder import Recorder
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.trainer.batch_handle import HELD_OUT, BatchHandle, Evaluation
+from tidegate.orchestrator.trainer.batch_metrics import OnBatch
+from tidegate.orchestrator.trainer.handle import blocking, in_thread, run_blocking
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.orchestrator.weight_sync.adapter_files import (
     LoadedAdapter,
     checked_name,
     load_adapter,
 )
+from tidegate.orchestrator.weight_sync.parts import ArchivedAdapter, WeightParts
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport.messages import UpdateWeights
 from tidegate.transport.weight_channels.checksums import checksums, with_checksums
@@ -25,6 +41,10 @@ from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
 
 if TYPE_CHECKING:
     import torch
+
+    from tidegate.orchestrator.batches.batches import Batch
+
+Result = TypeVar("Result")
 
 Do = Callable[[Callable[[Scheduler], Awaitable[Any]]], Awaitable[Any]]
 """Runs work on the run's loop, and waits for it."""
@@ -35,7 +55,7 @@ class AdapterHandle:
 
     def __init__(self, run: Run, name: str, do: Do) -> None:
         self._run = run
-        self._do = do
+        self._work = do
         self.name = checked_name(name)
         """Name of the adapter in its run."""
         self._version = 0
@@ -75,9 +95,13 @@ class AdapterHandle:
                 )
             return await scheduler.engines.adapters.publish(self.name, loaded.scale, write)
 
-        version: int = await self._do(work)
+        version: int = await self._work(work)
         self._version = max(self._version, version)
+        self._published(version, loaded)
         return version
+
+    def _published(self, version: int, loaded: LoadedAdapter) -> None:
+        """Record a version that engines serve."""
 
     async def pin(self, version: int | None = None) -> int:
         """Keep a version (default: the live one) until each pin of it is undone; return it.
@@ -92,7 +116,7 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> int:
             return scheduler.engines.adapters.pin(self.name, version)
 
-        pinned: int = await self._do(work)
+        pinned: int = await self._work(work)
         return pinned
 
     async def unpin(self, version: int) -> None:
@@ -101,7 +125,7 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> None:
             scheduler.engines.adapters.unpin(self.name, version)
 
-        await self._do(work)
+        await self._work(work)
 
     async def unload(self) -> None:
         """Have engines drop the adapter, pinned versions included. Turns that use it are refused.
@@ -115,7 +139,249 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> None:
             await scheduler.engines.adapters.unload(self.name)
 
+        await self._work(work)
+
+
+class AdapterTrainer(AdapterHandle, BatchHandle):
+    """One adapter that a run trains: versions out, and batches of its own rollouts in.
+
+    Its groups, batches, staleness bound, admission and ledger are its own. Its episodes sample the
+    adapter's live version, and every token of its batches is tagged with the adapter's own version
+    number. Publish a first version before the first batch.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        name: str,
+        do: Do,
+        settings: RunSettings,
+        *,
+        on_batch: OnBatch | None = None,
+    ) -> None:
+        """``settings``: the run's, with the adapter's own of batches and staleness."""
+        AdapterHandle.__init__(self, run, name, do)
+        BatchHandle.__init__(self, on_batch)
+        self._adapter = self.name
+        self._settings = settings
+        self._records: Recorder | None = None
+        self._is_resumed = False
+        self.is_closed = False
+        """Whether the adapter is trained no longer."""
+
+    @property
+    def _running(self) -> Run:
+        return self._run
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return self._records
+
+    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
+        result: Result = await self._work(work)
+        return result
+
+    @property
+    def _has_evaluation_engines(self) -> bool:
+        return False
+
+    async def evaluate(
+        self,
+        tasks: Sequence[Any],
+        *,
+        episode: EpisodeFunction,
+        name: str | None = HELD_OUT,
+        version: int | None = None,
+    ) -> Evaluation:
+        """As :meth:`tidegate.Rollouts.evaluate`, with the adapter's live version.
+
+        Raises:
+            ConfigError: ``version`` is given: engines are pinned to versions of the run's weights.
+        """
+        if version is not None:
+            raise ConfigError(
+                f"evaluate(version={version}) pins the run's weights; for a version of adapter "
+                f"{self.name!r} call pin({version}), and generate(adapter={self.name!r}, "
+                f"adapter_version={version}) in an evaluation of the run"
+            )
+        return await super().evaluate(tasks, episode=episode, name=name)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run continues an earlier one; then publish the checkpoint's tensors first."""
+        return self._is_resumed
+
+    async def begin(self) -> None:
+        """Start training the adapter, or continue after a resume.
+
+        Raises:
+            ConfigError: it is trained already.
+            ResumeMismatch: it was trained by other rules before the resume.
+        """
+        rules = self._settings.rules()
+        if self._run.run_id:
+            check_can_be_made_again(rules)
+
+        async def work(scheduler: Scheduler) -> None:
+            await train(scheduler)
+            self._side(scheduler).recorder = self._records = self._new_recorder(scheduler)
+
+        async def train(scheduler: Scheduler) -> None:
+            known = scheduler.core.trained_adapters.get(self.name)
+            if known is None:
+                await scheduler.train_adapter(self.name, rules)
+                return
+            before, now = record_of(known.rules), record_of(rules)
+            if changed := [key for key in now if before.get(key) != now[key]]:
+                raise ResumeMismatch(
+                    f"adapter {self.name!r} was trained with {changed[0]}="
+                    f"{describe(before.get(changed[0]))}, and can't continue with "
+                    f"{changed[0]}={describe(now[changed[0]])}; set the old value"
+                )
+            self._is_resumed = True
+            self._version, self._batches = known.trainer_version, known.handed.count
+
         await self._do(work)
+
+    def _new_recorder(self, scheduler: Scheduler) -> Recorder | None:
+        if self._run.observers is None:
+            return None
+        resumed = None
+        if self._is_resumed:
+            resumed = ev.RunResumed(self._batches, 0)
+        recorder = self._run.observers.open_adapter(self.name, self._settings, resumed)
+        if recorder is not None:
+            for engine in scheduler.fleet.engines.values():
+                recorder.engine_dtype(engine.hello.engine, engine.hello.dtype)
+        return recorder
+
+    def end_records(self, statistics: RunStatistics | None) -> None:
+        """Write the adapter's last records. Harmless if repeated.
+
+        Raises:
+            RecordingFailed: the disk refused some.
+        """
+        recorder, self._records = self._records, None
+        if recorder is not None:
+            if statistics is not None:
+                recorder.finish(statistics)
+            recorder.close()
+
+    def statistics(self) -> RunStatistics:
+        """Return a snapshot of the adapter's groups, versions and tokens, and of the run's engines.
+
+        The evaluation ledger and the episodes' times are those of the whole run.
+        """
+
+        async def work(scheduler: Scheduler) -> RunStatistics:
+            return self._statistics_of(scheduler)
+
+        return self._run.submit(work).result()
+
+    async def next_batch(self) -> "Batch | None":
+        """As :meth:`tidegate.Rollouts.next_batch`.
+
+        Raises:
+            ConfigError: the adapter has no version yet, so nothing can be sampled.
+        """
+        if not self._version:
+            raise ConfigError(
+                f"adapter {self.name!r} has no version to sample with; publish() its first tensors "
+                f"before the first batch (new LoRA adapters have B = 0, which equals the base)"
+            )
+        return await super().next_batch()
+
+    async def publish(
+        self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
+    ) -> int:
+        """As :meth:`AdapterHandle.publish`. The adapter's batches are held back until the version
+        is certain to succeed."""
+        self._mark("train")
+        try:
+            return await super().publish(adapter, config=config)
+        finally:
+            self._mark("publish")
+
+    def _published(self, version: int, loaded: LoadedAdapter) -> None:
+        if self._records is not None:
+            adapters = {self.name: ArchivedAdapter(version, loaded.scale)}
+            parts = WeightParts(over=0, is_adapter=True, adapters=adapters)
+            self._records.weights(version, loaded.tensors, parts)
+
+    async def rollback(
+        self,
+        adapter: "Mapping[str, torch.Tensor] | str | Path",
+        *,
+        config: object = None,
+        first_bad: int | None = None,
+    ) -> int:
+        """Serve these tensors in place of bad ones, under a new version; return it.
+
+        Groups of the adapter with a token of version ``first_bad`` or newer (default: the newest
+        published) are discarded as ``rolled_back``, and their tasks are repeated. The adapter's
+        turns are paused meanwhile, and stay paused if the publish fails.
+        """
+        bad = self._version if first_bad is None else first_bad
+        await self.pause()
+
+        async def retract(scheduler: Scheduler) -> None:
+            self._side(scheduler).handle(ev.VersionRetracted(bad))
+
+        await self._do(retract)
+        version = await self.publish(adapter, config=config)
+        await self.resume()
+        return version
+
+    async def pause(self) -> None:
+        """Take the adapter's turns back from the engines. They keep their tokens and continue from
+        there at :meth:`resume`; its episodes' timeouts do not run meanwhile. No other turn is
+        affected."""
+        await self._halt(True)
+
+    async def resume(self) -> None:
+        """Continue the adapter's turns. Harmless if they are not paused."""
+        await self._halt(False)
+
+    async def _halt(self, is_halted: bool) -> None:
+        async def work(scheduler: Scheduler) -> None:
+            scheduler.halt_adapter(self.name, is_halted)
+
+        await self._do(work)
+
+    async def close(self) -> None:
+        """Train the adapter no longer: discard what was not trained. It stays published; use
+        :meth:`unload` to drop it."""
+
+        async def work(scheduler: Scheduler) -> None:
+            final.append(self._statistics_of(scheduler))
+            scheduler.end_adapter(self.name)
+            self.is_closed = True
+
+        final: list[RunStatistics] = []
+        await self._do(work)
+        await in_thread(self.end_records, final[0])
+
+
+def adapter_settings(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
+    """Return the settings of a trained adapter: the run's, with other staleness settings.
+
+    Raises:
+        ConfigError: a setting is unknown or not valid.
+    """
+    known = StalenessSettings.model_fields
+    if unknown := sorted(changes.keys() - known.keys()):
+        raise ConfigError(
+            f"train_adapter() takes the settings of batches and staleness ({', '.join(known)}), "
+            f"got {', '.join(unknown)}; give the others to serve()"
+        )
+    own = settings.staleness
+    values = {name: getattr(own, name) for name in own.model_fields_set} | dict(changes)
+    if "staleness_policy" in changes or (
+        own.staleness_policy is not None and SET_BY_POLICY & changes.keys()
+    ):
+        for name in SET_BY_POLICY if "staleness_policy" in changes else ("staleness_policy",):
+            values.pop(name, None)
+    return settings.model_copy(update={"staleness": StalenessSettings(**values)})
 
 
 class SyncAdapterHandle:
@@ -151,6 +417,52 @@ class SyncAdapterHandle:
     def unload(self) -> None:
         """As :meth:`AdapterHandle.unload`."""
         run_blocking(self._handle.unload())
+
+
+class SyncAdapterTrainer(SyncAdapterHandle):
+    """Sync variant of :class:`AdapterTrainer`, whose calls block."""
+
+    _handle: AdapterTrainer
+
+    def __init__(self, handle: AdapterTrainer) -> None:
+        super().__init__(handle)
+
+    @property
+    def batches_received(self) -> int:
+        """As :attr:`AdapterTrainer.batches_received`."""
+        return self._handle.batches_received
+
+    @property
+    def is_resumed(self) -> bool:
+        """As :attr:`AdapterTrainer.is_resumed`."""
+        return self._handle.is_resumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`AdapterTrainer.state_dict`."""
+        return self._handle.state_dict()
+
+    def statistics(self) -> RunStatistics:
+        """As :meth:`AdapterTrainer.statistics`."""
+        return self._handle.statistics()
+
+    def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> Iterator["Batch"]:
+        """As :meth:`AdapterTrainer.batches`."""
+        call = self._handle._begin_batches()
+        self.offer(tasks, episode=episode)
+        while (batch := run_blocking(self._handle._next_batch_of(call))) is not None:
+            yield batch
+
+    offer = blocking(AdapterTrainer.offer)
+    next_batch = blocking(AdapterTrainer.next_batch)
+    return_batch = blocking(AdapterTrainer.return_batch)
+    discard = blocking(AdapterTrainer.discard)
+    report_off_policyness = blocking(AdapterTrainer.report_off_policyness)
+    ack = blocking(AdapterTrainer.ack)
+    evaluate = blocking(AdapterTrainer.evaluate)
+    rollback = blocking(AdapterTrainer.rollback)
+    pause = blocking(AdapterTrainer.pause)
+    resume = blocking(AdapterTrainer.resume)
+    close = blocking(AdapterTrainer.close)
 
 
 def write_adapter(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from tidegate.errors import REASON, ConfigError
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
@@ -30,13 +30,13 @@ class DiscardedRows:
     reason: str
     """Account of the ledger that the rows' tokens move to."""
 
-    async def report(self, scheduler: Scheduler) -> None:
+    async def report(self, trainer: TrainerSide) -> None:
         """Count the rows as discarded; return once the journal has stored the event.
 
         Raises:
             ConfigError: the run doesn't keep this batch any more, or the batch has no such rows.
         """
-        handed = scheduler.core.handed
+        handed = trainer.core.handed
         if self.batch not in handed:
             kept = ", ".join(str(batch.number) for batch in handed.kept) or "none"
             raise ConfigError(
@@ -48,8 +48,8 @@ class DiscardedRows:
             raise ConfigError(
                 f"batch {self.batch} has {count} rows, got indices {list(self.rows)} to discard"
             )
-        scheduler.handle([ev.RowsDiscarded(self.batch, self.rows, self.reason)])
-        await scheduler.wait_until_safe()
+        trainer.handle(ev.RowsDiscarded(self.batch, self.rows, self.reason))
+        await trainer.wait_until_safe()
 
 
 def discarded_rows(

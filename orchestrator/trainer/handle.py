@@ -344,10 +344,11 @@ def run_blocking(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 HandleT = TypeVar("HandleT", bound=RunHandle)
+Owner = TypeVar("Owner")
 
 
 def blocking(
-    method: Callable[Concatenate[HandleT, P], Coroutine[Any, Any, Result]],
+    method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, P], Result]:
     """Return a sync handle's method that runs the async handle's ``method`` to its end."""
 

@@ -57,6 +57,9 @@ class AdapterCallbacks(Protocol):
     def when_safe(self, action: Callable[[], None]) -> None:
         """Call ``action`` once no crash can undo the events handled so far."""
 
+    def hold_batches(self, is_held: bool, adapter: str = "") -> None:
+        """Stop handing batches over to a trained adapter's trainer, or hand them over again."""
+
     def give_up_engine(self, engine: str, why: str) -> None:
         """Remove an engine that does not answer."""
 
@@ -136,10 +139,9 @@ class AdapterManager:
             EngineLagging: an engine took too long, and was removed.
         """
         self._refuse_unable(name)
-        lock = self._publishing.setdefault(name, asyncio.Lock())
-        async with lock:
-            newest = max(self._assigned.get(name, 0), self._callbacks.core.adapters.get(name, 0))
-            version = self._assigned[name] = newest + 1
+        async with self.publishing(name):
+            version = self._assigned[name] = self._next_version(name)
+            self._callbacks.hold_batches(True, name)
             call, buffer = next(self._calls), next(self._buffers)
             result = self._results[call] = asyncio.get_running_loop().create_future()
             self._pending.others.add(result)
@@ -157,7 +159,27 @@ class AdapterManager:
                     timer.cancel()
                 if not result.done() or result.cancelled():
                     self._handle(ac.AdapterCallCancelled(call))
+                self._publish_ended(name, version)
         return version
+
+    def _next_version(self, name: str) -> int:
+        """Return the number of an adapter's next publish; those of failed ones are not reused."""
+        core = self._callbacks.core
+        trained = core.trained_adapters.get(name)
+        after_newest = core.adapters.get(name, 0) + 1 if trained is None else trained.next_version
+        return max(self._assigned.get(name, 0) + 1, after_newest)
+
+    def _publish_ended(self, name: str, version: int) -> None:
+        """Let a trained adapter's trainer get batches again, after a publish or its failure."""
+        core = self._callbacks.core
+        if name in core.trained_adapters:
+            if core.adapters.get(name, 0) < version:
+                self._callbacks.handle([ev.ForAdapter(name, ev.PublishFailed())])
+            self._callbacks.hold_batches(False, name)
+
+    def publishing(self, name: str) -> asyncio.Lock:
+        """Return the lock that publishes of an adapter hold."""
+        return self._publishing.setdefault(name, asyncio.Lock())
 
     def _refuse_unable(self, name: str) -> None:
         if self._channel not in CHANNELS:
@@ -185,7 +207,7 @@ class AdapterManager:
 
     async def unload(self, name: str) -> None:
         """Have engines drop an adapter, and refuse the turns that use it."""
-        async with self._publishing.setdefault(name, asyncio.Lock()):
+        async with self.publishing(name):
             if name not in self.state.loaded:
                 loaded = sorted(self.state.loaded) or "none"
                 raise WeightsRefused(f"no adapter {name!r} is loaded; loaded are {loaded}")
@@ -234,6 +256,7 @@ class AdapterManager:
                 )
             case ac.ReleaseAdapter(name=name, version=version):
                 callbacks.handle([ev.AdapterReleased(name, version)])
+                callbacks.hold_batches(False, name)
                 callbacks.when_safe(lambda: self._handle(ac.ReleaseDurable(name, version)))
             case ac.RecordLive(engine=engine, message=live):
                 callbacks.adapter_live(engine, live)

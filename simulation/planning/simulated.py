@@ -161,7 +161,7 @@ class _Simulation:
 
     async def _take_batch(self) -> int:
         requested_s = self._loop.time()
-        batch = await self._scheduler.next_batch()
+        batch = await self._scheduler.trainer.next_batch()
         assert batch is not None, "prompts never end"
         totals = self._totals
         totals.waited_s += self._loop.time() - requested_s

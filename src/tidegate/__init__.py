@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     )
     from tidegate.orchestrator.telemetry.statistics import RunStatistics
     from tidegate.orchestrator.telemetry.watchdog import Stuck
+    from tidegate.orchestrator.trainer.adapters import AdapterTrainer, SyncAdapterTrainer
+    from tidegate.orchestrator.trainer.batch_handle import Evaluation
     from tidegate.orchestrator.trainer.dataset import RolloutDataset
     from tidegate.orchestrator.trainer.remote.listener import listen
     from tidegate.orchestrator.trainer.remote.rollouts import (
@@ -68,7 +70,6 @@ if TYPE_CHECKING:
         connect_sync,
     )
     from tidegate.orchestrator.trainer.rollouts import (
-        Evaluation,
         Rollouts,
         Scorer,
         SyncRollouts,
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
 logging.getLogger("tidegate").addFilter(EscapeControls())
 
 __all__ = [
+    "AdapterTrainer",
     "AdaptiveStaleness",
     "Batch",
     "BoundedStaleness",
@@ -156,6 +158,7 @@ __all__ = [
     "StalenessPolicy",
     "StalenessSettings",
     "Stuck",
+    "SyncAdapterTrainer",
     "SyncRemoteRollouts",
     "SyncRollouts",
     "SyncScorer",
@@ -216,7 +219,8 @@ _HOMES = {
     "Episode": "orchestrator.episodes.episode",
     "EpisodeSettings": "orchestrator.settings.config",
     "EpisodeFailure": "policies.failures",
-    "Evaluation": "orchestrator.trainer.rollouts",
+    "AdapterTrainer": "orchestrator.trainer.adapters",
+    "Evaluation": "orchestrator.trainer.batch_handle",
     "FailureCause": "policies.failures",
     "FailurePolicy": "policies.failures",
     "FleetSettings": "orchestrator.settings.config",
@@ -247,6 +251,7 @@ _HOMES = {
     "StalenessSettings": "orchestrator.settings.config",
     "Stuck": "orchestrator.telemetry.watchdog",
     "SyncRemoteRollouts": "orchestrator.trainer.remote.rollouts",
+    "SyncAdapterTrainer": "orchestrator.trainer.adapters",
     "SyncRollouts": "orchestrator.trainer.rollouts",
     "SyncScorer": "orchestrator.trainer.rollouts",
     "Synchronous": "policies.rounds",

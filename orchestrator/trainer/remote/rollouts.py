@@ -29,6 +29,7 @@ from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.fleet.scores import Readout, Score, ScoreQuery, TokenScores
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.trainer.batch_handle import Evaluation
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
     RunRequests,
@@ -42,7 +43,6 @@ from tidegate.orchestrator.trainer.handle import (
 from tidegate.orchestrator.trainer.remote.columns import from_frames
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
 from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
-from tidegate.orchestrator.trainer.rollouts import Evaluation
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.security import EngineKeys, read_engine_keys

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.state import digest, load, save
-from tidegate.orchestrator.fleet.pending_futures import BatchRequest, PendingFutures
+from tidegate.orchestrator.fleet.pending_futures import BatchRequest
 from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.staleness import StalenessPolicy
@@ -319,7 +320,7 @@ class RequestingTrainer:
         self.asked: list[ev.Event] = []
         self.number = 0
         self.requests = BatchRequestQueue(
-            PendingFutures(), self.handle, lambda action: action(), lambda: None
+            deque(), self.handle, lambda action: action(), lambda: None
         )
 
     def handle(self, event: ev.Event) -> None:

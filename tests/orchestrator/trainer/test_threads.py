@@ -11,7 +11,7 @@ import torch
 from tidegate.orchestrator.fleet.processes import engine_command, engine_options
 from tidegate.orchestrator.settings import config
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
-from tidegate.orchestrator.trainer.rollouts import warn_if_oversubscribed
+from tidegate.orchestrator.trainer.batch_handle import warn_if_oversubscribed
 
 
 def settings(**values: Any) -> RunSettings:

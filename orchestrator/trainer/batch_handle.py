@@ -1,0 +1,713 @@
+"""Batches, tasks and evaluations for the trainer of a run's weights, or of one adapter.
+
+:class:`BatchHandle` is the part of a trainer's handle that does not depend on what is published.
+``rollouts.py`` adds the run's weights to it, ``adapters.py`` an adapter's. It submits requests to
+the run's thread, keeps the trainer's time, and turns what the core hands over into tensors on the
+trainer's thread.
+"""
+
+import concurrent.futures
+import contextlib
+import logging
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+
+import msgspec
+import numpy as np
+
+from tidegate.errors import ConfigError, VersionUnavailable
+from tidegate.orchestrator.batches.ages import BatchAges
+from tidegate.orchestrator.batches.tasks import Tasks, num_tasks
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.failure_counts import failure_statistics
+from tidegate.orchestrator.core.group import Group, kept_rows
+from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.fleet.pending_futures import BatchRequest
+from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
+from tidegate.orchestrator.settings.config import RunSettings, cores
+from tidegate.orchestrator.telemetry.forecast import Forecaster, window_groups
+from tidegate.orchestrator.telemetry.html_tables import html_table, line
+from tidegate.orchestrator.telemetry.off_policy import off_policy
+from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
+from tidegate.orchestrator.trainer.batch_metrics import (
+    OnBatch,
+    batch_metrics,
+    check_callback,
+    tokens_by_lag,
+)
+from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
+from tidegate.orchestrator.trainer.handle import in_thread, result_of
+from tidegate.orchestrator.trainer.run import Run
+from tidegate.policies.staleness import OffPolicyness
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.batches.batches import Batch
+    from tidegate.policies.diagnostics import LagBucket
+
+Result = TypeVar("Result")
+
+HELD_OUT = "held_out"
+"""Name of an evaluation, unless given; reports and comparisons show it."""
+
+log = logging.getLogger("tidegate")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluation:
+    """Rewards of one episode per task, outside training."""
+
+    rewards: list[float | None]
+    """Reward of each task, in the order of the tasks; None where the episode failed."""
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean over all tasks; failed episodes count as 0."""
+        return sum(reward or 0.0 for reward in self.rewards) / max(1, len(self.rewards))
+
+    @property
+    def failures(self) -> int:
+        """Number of episodes that raised or timed out."""
+        return sum(reward is None for reward in self.rewards)
+
+    def __repr__(self) -> str:
+        return line("Evaluation", self._figures())
+
+    def _repr_html_(self) -> str:
+        return html_table("Evaluation", self._figures())
+
+    def _figures(self) -> dict[str, object]:
+        return {
+            "mean reward": f"{self.mean_reward:.3f}",
+            "tasks": len(self.rewards),
+            "failures": self.failures,
+        }
+
+
+@dataclass(slots=True)
+class _RepeatedEvaluation:
+    """Tasks that a run evaluates every ``versions`` versions."""
+
+    versions: int
+    tasks: Sequence[Any]
+    episode: EpisodeFunction
+    evaluated_version: int | None = None
+    """Version evaluated last; None before the first evaluation."""
+
+    def is_due(self, version: int, *, is_last: bool) -> bool:
+        """Return whether ``version`` is to be evaluated now; ``is_last``: no batch follows."""
+        if self.evaluated_version is None:
+            return True
+        new_versions = version - self.evaluated_version
+        return new_versions > 0 if is_last else new_versions >= self.versions
+
+
+@dataclass(slots=True)
+class _BegunEvaluation:
+    """A running evaluation, and its record for the run's directory."""
+
+    name: str | None
+    """Name to record it by; None: it is not recorded."""
+    version: int
+    batches: int
+    """Number of batches received before."""
+    seconds: float = 0.0
+
+    def work(
+        self,
+        tasks: Sequence[Any],
+        episode: EpisodeFunction,
+        pinned_version: int | None,
+        adapter: str,
+    ) -> "Callable[[Scheduler], Awaitable[Evaluation]]":
+        """Return the work for the run's loop; ``pinned_version`` must sample all tokens."""
+
+        async def evaluate(scheduler: Scheduler) -> Evaluation:
+            started_s = time.monotonic()
+            rollouts = await scheduler.evaluate(list(tasks), episode, pinned_version, adapter)
+            self.seconds = time.monotonic() - started_s
+            return Evaluation([rollout.reward for rollout in rollouts])
+
+        return evaluate
+
+
+class MeasuredHandle(ABC):
+    """Handle of a run that can take the run's statistics."""
+
+    _adapter = ""
+    """Trained adapter that the statistics are of; empty: the run's weights."""
+
+    def __init__(self) -> None:
+        self._timekeeper = Timekeeper(None)
+        self._forecaster = Forecaster()
+        self._ages = BatchAges()
+        self._batch_callback_errors = 0
+
+    @property
+    @abstractmethod
+    def _running(self) -> Run:
+        """The run; raises RuntimeError if it has not been started."""
+
+    def _statistics_of(self, scheduler: Scheduler) -> RunStatistics:
+        core, usage = scheduler.core.of(self._adapter), self._timekeeper.usage()
+        staleness, ledger = core.trained.staleness, core.ledger.snapshot()
+        return RunStatistics(
+            wall_s=usage.wall_s,
+            trainer_version=core.trainer_version,
+            live_version=core.versions.live_version,
+            admissible_groups=core.admissible_groups,
+            running_groups=core.running_groups,
+            buffered_groups=core.buffered_groups,
+            training_groups=core.training_groups,
+            batches=core.trained.batches,
+            trained_rollouts=core.trained.rollouts,
+            mixed_version_rollouts=core.trained.mixed_version,
+            discarded_rollouts=dict(core.discarded_rollouts),
+            max_staleness_seen=max(staleness, default=0),
+            staleness_bound=core.policy.guaranteed_bound,
+            mean_staleness=sum(s * n for s, n in staleness.items()) / max(1, core.trained.rollouts),
+            staleness_histogram=dict(sorted(staleness.items())),
+            trainer_idle_share=usage.trainer_idle_share,
+            engine_idle_share=usage.engine_idle_share,
+            tokens_per_s=usage.tokens_per_s,
+            ledger=ledger,
+            evaluation_ledger=core.evaluation_ledger.snapshot(),
+            engines=scheduler.fleet.statistics(),
+            pause_mode=scheduler.control.state.pause_mode,
+            asleep=scheduler.control.state.asleep,
+            staging_version=scheduler.control.state.staging_version,
+            publish_failure=_text_of(scheduler.control.state.failure),
+            stuck=(*filter(None, [self._running.loop_watch.blocked]), *scheduler.stuck),
+            discards=core.groups.discards.by_reason(generated_tokens=ledger.generated),
+            length_bias=core.groups.discards.length_bias(),
+            context_tokens=scheduler.fleet.context_tokens,
+            cached_context_tokens=scheduler.fleet.cached_context_tokens,
+            parked_episodes=scheduler.parked_episodes,
+            staleness_from_generation=dict(sorted(self._ages.from_generation.items())),
+            staleness_from_queue=dict(sorted(self._ages.from_queue.items())),
+            straggler_wait_groups=self._ages.groups,
+            straggler_wait_s=self._ages.straggler_wait_s,
+            episode_activity_s=scheduler.episode_seconds(),
+            trainer_activity_s=self._timekeeper.spent_s(),
+            publishes=self._timekeeper.publishes,
+            event_loop_longest_block_s=self._running.loop_watch.longest_block_s,
+            batch_callback_errors=self._batch_callback_errors,
+            tool_call_turns=scheduler.tool_calls.turns,
+            parsed_tool_call_turns=scheduler.tool_calls.parsed_turns,
+            episode_failures=failure_statistics(core.groups.failures),
+            forecast=self._forecaster.forecast(
+                ledger,
+                outstanding_groups_max=core.policy.outstanding_groups_max,
+                window_groups=window_groups(core.policy),
+            ),
+        )
+
+
+class BatchHandle(MeasuredHandle):
+    """Async handle of one trainer's batches, tasks and evaluations."""
+
+    def __init__(self, on_batch: OnBatch | None = None) -> None:
+        MeasuredHandle.__init__(self)
+        if on_batch is not None:
+            check_callback(on_batch)
+        self._on_batch = on_batch
+        self._reported_figures: dict[str, float] = {}
+        """Figures of evaluations, and off-policy metrics that the trainer reported for the last
+        batch. They are added to the next batch's metrics."""
+        self._evaluations: dict[str, _RepeatedEvaluation] = {}
+        """Evaluations that the run repeats, by their names."""
+        self._version = 0
+        self._batches = 0
+        self._begun: dict[str, tuple[_BegunEvaluation, concurrent.futures.Future[Evaluation]]] = {}
+        """Evaluations of :meth:`evaluate_every` that run beside training, by name."""
+        self._batches_call = 0
+        """Number of the newest call of ``batches()``, whose tasks the run takes."""
+        self._waiting_calls = 0
+        """Number of ``batches()`` calls that wait for a batch now."""
+        self._has_checked_threads = False
+
+    def refuse_blocking_call(self) -> None:
+        """Raise RuntimeError on the run's own thread, which would wait for itself."""
+        self._running.refuse_own_thread()
+
+    @abstractmethod
+    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
+        """Run ``work`` on the run's loop, and wait for it."""
+
+    @abstractmethod
+    def statistics(self) -> RunStatistics:
+        """Return a snapshot of the run; once it has ended, the final one."""
+
+    @property
+    def _has_evaluation_engines(self) -> bool:
+        """Whether the run keeps engines for evaluations of what this trainer publishes."""
+        return self._running.settings.fleet.evaluation_engines > 0
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        """Recorder of the trainer's batches; None if they are not recorded."""
+        return self._running.recorder
+
+    def _side(self, scheduler: Scheduler) -> TrainerSide:
+        """Return the run's side of this trainer."""
+        return scheduler.trainers[self._adapter]
+
+    def _sync_records(self) -> None:
+        """Record the current statistics, and wait until all records survive a crash."""
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.statistics(self.statistics())
+            recorder.sync()
+
+    @property
+    def version(self) -> int:
+        """The newest weight version published; 0 is the model directory's."""
+        return self._version
+
+    @property
+    def batches_received(self) -> int:
+        """Number of batches handed to the trainer, those before a resume included."""
+        return self._batches
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run continues an earlier one; then publish the checkpoint's weights first."""
+        return self._running.resumed is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trainer's position in the run, to be saved in its checkpoint.
+
+        Take it when the batch last received is trained. Save it atomically with the weights made
+        from that batch, before you publish them. ``serve(resume=…)`` takes it.
+
+        Raises:
+            ConfigError: the run keeps no journal, so it can't be resumed.
+        """
+        if not self._running.run_id:
+            raise ConfigError(
+                "state_dict() needs a journal, without which a run can't be resumed; pass "
+                "journal=True to serve()"
+            )
+        scheduler = self._running.scheduler
+        offer = self._side(scheduler).core.tasks.offer if scheduler is not None else 0
+        token = ResumeToken(self._running.run_id, self._batches, self._version, max(0, offer))
+        return msgspec.structs.asdict(token)
+
+    # ------------------------------------------------------------ batches
+
+    async def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> AsyncIterator["Batch"]:
+        """Yield batches made from ``tasks`` until the tasks are used up; the last may be smaller.
+
+        ``tasks`` may be endless, sync or async. The run's own thread iterates over it and runs
+        ``episode``. Publish after each batch: until then the batch's groups count against the
+        staleness bound.
+
+        After this iterator ends, or you break out of it, you may call ``batches()`` again; the new
+        iterator also trains the unfinished tasks of the earlier one. Two at once are refused.
+
+        Raises:
+            PublishNeeded: the next batch could never fill without a publish.
+            EngineLost: no engine is left.
+            EpisodeError: ``episode`` fails every time.
+            ConfigError: another ``batches()`` waits for a batch, or has replaced these tasks.
+        """
+        call = self._begin_batches()
+        await self.offer(tasks, episode=episode)
+        while (batch := await self._next_batch_of(call)) is not None:
+            yield batch
+
+    async def offer(self, tasks: Tasks, *, episode: EpisodeFunction) -> None:
+        """Replace the run's tasks and episode; :meth:`next_batch` then returns the batches made.
+
+        :meth:`batches` does both.
+        """
+
+        async def work(scheduler: Scheduler) -> None:
+            scheduler.offer(tasks, episode, self._adapter)
+
+        await self._do(work)
+        if self._recorder is not None:
+            self._recorder.offered(num_tasks(tasks))
+
+    async def next_batch(self) -> "Batch | None":
+        """Return the next batch, or None once the tasks are used up; raises as :meth:`batches`.
+
+        Evaluations of :meth:`evaluate_every` that are due run first.
+
+        A cancelled call loses no batch: the batch goes back to the run, and a later call gets it
+        unless its groups are too stale by then. A trainer may call this during a train step,
+        to prefetch. Provided that it publishes after each batch, a prefetched batch's staleness
+        includes the publish of that step.
+        """
+        await self._evaluate_if_due()
+        self._mark("train")
+        request = BatchRequest()
+        try:
+            while await self._do(lambda s: self._side(s).batch_requests.wait(request)):
+                if (batch := self._take(request)) is not None:
+                    return batch
+        except BaseException:
+            self._close_request(request)
+            raise
+        self._mark("wait")
+        await self._evaluate_if_due(is_last=True)
+        return None
+
+    async def return_batch(self, number: int) -> bool:
+        """Give the newest batch, which was not trained on, back to the run for the next call.
+
+        Returns False if the batch is not the newest any more, or another call waits for a batch.
+        """
+
+        async def work(scheduler: Scheduler) -> bool:
+            return self._side(scheduler).return_batch(number)
+
+        if not await self._do(work):
+            return False
+        self._batches = number - 1
+        return True
+
+    async def discard(
+        self,
+        batch: "Batch | int",
+        rows: Sequence[SupportsIndex],
+        *,
+        reason: str = NOT_TRAINED,
+    ) -> None:
+        """Report that the trainer did not train on these rows of ``batch``, counted from 0.
+
+        The rows' tokens then count as discarded for ``reason``, and no longer as trained; their
+        tasks are not repeated. Call this before two further batches have been handed over, and
+        before a checkpoint that includes the batch. ``batch`` may be the batch's number.
+
+        Raises:
+            ConfigError: the run no longer keeps the batch, or the batch has no such rows.
+        """
+        discarded = discarded_rows(batch, rows, reason)
+        await self._do(lambda scheduler: discarded.report(self._side(scheduler)))
+
+    async def report_off_policyness(
+        self,
+        *,
+        effective_sample_size: float | None = None,
+        mismatch_kl: float | None = None,
+        by_lag: "Sequence[LagBucket]" = (),
+    ) -> None:
+        """Report how far off-policy the last batch was, as the loss measured it.
+
+        ``AdaptiveStaleness`` moves η by it; other policies ignore it, and dashboards show it.
+
+        Args:
+            effective_sample_size: share of the batch that its importance weights leave, in (0, 1].
+            mismatch_kl: KL divergence in nats per token. ``policies.diagnostics`` computes both.
+            by_lag: result of ``policies.diagnostics.measure_mismatch_by_lag``.
+
+        Raises:
+            ConfigError: a value is out of range, or not a number.
+        """
+        measured = OffPolicyness(
+            effective_sample_size=effective_sample_size, mismatch_kl=mismatch_kl
+        )
+
+        async def work(scheduler: Scheduler) -> None:
+            ess, kl = measured.effective_sample_size, measured.mismatch_kl
+            self._side(scheduler).handle(ev.OffPolicynessMeasured(ess, kl))
+
+        await self._do(work)
+        reported = off_policy(effective_sample_size, mismatch_kl, by_lag)
+        self._reported_figures |= reported.figures()
+        if self._recorder is not None:
+            self._recorder.off_policy(reported)
+
+    async def ack(self, state: Mapping[str, Any]) -> None:
+        """Acknowledge that this ``state_dict()`` is on disk, so that the run may drop older state.
+
+        Returns once the run's records so far survive a crash too: trajectories, batch metrics,
+        statistics, weights.
+
+        Raises:
+            RecordingFailed: the run's records can't be written to disk.
+        """
+        token = resume_token(state)
+        await in_thread(self._sync_records)
+        await self._do(lambda s: self._side(s).mark_checkpointed(token.batches, token.offer))
+
+    async def evaluate(
+        self,
+        tasks: Sequence[Any],
+        *,
+        episode: EpisodeFunction,
+        name: str | None = HELD_OUT,
+        version: int | None = None,
+    ) -> Evaluation:
+        """Run one episode per task, and never train on them.
+
+        With ``version``, or with the setting ``evaluation_engines`` (then by default the newest
+        published version), that version samples every token: engines are pinned to it while others
+        go on with training and take newer weights. Without both, engines evaluate with their
+        present weights, before their turns of training. Without ``evaluation_engines``, one of
+        several engines is pinned, and its turns of training move to the others.
+
+        Each call with the same tasks uses the same sampling seeds. The mean reward is recorded as
+        ``name`` at the newest published version, for reports, curves and comparisons, and is in the
+        next batch's figures as ``NAME_reward``. With None nothing is recorded.
+
+        Raises:
+            VersionUnavailable: no engine can be pinned to ``version``. The message lists versions.
+        """
+        pinned = version
+        if pinned is None and self._has_evaluation_engines:
+            pinned = self._version
+        begun = _BegunEvaluation(name, self._version if pinned is None else pinned, self._batches)
+        evaluation = await self._do(begun.work(tasks, episode, pinned, self._adapter))
+        self._record_evaluation(begun, evaluation)
+        return evaluation
+
+    def evaluate_every(
+        self,
+        versions: int,
+        tasks: Sequence[Any],
+        *,
+        episode: EpisodeFunction,
+        name: str = HELD_OUT,
+    ) -> None:
+        """Have the run evaluate ``tasks`` by itself: before the first batch, whenever ``versions``
+        more versions are published, and after the last batch.
+
+        The trainer's request for a batch waits meanwhile, unless the setting ``evaluation_engines``
+        keeps engines for evaluations: then they run beside training, each pinned to the version
+        that was newest, and only the last ones are waited for. While one runs, no other of its name
+        begins. A second call of the same name replaces the first.
+
+        Raises:
+            ConfigError: ``versions`` is less than 1, or there are no tasks.
+        """
+        if versions < 1:
+            raise ConfigError(f"evaluations are at least 1 version apart, got {versions}")
+        if not len(tasks):
+            raise ConfigError("evaluate_every() needs at least one task, got none")
+        self._evaluations[name] = _RepeatedEvaluation(versions, tasks, episode)
+
+    async def _evaluate_if_due(self, *, is_last: bool = False) -> None:
+        if self._has_evaluation_engines:
+            await self._evaluate_beside(is_last=is_last)
+            return
+        for name, each in self._evaluations.items():
+            if each.is_due(self._version, is_last=is_last):
+                version = self._version
+                # Before the first batch, and after the last, the trainer's time is not measured.
+                is_measured = self._timekeeper.is_open and not is_last
+                if is_measured:
+                    self._mark("train")
+                await self.evaluate(each.tasks, episode=each.episode, name=name)
+                each.evaluated_version = version
+                if is_measured:
+                    self._mark("evaluate")
+
+    async def _evaluate_beside(self, *, is_last: bool) -> None:
+        """Record the evaluations that have ended, and begin those that are due."""
+        for name, each in list(self._evaluations.items()):
+            if name in self._begun and (is_last or self._begun[name][1].done()):
+                await self._end_evaluation(name)
+            if name in self._begun or not each.is_due(self._version, is_last=is_last):
+                continue
+            begun = _BegunEvaluation(name, self._version, self._batches)
+            work = begun.work(each.tasks, each.episode, self._version, self._adapter)
+            self._begun[name] = begun, self._running.submit(work)
+            each.evaluated_version = self._version
+            if is_last:
+                await self._end_evaluation(name)
+
+    async def _end_evaluation(self, name: str) -> None:
+        """Wait for an evaluation beside training, and record it."""
+        begun, future = self._begun.pop(name)
+        try:
+            self._record_evaluation(begun, await result_of(future))
+        except VersionUnavailable as error:
+            log.warning("evaluation=%s skipped: %s", name, error)
+
+    def _record_evaluation(self, begun: "_BegunEvaluation", evaluation: Evaluation) -> None:
+        if (name := begun.name) is None:
+            return
+        self._reported_figures[f"{re.sub(r'[^0-9A-Za-z_]', '_', name)}_reward"] = (
+            evaluation.mean_reward
+        )
+        if self._recorder is not None:
+            self._recorder.evaluation(
+                {
+                    "name": name,
+                    "version": begun.version,
+                    "batches": begun.batches,
+                    "reward": evaluation.mean_reward,
+                    "tasks": len(evaluation.rewards),
+                    "failures": evaluation.failures,
+                    "seconds": round(begun.seconds, 3),
+                }
+            )
+
+    # ------------------------------------------------------------ the trainer's time and batches
+
+    def _mark(self, ended: TrainerActivity) -> None:
+        """Record in the time statistics that this activity of the trainer ends now."""
+        scheduler = self._running.scheduler
+        engines = scheduler.fleet.work() if scheduler is not None else {}
+        self._timekeeper.mark(ended, self._version, engines)
+
+    def _begin_batches(self) -> int:
+        """Begin another call of ``batches()``, whose tasks replace the previous call's.
+
+        Raises:
+            ConfigError: another call waits for a batch; its tasks would never be used.
+        """
+        if self._waiting_calls:
+            raise ConfigError(
+                "batches() was called while another batches() of this run waits for a batch, and a "
+                "run takes tasks from one iterator at a time; join the tasks with itertools.chain, "
+                "or break out of the first loop"
+            )
+        self._batches_call += 1
+        return self._batches_call
+
+    async def _next_batch_of(self, call: int) -> "Batch | None":
+        """Return the next batch for this call of ``batches()``.
+
+        Raises:
+            ConfigError: a later call has replaced its tasks.
+        """
+        if call != self._batches_call:
+            raise ConfigError(
+                "a later batches() of this run has replaced these tasks; the tasks already started "
+                "are trained by the later one, the others are skipped. Use the later iterator; to "
+                "train on both, join the tasks with itertools.chain"
+            )
+        self._waiting_calls += 1
+        try:
+            return await self.next_batch()
+        finally:
+            self._waiting_calls -= 1
+
+    def _take(self, request: BatchRequest) -> "Batch | None":
+        """Take the batch offered to a request; return None if the offer was withdrawn.
+
+        First the tensors are built, then the batch is taken, and last it is acknowledged: after an
+        exception in between, :meth:`_close_request` can give the batch back.
+        """
+        from tidegate.orchestrator.batches.batches import batch_of_rows  # imports torch
+
+        handover = request.batch
+        if handover is None:
+            return None
+        self._mark("wait")
+        if not self._has_checked_threads:
+            self._has_checked_threads = True
+            warn_if_oversubscribed(self._running.settings)
+        rows, version = kept_rows(handover.groups), handover.trainer_version
+        batch = batch_of_rows(rows, handover.groups, version, handover.number)
+        if not request.take(handover):
+            return None
+        self._batches = handover.number
+        self._forecast_from(batch)
+        self._record_batch(handover, batch, rows)
+        self._post(lambda scheduler: self._side(scheduler).batch_requests.acknowledge(request))
+        return batch
+
+    def _close_request(self, request: BatchRequest) -> None:
+        """End a request without a batch; give back a batch that was offered or taken."""
+        if (handover := request.batch) is not None:
+            self._batches = min(self._batches, handover.number - 1)
+        self._post(lambda scheduler: self._side(scheduler).batch_requests.close(request))
+
+    def _post(self, action: Callable[[Scheduler], object]) -> None:
+        """Schedule ``action`` on the run's loop, after all work submitted before."""
+
+        async def work(scheduler: Scheduler) -> None:
+            action(scheduler)
+
+        with contextlib.suppress(Exception):  # if the run has ended, other calls raise the reason
+            self._running.submit(work)
+
+    def _record_batch(
+        self, handover: ev.HandOver, batch: "Batch", rows: Sequence[tuple[Rollout, Group]]
+    ) -> None:
+        scheduler = self._running.scheduler
+        ages: dict[str, float] = {}
+        if scheduler is not None:
+            ages = self._ages.record(
+                [row for row, _ in rows], batch, self._side(scheduler).published
+            )
+        recorder = self._recorder
+        if recorder is None and self._on_batch is None:
+            return
+        metrics = {
+            **batch_metrics(batch, self._timekeeper.usage()),
+            **ages,
+            **self._reported_figures,
+        }
+        self._reported_figures = {}
+        if recorder is not None:
+            advantages, version = batch.advantages.tolist(), handover.trainer_version
+            kept = [(row, group.task) for row, group in rows]
+            recorder.trained(kept, advantages=advantages, consumed_version=version)
+            recorder.batch(metrics)
+            recorder.trained_lags(tokens_by_lag(batch))
+            if recorder.wants_statistics:
+                self._post(lambda scheduler: recorder.statistics(self._statistics_of(scheduler)))
+        if self._on_batch is not None:
+            self._call_on_batch(self._on_batch, metrics)
+
+    def _call_on_batch(self, on_batch: OnBatch, metrics: dict[str, float]) -> None:
+        """Call the user's callback; log and count its exceptions, so the trainer gets the batch."""
+        try:
+            on_batch(metrics)
+        except Exception as error:
+            self._batch_callback_errors += 1
+            log.error("on_batch raised; the batch is handed to the trainer anyway", exc_info=error)
+
+    def _forecast_from(self, batch: "Batch") -> None:
+        scheduler = self._running.scheduler
+        self._forecaster.add_batch(
+            np.count_nonzero(batch.weight_versions.numpy() >= 0, axis=1),
+            batch.group_ids.numpy(),
+            batch.staleness.numpy(),
+            batch.rollout_ids.numpy(),
+            trainer_version=batch.trainer_version,
+            usage=self._timekeeper.usage(),
+            engines=scheduler.fleet.statistics() if scheduler is not None else (),
+        )
+
+
+def warn_if_oversubscribed(settings: RunSettings) -> None:
+    """Warn if the trainer's torch has more threads than the engines leave free cores.
+
+    OpenMP's threads spin while they wait for each other. With fewer cores than threads, they spin
+    for threads that are not running: one run took eight times as long.
+    """
+    import torch
+
+    if not settings.engine_processes or settings.engine.uses_gpu:
+        return
+    engine_threads = settings.engine_processes * settings.engine_threads
+    free_cores = max(1, cores() - engine_threads)
+    if (threads := torch.get_num_threads()) > free_cores:
+        log.warning(
+            "torch_threads=%d cores=%d engine_threads=%d: the trainer's torch and the engines have "
+            "more threads than there are cores, and slow each other down; set OMP_NUM_THREADS=%d, "
+            "or call torch.set_num_threads(%d)",
+            threads,
+            cores(),
+            engine_threads,
+            free_cores,
+            free_cores,
+        )
+
+
+def _text_of(error: Exception | None) -> str | None:
+    return str(error) if error is not None else None
