@@ -253,7 +253,7 @@ SOURCES = (
         note="One step of AdamW on random gradients, float32 master weights, published in "
         "bfloat16. Applying means both patches\nthat bring an engine's buffer up to date; "
         "loading, the whole set from memory; both in CPU time. Each changed element\nis a cache "
-        "line of its own, so loading is faster here: patches save the network, not the engine. "
+        "line of its own, so the more change, the faster loading is in comparison. "
         "At 3e-4 patches would\nexceed a tenth of the bytes, so tensors are sent whole.",
         table=deltas_table,
     ),

@@ -75,8 +75,8 @@ SAMPLE_BYTES = 256
 
 PATCH_SHARE_MAX = 0.1
 """Largest size of a patch, as a share of its tensor's bytes; above it the tensor is sent whole. An
-engine applies a patch of a tenth of the bytes in ten times the time of a whole tensor, because each
-changed element is a cache line of its own; over a link of 1 Gbit/s both then take as long."""
+engine applies a patch of a tenth of the bytes in several times the time of a whole tensor, because
+each changed element is a cache line of its own; over a link of 1 Gbit/s both then take as long."""
 
 
 SMALL_PATCH_BYTES = 65536
