@@ -42,6 +42,7 @@ class CoverageMark(StrEnum):
     SHORT_BATCH = "tasks ended within a batch, and more tasks followed"
     OFFERED_AGAIN = "new tasks were offered before the previous ones had ended"
     EVALUATED_BESIDE = "an evaluation ran during training"
+    EVALUATED_PINNED = "a pinned evaluation's tokens were all of its version"
     PREEMPTED = "a turn was preempted"
     HANDED_BACK = "a turn was handed back for lack of memory"
     ABORTED = "turns were aborted for new weights"

@@ -129,6 +129,8 @@ class InvariantChecker:
         self._evaluation_rollouts: set[int] = set()
         self._evaluation_turns: set[tuple[str, int]] = set()
         """(engine, handle) of each turn of an evaluation rollout."""
+        self._kept: set[str] = set()
+        """Engines that are kept for evaluations."""
         self._serving: dict[str, int] = {}
         """Engine -> the version that it serves, as reported to the orchestrator."""
         self._epochs: dict[str, int] = {}
@@ -209,7 +211,7 @@ class InvariantChecker:
         for command in commands:
             match command:
                 case ev.Submit(engine=engine, message=message):
-                    self._check_submit(engine)
+                    self._check_submit(engine, message.session - 1)
                     self._place(engine, message.turn, message.session - 1)
                     if message.session - 1 in self._evaluation_rollouts:
                         self._evaluation_turns.add((engine, message.turn))
@@ -279,6 +281,9 @@ class InvariantChecker:
                 assert version <= self._published, f"{engine} serves v{version}, not published"
                 if engine in self._serving:  # otherwise the engine was given up meanwhile
                     self._serve(engine, version)
+            case ev.EvaluationEngineChosen(engine=engine, is_kept=is_kept):
+                (self._kept.add if is_kept else self._kept.discard)(engine)
+                self._raise_live_version()
             case ev.EngineDraining(engine=engine):
                 self._draining.add(engine)
                 has_turns = bool(self._placed.get(engine))
@@ -371,13 +376,17 @@ class InvariantChecker:
 
     def _serve(self, engine: str, version: int) -> None:
         self._serving[engine] = version
-        self.live_version = max(self.live_version, min(self._serving.values()))
+        self._raise_live_version()
+
+    def _raise_live_version(self) -> None:
+        training = [version for name, version in self._serving.items() if name not in self._kept]
+        self.live_version = max(self.live_version, min(training, default=0))
 
     def _leave(self, engine: str) -> None:
         self._draining.discard(engine)
+        self._kept.discard(engine)
         self._serving.pop(engine, None)
-        oldest = min(self._serving.values(), default=0)
-        self.live_version = max(self.live_version, oldest)
+        self._raise_live_version()
 
     def _release(self) -> None:
         live = self.live_version
@@ -397,8 +406,12 @@ class InvariantChecker:
             assert isinstance(group.task, int)
             self.trained[group.task] -= not group.is_split_remainder
 
-    def _check_submit(self, engine: str) -> None:
+    def _check_submit(self, engine: str, rollout_id: int) -> None:
         assert engine not in self._draining, f"{engine} got a turn while it drains"
+        if engine in self._kept:
+            is_evaluation = rollout_id in self._evaluation_rollouts
+            assert is_evaluation, f"{engine} is kept for evaluations and got a turn of training"
+            return
         version = self._serving.get(engine, -1)
         assert version >= self.live_version, (
             f"{engine} with v{version} got a turn while v{self.live_version} is live everywhere"

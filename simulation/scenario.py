@@ -338,6 +338,10 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Number of tasks evaluated after each publish."""
     evaluates_beside: bool = False
     """Whether the trainer continues training during an evaluation."""
+    pins_evaluations: bool = False
+    """Whether evaluations are pinned to the version published last."""
+    evaluation_engines: int = 0
+    """Number of the engines that are kept for evaluations; one is always left for training."""
 
     # ---- what goes wrong
     processes_max: Count = 1
@@ -391,6 +395,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
         return run_settings(
             model=Path("simulated"),
             engines=self.engines,
+            evaluation_engines=min(self.evaluation_engines, self.engines - 1),
             staleness_policy=self.staleness_policy(),
             **self.placement_settings(),
             group_filter=self.group_filter(),
@@ -494,6 +499,8 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
         evaluation_tasks=chance.choice((0, 0, 0, 1, 3)),
         evaluates_beside=chance.random() < 0.5,
         engines_without_prefills=random.Random(f"{seed}/prefills").choice((0, 0, 0, 1)),
+        pins_evaluations=random.Random(f"{seed}/pins").random() < 0.5,
+        evaluation_engines=random.Random(f"{seed}/kept").choice((0, 0, 1)),
         discarded_rows=random.Random(f"{seed}/left out").choice((0.0, 0.0, 0.3)),
         look_ahead=random.Random(f"{seed}/look-ahead").choice((0, 0, 0, 0, 1, 2)),
         patches=random.Random(f"{seed}/patches").random() < 0.5,

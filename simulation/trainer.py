@@ -18,6 +18,7 @@ from tidegate.errors import (
     PublishDropped,
     PublishNeeded,
     SleepFailed,
+    VersionUnavailable,
     WeightsRefused,
 )
 from tidegate.orchestrator.batches.tasks import Tasks
@@ -351,7 +352,17 @@ class SimulatedTrainer:
 
     async def _evaluate(self, scheduler: Scheduler) -> None:
         tasks = [-1 - task for task in range(self._scenario.evaluation_tasks)]
-        for rollout in await scheduler.evaluate(tasks, self._episode):
+        version = scheduler.core.trainer_version if self._scenario.pins_evaluations else None
+        try:
+            rollouts = await scheduler.evaluate(tasks, self._episode, version)
+        except VersionUnavailable:
+            return  # one engine, or a newer version was published meanwhile
+        for rollout in rollouts:
+            if version is not None:
+                versions = {run.version for turn in rollout.turns for run in turn.runs}
+                assert versions <= {version}, f"pinned to v{version}, sampled by {versions}"
+                if versions:
+                    self._context.coverage.record(CoverageMark.EVALUATED_PINNED)
             self._context.frame_log.record_fact((rollout.reward, rollout.token_ids.tobytes()))
 
     # ------------------------------------------------------------ tasks
