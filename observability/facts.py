@@ -122,6 +122,14 @@ class Facts:
     """Turns whose tool calls were parsed."""
     episode_failures: Sequence[Mapping[str, Any]]
     """Failed episodes by cause and reason, and what became of them."""
+    groups_kept_at_limit: int
+    """Groups that the filter rejected after its limit, and that were trained."""
+    tasks_drawn: int
+    """Different tasks that curricula have given."""
+    task_draws: int
+    """Times that curricula have given a task."""
+    task_replays: int
+    """Draws that replayed a hard task."""
     forks: ForkCounts
     """Forks of the rollouts that ended."""
 
@@ -252,6 +260,10 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         parsed_tool_call_turns=statistics.get("parsed_tool_call_turns") or 0,
         forks=read_forks(directory),
         episode_failures=statistics.get("episode_failures") or (),
+        groups_kept_at_limit=statistics.get("groups_kept_at_limit") or 0,
+        tasks_drawn=statistics.get("tasks_drawn") or 0,
+        task_draws=statistics.get("task_draws") or 0,
+        task_replays=statistics.get("task_replays") or 0,
     )
 
 

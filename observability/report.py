@@ -87,6 +87,24 @@ def failure_lines(failures: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def task_lines(facts: Facts) -> list[str]:
+    """Return how tasks were drawn, and how many groups reached the filter's limit."""
+    lines = []
+    if facts.task_draws:
+        lines += [
+            f"The curriculum gave {facts.tasks_drawn} tasks {facts.task_draws} times; "
+            f"{facts.task_replays} of these draws replayed a hard task.",
+            "",
+        ]
+    if facts.groups_kept_at_limit:
+        lines += [
+            f"{facts.groups_kept_at_limit} groups that the filter rejects were trained, because it "
+            f"had dropped drops_per_batch_max groups since the batch before.",
+            "",
+        ]
+    return lines
+
+
 def fork_lines(forks: ForkCounts) -> list[str]:
     """Return how many rollouts forked, and why; empty if none did."""
     if not forks.forked:
@@ -172,6 +190,7 @@ def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
         *_ledger(facts),
         "",
         *discard_lines(facts.discards, facts.length_bias),
+        *task_lines(facts),
         *fork_lines(facts.forks),
         *failure_lines(facts.episode_failures),
         "## Audit",

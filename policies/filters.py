@@ -41,6 +41,12 @@ class GroupFilter:
         return None
 
     @property
+    def drops_limit(self) -> int | None:
+        """Number of groups that may be rejected between two batches; further ones are kept. None:
+        no limit."""
+        return None
+
+    @property
     def uses_history(self) -> bool:
         """Whether :meth:`skip` needs the rewards of a prompt's earlier rollouts."""
         return False
@@ -66,11 +72,19 @@ class DynamicSampling(GroupFilter):
     """Mean reward from which a prompt is skipped; None skips no prompt."""
     rollouts_min: int = 8
     """Number of a prompt's rollouts before it can count as solved."""
+    drops_per_batch_max: int | None = None
+    """Number of groups that may be dropped between two batches; further ones are trained, so that
+    a batch always fills. None: no limit."""
 
     def __post_init__(self) -> None:
         if self.decide_after is not None and self.decide_after < 2:
             raise ConfigError(
                 f"one reward has no variance: decide_after must be >= 2, got {self.decide_after}"
+            )
+        if self.drops_per_batch_max is not None and self.drops_per_batch_max < 0:
+            raise ConfigError(
+                f"drops_per_batch_max counts groups and must be >= 0, or None for no limit; got "
+                f"{self.drops_per_batch_max}"
             )
         if self.rollouts_min < 1:
             raise ConfigError(f"rollouts_min must be >= 1, got {self.rollouts_min}")
@@ -81,6 +95,11 @@ class DynamicSampling(GroupFilter):
         if (is_enough or not running) and len(set(rewards)) == 1:
             return "zero_variance"
         return None
+
+    @property
+    def drops_limit(self) -> int | None:
+        """``drops_per_batch_max``."""
+        return self.drops_per_batch_max
 
     @property
     def uses_history(self) -> bool:

@@ -582,6 +582,8 @@ class GroupTracker(OutstandingGroupIndex):
         own = group.kept_rewards
         rewards = [*group.sibling_rewards, *own]
         reason = self._prompts.filter.reject(rewards, running=group.running)
+        if reason is not None and not self._prompts.may_drop(is_ended=not group.running):
+            reason = None
         if reason is not None or not group.running:
             self._prompts.record(group.digest, own)
         return reason
@@ -656,6 +658,7 @@ class GroupTracker(OutstandingGroupIndex):
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
         """Settle groups as trained; mask tokens older than ``oldest_trainable``; return rows."""
         self._remove_batch(groups)
+        self._prompts.drops_since_batch = 0
         rows = [row for group in groups for row in group.rollouts if row.state is not DISCARDED]
         lengths = [
             row.tokens_of_all_rows if row.branches else row.sampled_tokens

@@ -18,6 +18,22 @@ class Prompts:
         """Histories by the task's digest."""
         self.skipped = 0
         """Number of tasks skipped before anything was generated."""
+        self.drops_since_batch = 0
+        """Number of groups that the filter has rejected since the last batch."""
+        self.kept_at_limit = 0
+        """Number of groups that the filter rejected, but that were kept at its limit."""
+
+    def may_drop(self, *, is_ended: bool) -> bool:
+        """Return whether a group that the filter rejects may be dropped, and count it.
+
+        ``is_ended``: whether its rollouts have all ended, so that it is not judged again.
+        """
+        limit = self.filter.drops_limit
+        if limit is not None and self.drops_since_batch >= limit:
+            self.kept_at_limit += is_ended
+            return False
+        self.drops_since_batch += 1
+        return True
 
     def record(self, digest: bytes, rewards: Sequence[float]) -> None:
         """Add the rewards of a task's group that has ended."""

@@ -221,6 +221,8 @@ class SavedCore(Saved):
     task_records: SavedTaskRecords = SavedTaskRecords()
     trained_adapters: "list[SavedTrainedAdapter]" = []
     is_halted: bool = False
+    drops_since_batch: int = 0
+    kept_at_limit: int = 0
 
 
 class SavedTrainedAdapter(Saved):
@@ -283,6 +285,8 @@ def _saved(core: Core, is_replayed: bool) -> SavedCore:
         ],
         is_halted=core.is_halted,
         task_records=core.task_records.saved(),
+        drops_since_batch=core.prompts.drops_since_batch,
+        kept_at_limit=core.prompts.kept_at_limit,
     )
 
 
@@ -481,6 +485,8 @@ def _load(saved: SavedCore, core: Core) -> None:
             core.pending_after_resume.setdefault(group.key, []).append(group)
     core.oldest_versions_as_of, core.is_paused = saved.oldest_versions_as_of, saved.is_paused
     core.prompts.skipped = saved.skipped
+    core.prompts.drops_since_batch = saved.drops_since_batch
+    core.prompts.kept_at_limit = saved.kept_at_limit
     core.prompts.histories = {d: PromptHistory(n, total) for d, n, total in saved.prompts}
     if saved.adaptation is not None:
         core.policy = core.policy.adapted(saved.adaptation)

@@ -7,7 +7,7 @@ name and its position in it (``item``). Runs without a curriculum record nothing
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -86,6 +86,8 @@ class CurriculumRecord:
     def __init__(self) -> None:
         self.num_draws = 0
         """Number of draws; also the number of the next draw."""
+        self.num_replays = 0
+        """Number of draws that were replays."""
         self.weights: dict[int, float] = {}
         """Weights set by the user, by item; others are 1."""
         self.statistics: dict[int, TaskStatistics] = {}
@@ -115,6 +117,11 @@ class TaskRecords:
     def __bool__(self) -> bool:
         return bool(self._draws)
 
+    @property
+    def all(self) -> Collection[CurriculumRecord]:
+        """The records of all curricula."""
+        return self.curricula.values()
+
     # ------------------------------------------------------------ draws and weights
 
     def begin(self, offer: int, name: str) -> None:
@@ -137,6 +144,7 @@ class TaskRecords:
         self._draws[key.offer].append(item)
         record = self.curricula[self._names[key.offer]]
         record.num_draws += 1
+        record.num_replays += is_replay
         before = record.statistics.get(item, NO_OUTCOME)
         record.change(item, draws=before.draws + 1, replays=before.replays + is_replay)
 
@@ -244,6 +252,7 @@ class TaskRecords:
             record = self.curricula[each.name] = CurriculumRecord()
             record.num_draws, record.weights = each.num_draws, dict(each.weights)
             record.statistics = dict(each.statistics)
+            record.num_replays = sum(seen.replays for _, seen in each.statistics)
         for offer, name, items in saved.draws:
             self._names[offer] = name
             self._draws[offer] = array("I")

@@ -207,6 +207,15 @@ class RunStatistics:
     """Number of ``tool_call_turns`` whose calls were parsed."""
     episode_failures: tuple[FailureStatistics, ...] = ()
     """Failed episodes of training by cause and reason, and what became of them."""
+    groups_kept_at_limit: int = 0
+    """Number of groups that the filter rejected after its limit of drops, so that they are trained.
+    """
+    tasks_drawn: int = 0
+    """Number of different tasks that curricula have given."""
+    task_draws: int = 0
+    """Number of times that curricula have given a task."""
+    task_replays: int = 0
+    """Number of ``task_draws`` that replayed a hard task."""
 
     @property
     def mixed_version_share(self) -> float:

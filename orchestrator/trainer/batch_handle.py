@@ -203,6 +203,10 @@ class MeasuredHandle(ABC):
             tool_call_turns=scheduler.tool_calls.turns,
             parsed_tool_call_turns=scheduler.tool_calls.parsed_turns,
             episode_failures=failure_statistics(core.groups.failures),
+            groups_kept_at_limit=core.prompts.kept_at_limit,
+            tasks_drawn=sum(len(record.statistics) for record in core.task_records.all),
+            task_draws=sum(record.num_draws for record in core.task_records.all),
+            task_replays=sum(record.num_replays for record in core.task_records.all),
             forecast=self._forecaster.forecast(
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,

@@ -225,3 +225,23 @@ def test_misuse_of_a_curriculum_is_refused_with_what_to_do() -> None:
         Curriculum([0], name=NAME).attach(
             driver.core.task_records.curricula[NAME], lambda weights: None
         )
+
+
+def test_a_filter_at_its_limit_keeps_further_groups_and_counts_them_until_the_next_batch() -> None:
+    limited = DynamicSampling(drops_per_batch_max=1)
+    driver = Driver(group_filter=limited, group_size=2, groups_per_batch=2, max_staleness=0)
+    driver.join("a")
+    for _ in range(2):
+        driver.do(ev.BatchRequested())
+        handed = len(driver.batches)
+        while len(driver.batches) == handed:
+            driver.fill()
+            driver.solve(next(iter(driver.running.values())))
+        driver.publish_and_swap()
+    assert driver.core.discarded_rollouts == {"zero_variance": 4}  # one group before each batch
+    assert driver.core.prompts.kept_at_limit == 4
+
+
+def test_a_negative_limit_of_drops_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drops_per_batch_max counts groups"):
+        DynamicSampling(drops_per_batch_max=-1)
