@@ -439,7 +439,9 @@ class InvariantChecker:
             self._excused_tasks.add(task)
         elif reason in ("episode_error", "episode_timeout", "turn_refused", "no_engine"):
             # An episode whose turn was refused for lost engines may not reach its scripted end.
-            is_explained = reason == expected or (is_refused and reason == "turn_refused")
+            # A pinned turn is refused once the last engine with its version is lost.
+            may_be_refused = is_refused or rollout.pinned_version is not None
+            is_explained = reason == expected or (may_be_refused and reason == "turn_refused")
             assert is_explained, f"task {task}: {reason}, but expected {expected}"
         if rollout.group_id < 0 or rollout.branch_of is not None:
             return
