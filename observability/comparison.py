@@ -111,7 +111,8 @@ def _formatted(value: Any, format_spec: str) -> str:
 def _audit_cell(facts: Facts) -> str:
     if facts.audit is None:
         return "-"
-    return "agrees" if facts.audit.get("agrees") else "DISAGREES"
+    agrees = "agrees" if facts.audit.get("agrees") else "DISAGREES"
+    return str(facts.audit.get("verdict", agrees))
 
 
 def comparison_json(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 import time
+from typing import Any
 
 import tinker
 from tinker import types
@@ -29,8 +30,8 @@ class Tenant:
     def __init__(self, url: str, model: str, number: int) -> None:
         self._service = tinker.ServiceClient(base_url=url, api_key=f"tml-tenant{number}")
         self._model = model
-        self._trainer = None
-        self._sampler = None
+        self._trainer: Any = None  # of the SDK, which the tree is checked without
+        self._sampler: Any = None
 
     async def sample(self) -> None:
         """Sample once from the base model."""

@@ -202,8 +202,17 @@ class AuditReport:
         lines += [str(problem) for problem in self.problems[:PROBLEMS_SHOWN_MAX]]
         if (more := len(self.problems) - PROBLEMS_SHOWN_MAX) > 0:
             lines.append(f"... and {more} more")
-        lines.append("agrees" if self.agrees else "DISAGREES")
+        lines.append(self.verdict)
         return lines
+
+    @property
+    def verdict(self) -> str:
+        """The result in a word or a sentence: agreement that rests on no token is told as such."""
+        if not self.agrees:
+            return "DISAGREES"
+        if self.tokens and not self.tokens_agreeing:
+            return f"nothing replayed: none of {self.tokens} tokens could be checked"
+        return "agrees"
 
 
 def audit_run(
@@ -340,7 +349,12 @@ def _replay(
 def write_audit(directory: Path, report: AuditReport) -> Path:
     """Write the result to audit.json in the run's directory, where the run's report reads it."""
     path = Path(directory) / AUDIT_FILE
-    body = {**asdict(report), "agrees": report.agrees, "lines": report.lines()}
+    body = {
+        **asdict(report),
+        "agrees": report.agrees,
+        "verdict": report.verdict,
+        "lines": report.lines(),
+    }
     body["problems"] = [str(problem) for problem in report.problems[:PROBLEMS_SHOWN_MAX]]
     replace_file(path, to_json(body))
     return path

@@ -1,5 +1,6 @@
 """The audit: passes correct records, and reports each kind of falsified record."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,18 @@ def run_with_options(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = make_models()
     rollouts = [sampled_runs.with_options(models, number) for number in range(3)]
     return record_run(tmp_path_factory.mktemp("runs") / "options", models, rollouts)
+
+
+def test_an_audit_that_could_replay_nothing_does_not_say_that_the_tags_agree(
+    run_with_options: Path,
+) -> None:
+    report = audit_run(run_with_options)
+    unreplayed = dataclasses.replace(
+        report, tokens_agreeing=0, tokens_unreplayable=report.tokens, worst=None
+    )
+    assert unreplayed.lines()[-1] == (
+        f"nothing replayed: none of {report.tokens} tokens could be checked"
+    )
 
 
 def test_every_sampling_option_is_audited_except_user_defined_processors(

@@ -25,7 +25,7 @@ from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.failures import FailureCause
-from tidegate.policies.filters import DynamicSampling
+from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.rounds import Synchronous
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import RUNNING, STOP, SamplingParams
@@ -49,9 +49,8 @@ def rules_of(chance: random.Random) -> Rules:
     )
     if chance.random() < 0.2:
         policy = Synchronous(groups_per_batch=2)
-    group_filter = DynamicSampling() if chance.random() < 0.3 else None
-    more = {} if group_filter is None else {"group_filter": group_filter}
-    return Rules(policy=policy, group_size=chance.choice((2, 3)), **more)
+    group_filter = DynamicSampling() if chance.random() < 0.3 else GroupFilter()
+    return Rules(policy=policy, group_size=chance.choice((2, 3)), group_filter=group_filter)
 
 
 @dataclass
