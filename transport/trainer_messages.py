@@ -145,6 +145,10 @@ class Evaluate(TrainerRequest, frozen=True, kw_only=True, tag="evaluate"):
 
     tasks: list[Any]
     episode: str = ""
+    name: str | None = "held_out"
+    """Name that the mean reward is recorded by; None: it is not recorded."""
+    version: int | None = None
+    """Weight version that samples every token; None: the engines' present ones."""
 
 
 class ScoreSequences(TrainerRequest, frozen=True, kw_only=True, tag="score_sequences"):

@@ -29,7 +29,7 @@ from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.fleet.scores import Readout, Score, ScoreQuery, TokenScores
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import Evaluation
+from tidegate.orchestrator.trainer.batch_handle import HELD_OUT, Evaluation
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
     RunRequests,
@@ -391,9 +391,18 @@ class RemoteRollouts(TrainerHandle):
         saved = _state(state)
         await self._requests.control("ack", batches=saved.batches, journal=saved.journal)
 
-    async def evaluate(self, tasks: Sequence[Any], *, episode: str | None = None) -> Evaluation:
+    async def evaluate(
+        self,
+        tasks: Sequence[Any],
+        *,
+        episode: str | None = None,
+        name: str | None = HELD_OUT,
+        version: int | None = None,
+    ) -> Evaluation:
         """As :meth:`~tidegate.Rollouts.evaluate`, by an episode that the run knows by name."""
-        request = wire.Evaluate(tasks=list(tasks), episode=episode or "")
+        request = wire.Evaluate(
+            tasks=list(tasks), episode=episode or "", name=name, version=version
+        )
         received = await result_of(self._link.request(request))
         assert isinstance(received.reply, wire.EvaluateReply)
         return Evaluation(received.reply.rewards)

@@ -164,7 +164,10 @@ class TrainerService:
                 return wire.ResultReply(value=is_wanted), ()
             case wire.Evaluate():
                 evaluation = await self._rollouts.evaluate(
-                    ask.tasks, episode=self._episode_of(ask.episode)
+                    ask.tasks,
+                    episode=self._episode_of(ask.episode),
+                    name=ask.name,
+                    version=ask.version,
                 )
                 return wire.EvaluateReply(rewards=evaluation.rewards), ()
             case wire.ScoreSequences():

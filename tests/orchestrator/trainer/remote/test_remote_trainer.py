@@ -21,7 +21,14 @@ from tests.orchestrator.trainer.remote.remote_runs import (
     refused,
 )
 from tests.remote_trainer import weights
-from tidegate.errors import ConfigError, ResumeMismatch, RunClosed, RunLost, TrainerLost
+from tidegate.errors import (
+    ConfigError,
+    ResumeMismatch,
+    RunClosed,
+    RunLost,
+    TrainerLost,
+    VersionUnavailable,
+)
 from tidegate.observability.audit.audit import audit_run
 
 pytestmark = pytest.mark.wire
@@ -69,6 +76,8 @@ async def test_a_remote_run_answers_as_one_in_this_process_does(
             (state,) = await rollouts.embed(sequences[:1], pooling="none")
             (wanted,) = await run.embed(sequences[:1], pooling="none")
             rewards = (await rollouts.evaluate([{"first": 3}], episode="named")).rewards
+            with pytest.raises(VersionUnavailable, match="v99"):
+                await rollouts.evaluate([{"first": 3}], episode="named", version=99)
             same = (await run.evaluate([{"first": 3}], episode=named_turn)).rewards
             await rollouts.pause("keep")
             paused = (await rollouts.statistics()).pause_mode
