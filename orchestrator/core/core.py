@@ -96,6 +96,8 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     for group in core.groups.in_order:
         # A group of an earlier iterator waits for the first iterator given, see Core._on_offered.
         key = group.key
+        if group.is_agents:
+            continue  # it continues with the group whose episodes sample it
         if key is not None and (key.offer == event.offer or group.body):
             core.pending_after_resume.setdefault(key, []).append(group)
     for name, trained in core.trained_adapters.items():
@@ -109,6 +111,9 @@ def _resume_group(
     core: "Core", group: Group, offer: int, first_lost: int | None
 ) -> list[ev.Command]:
     """Discard a group that cannot continue after a resume, or must not be trained any more."""
+    if group.is_agents:
+        is_lost = first_lost is not None and group.newest_version >= first_lost
+        return _discard_agents_group(core, group, "rolled_back") if is_lost else []
     assert group.key is not None
     if group.key.offer > offer:
         return core.groups.discard_group(group, "rolled_back")  # the iterator gives the task again
@@ -120,8 +125,20 @@ def _resume_group(
     return []
 
 
+def _discard_agents_group(core: "Core", group: Group, reason: str) -> list[ev.Command]:
+    """Discard a group that other groups' episodes sample: with that group, if it still runs."""
+    if group.home is not None:
+        adapter, home = group.home
+        of_home = core.base.of(adapter)
+        if home in of_home.groups and home.running:
+            return of_home._discard_and_requeue(home, reason)
+    return core.groups.discard_group(group, reason) if group in core.groups else []
+
+
 def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
     """Discard a group, and put its task back to be started again."""
+    if group.is_agents:
+        return _discard_agents_group(core, group, "rolled_back")
     assert group.key is not None
     commands: list[ev.Command] = []
     if not group.is_split_remainder:  # else the group that it was split from decides
@@ -153,8 +170,12 @@ class Core:
         self.rules = rules
         self.adapter = adapter
         """Name of the trained adapter that the core is for; empty: the run's weights."""
+        self.base: Core = self if base is None else base
+        """The run's core; this one, unless it is a trained adapter's."""
         self.trained_adapters: dict[str, Core] = {}
         """Cores of the adapters that the run trains, by name."""
+        self.agents: tuple[str, ...] = ()
+        """Trained adapters that the episodes of the iterator in use sample beside their own."""
         self.policy = rules.policy
         self.turns: TurnTracker = base.turns if base is not None else TurnTracker(rules.placement)
         self.versions: ServedVersions = self.turns
@@ -175,6 +196,7 @@ class Core:
             adapter=adapter,
             versions=self.versions,
         )
+        self.groups.on_discarded = self._discard_agents
         self._survives_crashes = survives_crashes
         self.policy_classes = set(policy_classes)
         """The user's own policies that trained adapters may have."""
@@ -220,7 +242,14 @@ class Core:
         """Number of tasks that may arrive now."""
         if self.are_tasks_exhausted or not self.versions.is_served:
             return 0
-        return self.policy.admit(self.groups, training_groups=self.handed.num_groups)
+        groups = self.policy.admit(self.groups, training_groups=self.handed.num_groups)
+        for name in self.agents:
+            agent = self.base.trained_adapters.get(name)
+            if agent is None or not agent.versions.is_served:
+                return 0
+            slots = agent.policy.admit(agent.groups, training_groups=agent.handed.num_groups)
+            groups = min(groups, slots)
+        return groups
 
     @property
     def running_groups(self) -> int:
@@ -300,18 +329,25 @@ class Core:
             case ev.TurnAbandoned() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
                 return self.groups.change_rollout(event)
             case ev.EpisodeFailed():
-                return self.groups.fail(event) + self._hand_over()
+                rollout = self.groups.running[event.rollout_id][0]
+                commands = self.groups.fail(event)
+                for name, own in rollout.agents.items():
+                    if (agent := self.base.trained_adapters.get(name)) is not None:
+                        commands += agent.groups.end_agents(own, rollout, event.reason)
+                        commands += agent._hand_over()
+                return commands + self._hand_over()
             case ev.TaskFoundAgain(task=task, key=key):
                 return self._on_task_found(task, key)
             case ev.TasksExhausted():
                 self.are_tasks_exhausted = True
-                return self._hand_over()
+                return self._hand_over() + self._sync_agents()
             case ev.EvaluationRequested(task=task, index=index, version=version):
                 evaluation = self.groups.evaluate(task, index, version)  # no admission
                 # One that is pinned is beside training, whose pauses do not reach its engine.
                 return evaluation if version is not None else self._resume_generation() + evaluation
-            case ev.TasksOffered(episode=episode, curriculum=curriculum):
-                return self._on_offered(episode, curriculum)
+            case ev.TasksOffered(episode=episode, curriculum=curriculum, agents=agents):
+                self.agents = agents
+                return self._on_offered(episode, curriculum) + self._sync_agents()
             case ev.TaskWeightsSet(curriculum=curriculum, weights=weights):
                 self.task_records.set_weights(curriculum, weights)
                 if curriculum == self.task_records.name_of(self.tasks.offer):
@@ -430,7 +466,12 @@ class Core:
         if self.prompts.histories and self.prompts.skip(event.digest):
             return self._hand_over()
         is_retaken = event.key is not None
-        return self.groups.admit(event, key, is_retaken=is_retaken)
+        commands = self.groups.admit(event, key, is_retaken=is_retaken)
+        if self.agents:
+            group = self.groups.newest
+            for name in self.agents:
+                self.base.trained_adapters[name].groups.admit_agents(group, self.adapter)
+        return commands
 
     def _on_step(self, event: ev.StepArrived) -> list[ev.Command]:
         outcome = self.turns.step(event)
@@ -447,7 +488,16 @@ class Core:
 
     def _on_returned(self, event: ev.EpisodeReturned) -> list[ev.Command]:
         revision = self.groups.revision
+        agents = self.groups.running[event.rollout_id][0].agents
         commands = self.groups.finish(event)
+        if agents:
+            rewards = dict(event.agent_rewards)
+            for name, own in agents.items():
+                if (agent := self.base.trained_adapters.get(name)) is not None:
+                    commands += agent.groups.finish_agent(own, rewards.get(name, event.reward))
+            for name in agents:
+                if (agent := self.base.trained_adapters.get(name)) is not None:
+                    commands += agent._hand_over()
         if self.groups.revision == revision and not self.policy.splits_groups:
             return commands  # other rollouts of its group run: no new batch is possible
         return commands + self._hand_over() if self.batch_requests else commands
@@ -533,6 +583,8 @@ class Core:
 
     def _discard_and_requeue(self, group: Group, reason: str) -> list[ev.Command]:
         """Discard a group, and put its task back unless no iterator and no journal has it."""
+        if group.is_agents:
+            return _discard_agents_group(self, group, reason)
         key = group.key
         assert key is not None
         commands = self.groups.discard_group(group, reason)
@@ -545,6 +597,7 @@ class Core:
         ]
         self.tasks.put_back(key, group.task, group.body)
         self.are_tasks_exhausted = False  # this task is available again
+        commands += self._sync_agents()
         if self.pending_after_resume.pop(key, None) is not None:
             return commands  # the task is taken once the user's iterator gives it again
         return [*commands, ev.RequeueTask(group.task, key, self.adapter)]
@@ -688,6 +741,29 @@ class Core:
         )
         trained.trainer_version = trained.oldest_versions_as_of = versions.released
         trained.handed.versions[0] = (versions.released, 0)
+
+    def _discard_agents(self, group: Group, reason: str) -> list[ev.Command]:
+        """Discard the groups that a discarded group's episodes have sampled, unless they ended."""
+        commands: list[ev.Command] = []
+        for name, own in group.agents.items():
+            own.home = None
+            agent = self.base.trained_adapters.get(name)
+            if agent is not None and own in agent.groups and own.running:
+                commands += agent.groups.discard_group(own, reason)
+        return commands
+
+    def _sync_agents(self) -> list[ev.Command]:
+        """Tell adapters without tasks of their own whether more of their groups may start."""
+        commands: list[ev.Command] = []
+        cores = [self.base, *self.base.trained_adapters.values()]
+        for name in self.agents:
+            agent = self.base.trained_adapters.get(name)
+            if agent is None or agent.tasks.offer >= 0:
+                continue
+            homes = [core for core in cores if name in core.agents]
+            agent.are_tasks_exhausted = all(core.are_tasks_exhausted for core in homes)
+            commands += agent._hand_over()
+        return commands
 
     def _end_adapter(self, name: str) -> list[ev.Command]:
         """Discard what an adapter's trainer has not trained. Its tokens so far stay in the ledger

@@ -52,6 +52,8 @@ class TasksOffered(Struct, frozen=True, gc=False):
     """Name of the function that runs the iterator's tasks. It is compared, never imported."""
     curriculum: str = ""
     """Name of the curriculum that the tasks are; empty if they are none."""
+    agents: tuple[str, ...] = ()
+    """Trained adapters that the episodes sample beside their own."""
 
 
 class TasksExhausted(Struct, frozen=True, gc=False):
@@ -97,6 +99,8 @@ class EpisodeReturned(Struct, frozen=True, gc=False):
 
     rollout_id: int
     reward: float
+    agent_rewards: tuple[tuple[str, float], ...] = ()
+    """(adapter, reward) of each agent that has another reward than ``reward``."""
 
 
 class EpisodeFailed(Struct, frozen=True, gc=False):

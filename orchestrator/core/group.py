@@ -51,6 +51,14 @@ class Group:
 
     is_evaluation: bool = False
     """Whether the group is for measuring only, and is never trained."""
+    agents: "dict[str, Group]" = field(default_factory=dict)
+    """Groups of other adapters that the group's episodes sample too, by adapter."""
+    is_agents: bool = False
+    """Whether the group is one of another group's ``agents``: its rollouts begin and end with
+    those of the other, and only the other's task can be started again."""
+    home: "tuple[str, Group] | None" = None
+    """For such a group: the other group's adapter, and the other group; None once it was removed.
+    """
 
     @property
     def is_split_remainder(self) -> bool:

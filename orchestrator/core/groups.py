@@ -7,7 +7,7 @@ method that settles a rollout moves the rollout's tokens between the ledger's ac
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from tidegate.orchestrator.core import events as ev
@@ -334,6 +334,8 @@ class GroupTracker(OutstandingGroupIndex):
         """Number of failed episodes of training, by cause, reason and outcome."""
         self.rollout_ends = 0
         """Number of rollouts that ended by themselves, with a reward or a failure."""
+        self.on_discarded: Callable[[Group, str], list[ev.Command]] = lambda group, reason: []
+        """Called when a group with ``agents`` is discarded, which are discarded with it."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
         """Running rollouts with their groups, by rollout id; evaluations and branches included."""
         self.numbers: RolloutNumbers = RolloutNumbers() if base is None else base.numbers
@@ -361,6 +363,44 @@ class GroupTracker(OutstandingGroupIndex):
         self._add(group)
         self._task_records.began(group)
         return self._start(group, self.group_size)
+
+    def admit_agents(self, home: Group, home_adapter: str) -> None:
+        """Start a group whose rollouts the episodes of ``home``, of another tracker, sample."""
+        group = Group(self.next_group_id, home.task, home.key, home.digest, home.body)
+        group.is_agents, group.home = True, (home_adapter, home)
+        home.agents[self.adapter] = group
+        self.next_group_id += 1
+        group.oldest_possible_version = self._versions.live_version
+        self._add(group)
+        for index, rollout in enumerate(home.rollouts):
+            own = self._new_rollout(group, index)
+            own.home = rollout
+            rollout.agents = {**rollout.agents, self.adapter: own}
+        group.running = len(home.rollouts)
+
+    def finish_agent(self, rollout: Rollout, reward: float) -> list[ev.Command]:
+        """Settle a rollout with the one whose episode samples it, which has returned."""
+        if rollout.rollout_id not in self.running:
+            return []
+        rollout.cut(turns=len(rollout.turns))  # no event has reported what was appended since
+        return self.finish(ev.EpisodeReturned(rollout.rollout_id, reward))
+
+    def end_agents(self, rollout: Rollout, ended: Rollout, reason: str) -> list[ev.Command]:
+        """Let a rollout follow the one whose episode samples it, which has failed: it is rewarded,
+        discarded, or begins again with it."""
+        if rollout.rollout_id not in self.running:
+            return []
+        rollout.cut(turns=len(rollout.turns))  # no event has reported what was appended since
+        if ended.state is RolloutState.RUNNING:
+            for row in rollout.rows:
+                row.cut(turns=len(row.turns))
+            return []
+        if ended.state is not DISCARDED and ended.reward is not None:
+            return self._reward_failure(rollout, ended.reward)
+        group = self.running[rollout.rollout_id][1]
+        commands = self.give_up(rollout, group, reason)
+        group.running += 1
+        return commands + self._rollout_ended(group)
 
     def evaluate(self, task: object, index: int, version: int | None) -> list[ev.Command]:
         """Start one rollout for measuring only; its group is not in the queue. ``version``: the one
@@ -558,7 +598,9 @@ class GroupTracker(OutstandingGroupIndex):
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
         self.rollout_ends += 1
         group.running -= 1
-        reason = None if self._keeps_all else self._judge(group)
+        reason = None
+        if not self._keeps_all and not (group.is_agents and group.running):
+            reason = self._judge(group)
         if self._task_records and (reason is not None or not group.running):
             self._record_outcome(group)
         if not group.running:
@@ -611,6 +653,8 @@ class GroupTracker(OutstandingGroupIndex):
         commands: list[ev.Command] = []
         for rollout in self.running_of(group):
             commands += [*self.give_up(rollout, group, reason), ev.StopEpisode(rollout)]
+        if group.agents:
+            commands += self.on_discarded(group, reason)
         return commands + self.drop(group, reason)
 
     def drop(self, group: Group, reason: str) -> list[ev.Command]:
@@ -688,6 +732,7 @@ class GroupTracker(OutstandingGroupIndex):
             part.oldest_possible_version = min(part.oldest_possible_version, oldest)
         group.split_from, group.group_id = group.group_id, self.next_group_id
         self.next_group_id += 1
+        part.is_agents = group.is_agents
         group.sibling_rewards = part.kept_rewards
         self._prompts.record(part.digest, group.sibling_rewards)
         if self._task_records:

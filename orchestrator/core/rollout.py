@@ -7,7 +7,7 @@ by ``provenance.py``.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import nan
 from typing import Protocol
@@ -200,11 +200,15 @@ DISCARDED = RolloutState.DISCARDED
 enum takes as long to read as three calls."""
 
 
+NO_AGENTS: Mapping[str, "Rollout"] = {}
+
+
 class Rollout:
     """One attempt at a task, or a branch of one: its context, turns and reward."""
 
     __slots__ = (
         "adapter",
+        "agents",
         "branch_of",
         "branches",
         "discard_reason",
@@ -213,6 +217,7 @@ class Rollout:
         "filed_token_ids",
         "fork_reason",
         "group_id",
+        "home",
         "index",
         "may_have_media",
         "oldest_trainable",
@@ -254,6 +259,10 @@ class Rollout:
         """For a branch: the row that it was forked from, whose context it began with."""
         self.fork_reason = ""
         """For a branch: why it was forked."""
+        self.agents: Mapping[str, Rollout] = NO_AGENTS
+        """Rollouts of other adapters that its episode samples too, by adapter."""
+        self.home: Rollout | None = None
+        """For a rollout in ``agents`` of another one: that one, whose episode samples it."""
         self.branches: tuple[Rollout, ...] = ()
         """Rows forked from this one, in order; they end with it and get its reward."""
 
@@ -264,6 +273,12 @@ class Rollout:
         while row.branch_of is not None:
             row = row.branch_of
         return row
+
+    @property
+    def episode_id(self) -> int:
+        """Id of the rollout whose episode samples this row."""
+        root = self.root
+        return root.rollout_id if root.home is None else root.home.rollout_id
 
     @property
     def rows(self) -> "Iterator[Rollout]":

@@ -71,6 +71,8 @@ class SavedRollout(Saved):
     fork_reason: str = ""
     retries: int = 0
     pinned_version: int | None = None
+    home: int | None = None
+    """Id of the rollout whose episode samples it."""
 
 
 class SavedGroup(Saved):
@@ -87,6 +89,9 @@ class SavedGroup(Saved):
     sibling_rewards: list[float]
     body: bytes = b""
     """The task as bytes; empty if it is not plain data."""
+    is_agents: bool = False
+    home: tuple[str, int] | None = None
+    """Adapter and id of the group whose episodes sample it."""
 
 
 class SavedSubmission(Saved):
@@ -223,6 +228,7 @@ class SavedCore(Saved):
     is_halted: bool = False
     drops_since_batch: int = 0
     kept_at_limit: int = 0
+    agents: tuple[str, ...] = ()
 
 
 class SavedTrainedAdapter(Saved):
@@ -284,6 +290,7 @@ def _saved(core: Core, is_replayed: bool) -> SavedCore:
             _adapter(core, name, is_replayed) for name in sorted(core.trained_adapters)
         ],
         is_halted=core.is_halted,
+        agents=core.agents,
         task_records=core.task_records.saved(),
         drops_since_batch=core.prompts.drops_since_batch,
         kept_at_limit=core.prompts.kept_at_limit,
@@ -321,7 +328,17 @@ def _group(group: Group, is_replayed: bool = False) -> SavedGroup:
         group.split_from,
         [*group.sibling_rewards],
         group.body,
+        group.is_agents,
+        _home_of(group),
     )
+
+
+def _home_of(group: Group) -> tuple[str, int] | None:
+    """Return adapter and id of the group whose running episodes sample a group."""
+    if group.home is None or not group.home[1].running:
+        return None
+    adapter, home = group.home
+    return adapter, home.group_id
 
 
 def _rollout(rollout: Rollout, is_replayed: bool) -> SavedRollout:
@@ -341,6 +358,9 @@ def _rollout(rollout: Rollout, is_replayed: bool) -> SavedRollout:
         rollout.fork_reason,
         rollout.retries,
         rollout.pinned_version,
+        rollout.home.rollout_id
+        if rollout.home is not None and rollout.state is RolloutState.RUNNING
+        else None,
     )
 
 
@@ -466,6 +486,7 @@ def load(state: bytes, core: Core) -> None:
     except msgspec.MsgspecError as error:
         raise ValueError(f"cannot decode a saved state of {len(state)} bytes: {error}") from error
     _load(saved, core)
+    _link_agents(saved, core)
     _load_turns(saved.turns, core)
 
 
@@ -498,7 +519,7 @@ def _load(saved: SavedCore, core: Core) -> None:
     core.tasks.episodes = dict(saved.tasks.episodes)
     core.tasks.is_continued = saved.tasks.is_continued
     core.tasks.first_available_offer = saved.tasks.first_available_offer
-    core.is_halted = saved.is_halted
+    core.is_halted, core.agents = saved.is_halted, saved.agents
     for each in saved.trained_adapters:
         core.handle(ev.AdapterTrainingStarted(each.name, each.rules))
         versions = core.turns.adapter_versions[each.name]
@@ -510,6 +531,33 @@ def _load(saved: SavedCore, core: Core) -> None:
             core.turns.halted.add(each.name)
     running = (group for group in core.groups.in_order if group.running)
     core.task_records.load(saved.task_records, running)
+
+
+def _link_agents(saved: SavedCore, core: Core) -> None:
+    """Link the groups and rollouts that other groups' episodes sample to those groups."""
+    rollouts = {
+        row.rollout_id: row
+        for each in (core, *core.trained_adapters.values())
+        for group in each.groups.in_order
+        for row in group.rollouts
+    }
+    for of_adapter in saved.trained_adapters:
+        trained = core.trained_adapters[of_adapter.name]
+        by_id = {group.group_id: group for group in trained.groups.in_order}
+        for each in of_adapter.core.groups:
+            if each.home is None:
+                continue
+            adapter, home_id = each.home
+            groups = core.of(adapter).groups.in_order
+            home = next((group for group in groups if group.group_id == home_id), None)
+            if home is not None:
+                by_id[each.group_id].home = adapter, home
+                home.agents[of_adapter.name] = by_id[each.group_id]
+            for row in each.rollouts:
+                if row.home in rollouts:
+                    own, of_home = rollouts[row.rollout_id], rollouts[row.home]
+                    own.home = of_home
+                    of_home.agents = {**of_home.agents, of_adapter.name: own}
 
 
 def _load_groups(saved: SavedCore, core: Core) -> None:
@@ -553,6 +601,7 @@ def _loaded_group(saved: SavedGroup, adapter: str) -> Group:
         split_from=saved.split_from,
         sibling_rewards=saved.sibling_rewards,
         is_evaluation=saved.group_id < 0,
+        is_agents=saved.is_agents,
     )
     group.running, group.oldest_possible_version = saved.running, saved.oldest_possible_version
     group.rollouts = [_loaded_rollout(rollout, group, adapter) for rollout in saved.rollouts]

@@ -20,7 +20,7 @@ from typing import Any, Protocol, Unpack, cast
 
 import msgspec
 
-from tidegate.errors import ContextFull, RunClosed, TurnRefused, TurnTimeout
+from tidegate.errors import ConfigError, ContextFull, RunClosed, TurnRefused, TurnTimeout
 from tidegate.orchestrator.core.events import TurnsRewarded
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import SCORE
@@ -321,6 +321,7 @@ class Episode(ScoringEpisode):
         "_replay_branches",
         "_salt",
         "_turns",
+        "agents",
         "branches",
     )
 
@@ -339,6 +340,8 @@ class Episode(ScoringEpisode):
         """Separates a branch's sampling seeds from those of other rows; the same in every run."""
         self.branches: list[Episode] = []
         """Branches forked from this episode, in order."""
+        self.agents: dict[str, Episode] = {}
+        """Agents that :meth:`agent` has returned, by name."""
         self._turns: list[GeneratedTurn] = []
         self._conversation: Conversation[Episode] | None = None
         self._new_media: tuple[Media, ...] = ()
@@ -496,6 +499,28 @@ class Episode(ScoringEpisode):
             )
         return self.branch(self.token_ids, "asked", media=self.media)
 
+    def agent(self, name: str) -> "Episode":
+        """Return the context of another trained adapter in this episode; always the same one.
+
+        It begins empty. What it generates is sampled by that adapter, and goes to its trainer's
+        batches, with its reward: the episode returns ``{"solver": 1.0, "critic": 0.5}``, or one
+        number for all. Agents may generate side by side.
+
+        Raises:
+            ConfigError: the tasks were not offered with this agent; evaluations have none.
+        """
+        self._refuse_if_over()
+        if name not in self.agents:
+            own = self._rollout.agents.get(name)
+            if own is None:
+                known = ", ".join(sorted(self._rollout.agents)) or "none"
+                raise ConfigError(
+                    f"this episode has no agent {name!r}, its agents are: {known}; offer the tasks "
+                    f"with agents=[{name!r}] (in evaluations use generate(adapter={name!r}))"
+                )
+            self.agents[name] = Episode(own, self._model, self._backend, self._defaults)
+        return self.agents[name]
+
     def branch(
         self, context: Sequence[int], reason: str, *, media: Sequence[Media] = ()
     ) -> "Episode":
@@ -649,7 +674,7 @@ class Episode(ScoringEpisode):
         """
         if self._is_over:
             return
-        for branch in self.branches:
+        for branch in (*self.branches, *self.agents.values()):
             branch.end(keeps_unrepeated=keeps_unrepeated)
         if not keeps_unrepeated:
             for unforked in self._replay_branches:

@@ -60,7 +60,7 @@ class EpisodeTracer:
     def began(self, rollout: Rollout) -> None:
         """Log an episode, if a lane is free."""
         if self._lanes:
-            root_id, now_us = rollout.root.rollout_id, self._now_us()
+            root_id, now_us = rollout.episode_id, self._now_us()
             row = _TracedRow(self._lanes.pop(), rollout, now_us, now_us, root_id)
             self._rows[rollout.rollout_id] = row
 
@@ -68,7 +68,7 @@ class EpisodeTracer:
         """Note that a turn was requested; ``answer`` is done when the turn has ended."""
         row = self._rows.get(rollout.rollout_id)
         if row is None:
-            if rollout.branch_of is None or rollout.root.rollout_id not in self._rows:
+            if rollout.branch_of is None or rollout.episode_id not in self._rows:
                 return
             self.began(rollout)  # a branch runs beside its root, so it has its own lane
             row = self._rows.get(rollout.rollout_id)

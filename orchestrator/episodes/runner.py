@@ -15,7 +15,7 @@ import inspect
 import math
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -194,8 +194,9 @@ def _take_due(waiting: dict[Task, float], now_s: float) -> list[Task]:
     return due
 
 
-EpisodeFunction = Callable[[Episode, Any], Awaitable[float]]
-"""A user's episode: gets an :class:`Episode` and a task, returns the reward."""
+EpisodeFunction = Callable[[Episode, Any], Awaitable[float | Mapping[str, float]]]
+"""A user's episode: gets an :class:`Episode` and a task, returns the reward; with agents it may
+return one for each, by the name of its adapter."""
 
 EPISODE_IS_OVER = "the episode has returned, so its rollout can't continue"
 
@@ -253,6 +254,34 @@ def _reward(value: object) -> float | BaseException:
         return checked_reward(value)
     except BaseException as error:  # noqa: BLE001 - a user's type may raise anything
         return error
+
+
+def _rewards_by_agent(
+    value: object, rollout: Rollout
+) -> tuple[float | BaseException, dict[str, float]]:
+    """Return the reward of an episode's own rollout, and those of its agents by name.
+
+    One number is the reward of all. A mapping has the agents' names, and that of the rollout's own
+    adapter, which is empty for the run's weights.
+    """
+    if not isinstance(value, Mapping):
+        return _reward(value), {}
+    names = {rollout.adapter, *rollout.agents}
+    if set(value) != names:
+        return (
+            ConfigError(
+                f"an episode with agents returns one reward, or one for each of {sorted(names)}; "
+                f"got {value!r:.200}"
+            ),
+            {},
+        )
+    rewards: dict[str, float] = {}
+    for name in names:
+        reward = _reward(value[name])
+        if not isinstance(reward, float):
+            return reward, {}
+        rewards[name] = reward
+    return rewards[rollout.adapter], rewards
 
 
 def call_episode(function: Callable[..., Awaitable[Any]], *given: object) -> Awaitable[Any]:
@@ -434,7 +463,8 @@ class EpisodeRunner:
             self.leaks.uncancelled.discard(number)
             del self._tasks[number]
             if number not in self._retries:
-                self._on_over(rollout)
+                for row in (rollout, *rollout.agents.values()):
+                    self._on_over(row)
 
     def _report_end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
         """Report a task's end to the core; nothing if its episode never began."""
@@ -445,14 +475,22 @@ class EpisodeRunner:
             return
         # Ignored if it was cancelled because its rollout was discarded, or the run ends.
         is_ignored = rollout.rollout_id in self.leaks.uncancelled or self._is_ending
-        result = _reward(value) if error is None else error
+        result: float | BaseException
+        rewards: dict[str, float] = {}
+        if error is not None:
+            result = error
+        elif episode.agents:
+            result, rewards = _rewards_by_agent(value, rollout)
+        else:
+            result = _reward(value)
         if isinstance(result, float):
             self._deadlines.end(task)
             self._failures.succeed()
             self._end_episode(rollout, episode)
             if not is_ignored:
                 self._report_turn_rewards(episode)
-                self._handle(ev.EpisodeReturned(rollout.rollout_id, result))
+                of_agents = tuple((name, rewards[name]) for name in rollout.agents if rewards)
+                self._handle(ev.EpisodeReturned(rollout.rollout_id, result, of_agents))
         elif is_interrupt(result):
             raise result
         else:
@@ -496,8 +534,9 @@ class EpisodeRunner:
         self._failures.fail(rollout.rollout_id, rollout.group_id, error, key)
 
     def _report_turn_rewards(self, episode: Episode) -> None:
-        for rewarded in episode.turn_rewards():
-            self._handle(rewarded)
+        for each in (episode, *episode.agents.values()):
+            for rewarded in each.turn_rewards():
+                self._handle(rewarded)
 
     def _end_episode(
         self, rollout: Rollout, episode: Episode, *, keeps_unrepeated: bool = False
@@ -513,7 +552,8 @@ class EpisodeRunner:
         episode.end(keeps_unrepeated=keeps_unrepeated)
         self.leaks.ended.append(weakref.ref(episode))
         # The rollout has dropped rows without tokens; the episode still has them.
-        for row in episode.rows if episode.branches else (rollout,):
+        rows = list(episode.rows) if episode.branches else [rollout]
+        for row in [*rows, *(row for each in episode.agents.values() for row in each.rows)]:
             turn = self._pending.turns.pop(row.rollout_id, None)
             if turn is not None:
                 fail(turn, RunClosed(EPISODE_IS_OVER))
@@ -566,7 +606,7 @@ class EpisodeRunner:
         """Whether the episode has used its budget, since it began or was last parked."""
         if self._budget_s is None:
             return False
-        task = self._tasks.get(rollout.root.rollout_id)
+        task = self._tasks.get(rollout.episode_id)
         return task is not None and self._deadlines.left_s(task) <= task.parks_at_left_s
 
     async def park(self, rollout: Rollout) -> None:
@@ -575,7 +615,7 @@ class EpisodeRunner:
         The episode's clock is stopped while any of its rows waits here.
         """
         self._refuse_if_given_up(rollout)
-        number = rollout.root.rollout_id
+        number = rollout.episode_id
         task = self._tasks[number]
         if self._tracer is not None:
             self._tracer.parked(rollout)
@@ -627,7 +667,7 @@ class EpisodeRunner:
         self._new_row = row
 
     def _refuse_if_given_up(self, rollout: Rollout) -> None:
-        if rollout.root.rollout_id in self.leaks.uncancelled:
+        if rollout.episode_id in self.leaks.uncancelled:
             raise RunClosed(
                 "this rollout was discarded and its episode cancelled; let CancelledError end it"
             )
@@ -639,6 +679,6 @@ class EpisodeRunner:
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Keep ``turns`` turns of the rollout, and its context up to the last kept turn's end."""
-        if rollout.root.rollout_id in self.leaks.uncancelled:
+        if rollout.episode_id in self.leaks.uncancelled:
             return  # it is settled
         self._handle(ev.RolloutCut(rollout.rollout_id, turns, tokens, "went_another_way"))

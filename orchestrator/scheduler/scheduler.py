@@ -9,10 +9,10 @@ episodes.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tidegate.errors import JournalError, TurnRefused
+from tidegate.errors import ConfigError, JournalError, TurnRefused
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -272,16 +272,21 @@ class Scheduler:
 
     def _wake_adapters(self, event: ev.Event) -> None:
         """Let adapters' trainers take tasks, and their parked episodes continue, after an event."""
-        if isinstance(event, ev.ForAdapter):
+        if isinstance(event, ev.ForAdapter) and not self._has_agents:
             trainers = [self.trainers[event.adapter]] if event.adapter in self.trainers else []
         elif type(event) is ev.StepArrived or type(event) is ev.TurnRequested:
             return
         else:
-            trainers = [trainer for name, trainer in self.trainers.items() if name]
+            trainers = list(self.trainers.values())
         for trainer in trainers:
             trainer.wake_tasks()
             if trainer.parking.parked:
                 trainer.parking.resume_due()
+
+    @property
+    def _has_agents(self) -> bool:
+        """Whether groups of one trainer start only with groups of another."""
+        return any(trainer.core.agents for trainer in self.trainers.values())
 
     def _before_event(self, event: ev.Event) -> None:
         """Update the parts outside the core for an event; not called for the most frequent ones."""
@@ -372,10 +377,30 @@ class Scheduler:
         if self._journal is not None:
             await self._journal.wait_until_safe()
 
-    def offer(self, tasks: Tasks, episode: EpisodeFunction, adapter: str = "") -> None:
-        """Take tasks from this iterator from now on, each run by ``episode``."""
+    def offer(
+        self,
+        tasks: Tasks,
+        episode: EpisodeFunction,
+        adapter: str = "",
+        agents: Sequence[str] = (),
+    ) -> None:
+        """Take tasks from this iterator from now on, each run by ``episode``.
+
+        ``adapter``: the trained adapter whose groups they are; ``agents``: others that the episodes
+        sample too.
+
+        Raises:
+            ConfigError: an agent is no trained adapter, or is ``adapter`` itself.
+        """
         assert self._group is not None
-        self.trainers[adapter].offer(tasks, episode, self._group)
+        for name in agents:
+            if name not in self.core.trained_adapters or name == adapter:
+                known = ", ".join(sorted({*self.core.trained_adapters} - {adapter})) or "none"
+                raise ConfigError(
+                    f"agents are other adapters that the run trains ({known}), got {name!r}; call "
+                    f"train_adapter({name!r}) first"
+                )
+        self.trainers[adapter].offer(tasks, episode, self._group, agents)
 
     def hold_batches(self, is_held: bool, adapter: str = "") -> None:
         """As :meth:`BatchRequestQueue.hold`; does nothing for an adapter that is not trained."""

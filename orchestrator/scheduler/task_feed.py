@@ -8,7 +8,7 @@ are skipped. Iterators are read by ``batches/tasks.py``.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tidegate.errors import ResumeMismatch
@@ -52,8 +52,10 @@ class TaskIterators:
         group: asyncio.TaskGroup,
         *,
         is_journalled: bool,
+        agents: Sequence[str] = (),
     ) -> None:
-        """Take tasks from this iterator from now on, each run by ``episode``."""
+        """Take tasks from this iterator from now on, each run by ``episode``; ``agents`` are
+        trained adapters that it samples beside its own."""
         core = self._core()
         name = tasks.name if isinstance(tasks, Curriculum) else ""
         _check_is_continued(core, name)
@@ -73,7 +75,7 @@ class TaskIterators:
             now_s=self._now_s,
         )
         self._feeding = group.create_task(feed.run(), name="tasks")
-        self._handle(ev.TasksOffered(_name_of(episode), name), episode)
+        self._handle(ev.TasksOffered(_name_of(episode), name, tuple(agents)), episode)
         if isinstance(tasks, Curriculum):
             self._attach(tasks)
         if core.tasks.dropped > self._logged_dropped:

@@ -7,7 +7,7 @@ batches and parks the trainer's episodes; the policy's :class:`Core` decides.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tidegate.errors import PublishNeeded, TidegateError
@@ -90,10 +90,17 @@ class TrainerSide:
 
     # ------------------------------------------------------------ the trainer's requests
 
-    def offer(self, tasks: Tasks, episode: EpisodeFunction, group: asyncio.TaskGroup) -> None:
+    def offer(
+        self,
+        tasks: Tasks,
+        episode: EpisodeFunction,
+        group: asyncio.TaskGroup,
+        agents: Sequence[str] = (),
+    ) -> None:
         """Take tasks from this iterator from now on, each run by ``episode``, in a task of
-        ``group``."""
-        self.tasks.begin(tasks, episode, group, is_journalled=self._is_journalled())
+        ``group``. ``agents``: trained adapters that episodes sample beside their own."""
+        is_journalled = self._is_journalled()
+        self.tasks.begin(tasks, episode, group, is_journalled=is_journalled, agents=agents)
 
     async def next_batch(self) -> ev.HandOver | None:
         """Return the next batch, or None when the tasks are used up; for callers on this loop."""

@@ -445,10 +445,12 @@ class SyncAdapterTrainer(SyncAdapterHandle):
         """As :meth:`AdapterTrainer.statistics`."""
         return self._handle.statistics()
 
-    def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> Iterator["Batch"]:
+    def batches(
+        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
+    ) -> Iterator["Batch"]:
         """As :meth:`AdapterTrainer.batches`."""
         call = self._handle._begin_batches()
-        self.offer(tasks, episode=episode)
+        self.offer(tasks, episode=episode, agents=agents)
         while (batch := run_blocking(self._handle._next_batch_of(call))) is not None:
             yield batch
 

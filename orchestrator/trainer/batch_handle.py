@@ -307,7 +307,9 @@ class BatchHandle(MeasuredHandle):
 
     # ------------------------------------------------------------ batches
 
-    async def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> AsyncIterator["Batch"]:
+    async def batches(
+        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
+    ) -> AsyncIterator["Batch"]:
         """Yield batches made from ``tasks`` until the tasks are used up; the last may be smaller.
 
         ``tasks`` may be endless, sync or async. The run's own thread iterates over it and runs
@@ -324,18 +326,25 @@ class BatchHandle(MeasuredHandle):
             ConfigError: another ``batches()`` waits for a batch, or has replaced these tasks.
         """
         call = self._begin_batches()
-        await self.offer(tasks, episode=episode)
+        await self.offer(tasks, episode=episode, agents=agents)
         while (batch := await self._next_batch_of(call)) is not None:
             yield batch
 
-    async def offer(self, tasks: Tasks, *, episode: EpisodeFunction) -> None:
+    async def offer(
+        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
+    ) -> None:
         """Replace the run's tasks and episode; :meth:`next_batch` then returns the batches made.
 
-        :meth:`batches` does both.
+        :meth:`batches` does both. ``agents`` are trained adapters that ``episode`` samples beside
+        its own, by ``episode.agent(name)``. A task starts once all of them may start a group; their
+        trainers get their own rollouts by :meth:`next_batch`, without tasks of their own.
+
+        Raises:
+            ConfigError: an agent is not trained by this run.
         """
 
         async def work(scheduler: Scheduler) -> None:
-            scheduler.offer(tasks, episode, self._adapter)
+            scheduler.offer(tasks, episode, self._adapter, agents)
 
         await self._do(work)
         if self._recorder is not None:

@@ -552,10 +552,12 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
         """As :attr:`Rollouts.batches_received`."""
         return self._handle.batches_received
 
-    def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> Iterator["Batch"]:
+    def batches(
+        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
+    ) -> Iterator["Batch"]:
         """As :meth:`Rollouts.batches`."""
         call = self._handle._begin_batches()
-        self.offer(tasks, episode=episode)
+        self.offer(tasks, episode=episode, agents=agents)
         while (batch := self._next_batch_of(call)) is not None:
             yield batch
 

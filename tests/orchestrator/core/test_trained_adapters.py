@@ -7,7 +7,7 @@ batches, at the same versions, with the same ledger.
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import encode_event, replay
+from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules, record_of
@@ -81,14 +82,18 @@ class Player:
 class Run:
     """A core with some adapters on one engine, whose interleaving is random."""
 
-    def __init__(self, seed: int, names: list[str]) -> None:
+    def __init__(
+        self, seed: int, names: list[str], offering: Collection[str] = ("solver", "critic")
+    ) -> None:
         self.core = Core(BASE_RULES, survives_crashes=True)
+        self.offering = set(offering)
         self.records: list[bytes] = []
         self.players = {name: Player(name, seed) for name in names}
         self.do(ev.EngineJoined("e", 0, 64))
         for name, player in self.players.items():
             self.do(ev.AdapterTrainingStarted(name, record_of(player.rules)))
-            self.of(player, ev.TasksOffered())
+            if name in offering:
+                self.of(player, ev.TasksOffered())
             self.publish(player)
 
     def play(self, seed: int, moves: int) -> None:
@@ -171,7 +176,7 @@ class Run:
             for number, r in player.running.items()
             if not r.turns or r.turns[-1].finish_reason is not None
         )
-        if kind == "task" and core.admissible_groups:
+        if kind == "task" and core.admissible_groups and player.name in self.offering:
             if player.returned and chance.random() < 0.7:
                 task, key = player.returned.pop(0)
                 self.of(player, ev.TaskArrived(task, key))
@@ -188,11 +193,8 @@ class Run:
             self.step(player)
         elif kind in ("return", "fail") and idle:
             number = chance.choice(idle)[2]
-            del player.running[number]
-            if kind == "return":
-                self.do(ev.EpisodeReturned(number, float(chance.random() < 0.5)))
-            else:
-                self.do(ev.EpisodeFailed(number, "raised", FailureCause.CODE, False))
+            if player.running[number].home is None:
+                self.end(number, float(chance.random() < 0.5) if kind == "return" else None)
         elif kind == "request" and not player.is_requested:
             player.is_requested = True
             self.of(player, ev.BatchRequested())
@@ -206,6 +208,16 @@ class Run:
         elif kind == "bad" and player.serving == player.version and player.version > 1:
             self.of(player, ev.VersionRetracted(player.version))
             self.publish(player)
+
+    def end(self, number: int, reward: float | None) -> None:
+        """End an episode with a reward, or let it fail."""
+        rollout = self.core.rollout(number)
+        assert rollout is not None
+        del self.players[rollout.adapter].running[number]
+        if reward is not None:
+            self.do(ev.EpisodeReturned(number, reward))
+        else:
+            self.do(ev.EpisodeFailed(number, "raised", FailureCause.CODE, False))
 
     def step(self, player: Player) -> None:
         chance = player.chance
@@ -304,6 +316,98 @@ def test_a_replay_and_a_saved_state_have_every_adapters_state(seed: int, cut: fl
     assert digest(loaded) == digest(run.core)
 
 
+# ---------------------------------------------------------------- agents
+
+
+class AgentsRun(Run):
+    """A core whose ``solver`` episodes sample ``critic`` too, which has no tasks of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, ["solver", "critic"], offering=())
+        self.solver, self.critic = self.players["solver"], self.players["critic"]
+        self.of(self.solver, ev.TasksOffered(agents=("critic",)))
+        self.offering.add("solver")
+
+    def act(self, command: ev.Command) -> None:
+        super().act(command)
+        if isinstance(command, ev.StartEpisode):
+            for name, own in command.rollout.agents.items():
+                self.players[name].running[own.rollout_id] = own
+
+    def move(self, player: Player) -> None:
+        if player is self.critic:
+            admissible = self.core.of("critic").admissible_groups
+            assert not self.core.of("critic").tasks.count
+            assert admissible >= 0
+        super().move(player)
+
+    def end(self, number: int, reward: float | None) -> None:
+        """End an episode of the solver: its agents' rollouts end just before it."""
+        rollout = self.solver.running.pop(number)
+        for own in rollout.agents.values():
+            self.critic.running.pop(own.rollout_id, None)
+        if reward is not None:
+            self.do(ev.EpisodeReturned(number, reward, (("critic", 1.0 - reward),)))
+        else:
+            self.do(ev.EpisodeFailed(number, "raised", FailureCause.CODE, False))
+
+
+def check_agents(run: AgentsRun) -> None:
+    """Rollouts of agents run exactly as long as those whose episodes sample them."""
+    for core, other in (("solver", "critic"), ("critic", "solver")):
+        running = run.core.of(core).groups.running
+        for rollout, group in running.values():
+            partner = rollout.agents[other] if core == "solver" else rollout.home
+            assert partner is not None
+            assert partner.rollout_id in run.core.of(other).groups.running
+            assert group.is_agents == (core == "critic")
+
+
+@given(seed=st.integers(0, 10**9), cut=st.floats(0, 1))
+@settings(max_examples=25, deadline=None)
+def test_agents_begin_and_end_together_and_a_saved_state_keeps_them_so(
+    seed: int, cut: float
+) -> None:
+    run = AgentsRun(seed)
+    order = random.Random(f"agents {seed}")
+    for _ in range(300):
+        run.move(order.choice((run.solver, run.critic)))
+        run.core.check()
+        check_agents(run)
+    core = Core(BASE_RULES, survives_crashes=True)
+    at = int(cut * len(run.records))
+    for record in run.records[:at]:
+        replay(record, core)
+    loaded = Core(BASE_RULES, survives_crashes=True)
+    load(save(core, is_replayed=True), loaded)
+    assert digest(loaded, is_replayed=True) == digest(core, is_replayed=True)
+    for record in run.records[at:]:
+        replay(record, loaded)
+    assert digest(loaded) == digest(run.core)
+    at_checkpoint = {
+        name: (order.randint(each.handed.checkpointed, each.handed.count), each.tasks.offer)
+        for name, each in loaded.trained_adapters.items()
+    }
+    loaded.handle(ev.RunResumed(0, -1, at_checkpoint))
+    loaded.check()
+    for rollout, group in loaded.of("critic").groups.running.values():
+        assert rollout.home is not None
+        assert group.home is not None
+        assert rollout.home.rollout_id in loaded.of("solver").groups.running
+    loaded.handle(ev.RunEnded())
+    loaded.check()
+    assert not loaded.running_rollouts
+
+
+def check_agents_of_seeds(seeds: int) -> None:
+    for seed in range(seeds):
+        run, order = AgentsRun(seed), random.Random(seed)
+        for _ in range(200):
+            run.move(order.choice((run.solver, run.critic)))
+            run.core.check()
+            check_agents(run)
+
+
 # ---------------------------------------------------------------- planted bugs
 
 
@@ -366,3 +470,36 @@ def test_cross_talk_between_adapters_is_noticed(
     monkeypatch.setattr(where, name, bug)
     with pytest.raises((AssertionError, KeyError)):
         check_all_alone(30)
+
+
+def _discard_alone(core: Core, group: Group, reason: str) -> list[ev.Command]:
+    return []
+
+
+def _end_alone(
+    tracker: GroupTracker, rollout: Rollout, ended: Rollout, reason: str
+) -> list[ev.Command]:
+    return []
+
+
+def _admit_by_own_bound(core: Core) -> int:
+    if core.are_tasks_exhausted or not core.versions.is_served:
+        return 0
+    return core.policy.admit(core.groups, training_groups=core.handed.num_groups)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "bug"),
+    [
+        (Core, "_discard_agents", _discard_alone),
+        (GroupTracker, "end_agents", _end_alone),
+        (Core, "admissible_groups", property(_admit_by_own_bound)),
+    ],
+    ids=["discarded alone", "failed alone", "admitted by one bound"],
+)
+def test_agents_that_do_not_follow_their_episodes_are_noticed(
+    where: type, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, bug)
+    with pytest.raises((AssertionError, KeyError)):
+        check_agents_of_seeds(40)
