@@ -30,7 +30,8 @@ HEADING = (
 
 
 def rows(workload: PlanWorkload, base: PlanCandidate, options: Mapping[str, Any]) -> list[PlanRow]:
-    """Return the compared choices: staleness bounds, then the others at the recommended bound."""
+    """Return the compared choices: first each staleness bound, then each other setting's values at
+    the recommended bound."""
 
     def measured(row: PlanRow) -> PlanRow:
         if not options["simulated"]:

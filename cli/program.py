@@ -308,7 +308,8 @@ def _bind_arguments(function: Any, part: Part, where: str, *, own: int) -> Calla
     if own > len(positional) and not any(e.kind is e.VAR_POSITIONAL for e in positional):
         parameters = _OWN_PARAMETERS[where]
         raise ConfigError(
-            f"{where}.use = {part.use!r} must take {parameters} before its own arguments"
+            f"the function that the run's file names in {where}.use = {part.use!r} must take "
+            f"{parameters} before its own arguments; change its signature"
         )
     arguments = check_arguments(function, part.arguments, where, own=own)
     return functools.partial(function, **arguments) if arguments else function

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 class TRLRollouts:
     """TRL's rollout worker and weight transfer, backed by a run. Pass it as both to the trainer.
 
-    One batch of the run is what TRL trains on between two syncs, so `groups_per_batch` times
-    `group_size` is `per_device_train_batch_size` times `gradient_accumulation_steps`, processes
-    and `weight_sync_steps`. TRL's data loader asks for one micro-batch ahead of what it trains on:
-    no token older than the run's `max_staleness` plus 1 is trained on, and `max_staleness` of the
-    run must be at least 1. Rewards and advantages are the run's; TRL's `reward_funcs` are not
-    called. Pauses do nothing, because engines decode while weights travel. Rows that TRL would
-    drop, or has not consumed when it ends, are discarded.
+    One batch of the run has the rollouts that TRL trains on between two weight syncs. So
+    ``groups_per_batch * group_size`` must equal ``per_device_train_batch_size *
+    gradient_accumulation_steps * processes * weight_sync_steps``. TRL's data loader asks for one
+    micro-batch ahead of what it trains on: no token older than the run's ``max_staleness`` plus 1
+    is trained on, and ``max_staleness`` of the run must be at least 1. Rewards and advantages are
+    the run's; TRL's ``reward_funcs`` are not called. Pauses do nothing, because engines decode
+    while weights travel. Rows that TRL would drop, or has not consumed when it ends, are discarded.
     """
 
     def __init__(

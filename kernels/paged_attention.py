@@ -25,9 +25,10 @@ from tidegate.kernels.optional_triton import jit, next_power_of_2, tl
 from tidegate.kernels.triton_math import capped, product
 
 TILE_BYTES = 128
-"""Bytes of one number times the keys of a tile: 64 keys in bfloat16, 16 KB with D = 128, of which a
-streaming multiprocessor holds several. Also limits a tile's rows, query tokens times G. float32 is
-multiplied in registers, without tensor cores, where 64 would not fit; it gets half as many."""
+"""Size of a tile: its number of keys times the bytes of one number. In bfloat16 a tile has 64 keys,
+16 KB with D = 128, and a streaming multiprocessor holds several. In float32 it has half as many,
+because those are multiplied in registers, without tensor cores, where 64 would not fit. A tile's
+rows, query tokens times G, have the same limit."""
 
 SPLIT_TOKENS = 1024
 """Context positions of one split: 16 tiles in bfloat16, beside which merging costs little."""

@@ -20,8 +20,8 @@ from tidegate.transport.messages import (
 )
 
 WHOLE_BYTES, PATCH_BYTES = 1000, 100
-"""Sizes of a whole set and of a patch of it, by which the run decides how many patches may follow
-each other: four here."""
+"""Sizes of a whole set and of a patch, in bytes. By them the run limits a chain of patches: here,
+four patches may follow one another before it sends a whole set again."""
 
 SUPERSEDED = "given up, for"
 """Text in an engine's answer for a version that a newer version has replaced before staging."""

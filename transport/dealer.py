@@ -124,8 +124,8 @@ class DealerSocket:
     def connection(self) -> int | None:
         """Return the number of the current connection, counted from 1; None while disconnected.
 
-        Each connection begins with a hello. Messages queued between two connections are sent before
-        it.
+        Each connection begins with a hello. Messages that were queued while there was no connection
+        are sent before that hello.
         """
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_monitor_event(recv_monitor_message(self._monitor)["event"])

@@ -272,8 +272,8 @@ def _sliding_layers(
         )
     if types is not None and [name == "sliding_attention" for name in types] != slides:
         raise ModelNotComputed(
-            f"{file} has layer_types {types}, and Tidegate's own code computes other ones for "
-            f"{family.model_type}"
+            f"{file} has layer_types {types}, but Tidegate's own code computes {family.model_type} "
+            "with other layers only; use vLLM or SGLang engines for this model"
         )
     return slides
 

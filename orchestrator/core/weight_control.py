@@ -702,7 +702,8 @@ class WeightControl:
 
     @property
     def kept_buffers(self) -> frozenset[int]:
-        """Versions under which the tensors of the version released last were written."""
+        """Buffers of the weight channel that hold the version released last, named by the versions
+        that were written to them."""
         kept = self._kept
         return frozenset() if kept is None else frozenset({kept.version} | kept.content.buffers)
 
@@ -1560,7 +1561,7 @@ class WeightControl:
                 engine.failure = why
 
     def _forget_weights_target(self) -> None:
-        """Let joining engines keep their weights awake once all other engines have new ones."""
+        """Once all engines have new weights, no longer put joining engines' weights to sleep."""
         if "weights" not in self._sleep_tags or not self._engines:
             return
         if all(engine.has_new_weights for engine in self._engines.values()):

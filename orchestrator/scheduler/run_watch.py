@@ -121,7 +121,8 @@ class RunWatch:
                 )
 
     def _check_engines(self) -> set[str]:
-        """Check engines; return those that make steps for all of their turns."""
+        """Check engines; return those that make progress and let no turn wait, so that a turn
+        without a token there is stuck itself."""
         at_work: set[str] = set()
         if self._is_paused():
             return at_work  # paused engines make no steps

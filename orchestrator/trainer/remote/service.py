@@ -90,8 +90,8 @@ class _Publish:
 
     version: "asyncio.Future[int]"
     ranks_done: set[int] = field(default_factory=set)
-    """Ranks that got the failure, or joined after it. A further call of such a rank is another
-    attempt."""
+    """Ranks for which a failed publish is over: they got its failure, or joined after it. If one of
+    them calls again, it tries anew."""
 
 
 class TrainerService:

@@ -145,7 +145,7 @@ def test_stop_tokens_come_from_the_generation_config_if_it_has_any(
         ({"hidden_act": "relu"}, "relu"),
         (
             {"architectures": ["MistralForCausalLM"], "layer_types": 2 * ["full_attention"]},
-            "computes other ones for mistral",
+            "computes mistral with other layers only",
         ),
         (
             {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
