@@ -7,10 +7,12 @@ to :class:`~tidegate.environments.sandboxes.Sandboxes`.
 """
 
 import asyncio
+import contextlib
 import errno
 import os
 import platform
 import shutil
+import signal
 import socket
 import stat
 import struct
@@ -196,7 +198,10 @@ class LocalSandbox:
 
 def _end(process: subprocess.Popen[bytes], stderr: IO[bytes]) -> str:
     """Kill a sandbox's outer process, and return the end of what it printed."""
-    process.kill()  # bubblewrap's init dies with it
+    if process.poll() is None:
+        # Bubblewrap's init dies with it, but not what it has forked while it starts.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with stderr:
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - STDERR_BYTES))

@@ -497,6 +497,24 @@ async def test_closing_the_pool_ends_all_sandboxes_and_says_so() -> None:
         await pool.open()
 
 
+async def test_closing_a_pool_leaves_no_process_of_a_sandbox_that_is_being_started() -> None:
+    def orphans() -> set[int]:
+        """Processes of bubblewrap whose own parent is gone: other tests' have theirs."""
+        each_of = psutil.process_iter(["name", "ppid"])
+        return {p.pid for p in each_of if p.info["name"] == "bwrap" and p.info["ppid"] == 1}
+
+    before = orphans()
+    for number in range(20):
+        pool = _pool()
+        opening = asyncio.ensure_future(pool.open())
+        await asyncio.sleep(0.003 * number)
+        opening.cancel()
+        pool.close()
+        await asyncio.wait([opening])
+    left = [psutil.Process(pid) for pid in orphans() - before if psutil.pid_exists(pid)]
+    assert psutil.wait_procs(left, timeout=10)[1] == []
+
+
 def test_sandboxes_end_with_the_process_that_started_them() -> None:
     _pool(ready=0).close()
     program = """
