@@ -292,9 +292,13 @@ def audit_run(
         plans += plans_of_part
     tokens = sum(plan.tokens for plan in plans)
     if not tokens:
+        adapters = sorted(path.name for path in (directory / "adapters").glob("*"))
+        remedy = "give the directory of a run whose engines generated"
+        if adapters:
+            remedy = f"its trained adapters are in {directory / 'adapters'}: {', '.join(adapters)}"
         raise AuditError(
             f"{directory} has {recorded} rollouts without a sampled token, so there is nothing to "
-            "audit; give the directory of a run whose engines generated"
+            f"audit; {remedy}"
         )
     segments = [segment for replay in replays for segment in replay.segments]
     agreeing = [int(_agreeing(segment).sum()) for segment in segments]

@@ -11,7 +11,7 @@ import pytest
 import tidegate
 from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
-from tidegate.errors import ConfigError, ResumeMismatch
+from tidegate.errors import AuditError, ConfigError, ResumeMismatch
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.trajectories import read_trajectories
 from tidegate.orchestrator.trainer.adapters import AdapterTrainer
@@ -108,6 +108,39 @@ async def test_a_rollback_of_an_adapter_discards_its_groups_of_the_bad_version_o
         assert 2 not in batch.weight_versions
 
 
+async def test_engines_that_leave_and_join_change_no_adapters_batches_or_tags(
+    model: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    async with tidegate.serve(
+        model=model, engines=2, group_size=2, run_directory=directory, step_time_min_s=0.002
+    ) as rollouts:
+        began = asyncio.Event()
+        solver = await rollouts.train_adapter(
+            "solver", groups_per_batch=2, max_staleness=1, on_batch=lambda metrics: began.set()
+        )
+        critic = await rollouts.train_adapter("critic", groups_per_batch=2, max_staleness=2)
+        for each in (solver, critic):
+            await each.publish(random_adapter(model, 9), config=CONFIG)
+
+        async def replace_an_engine() -> None:
+            await began.wait()
+            await rollouts.drain(rollouts.engines[0].name, within_s=0.05)
+            await rollouts.scale(engines=2)
+
+        trained = await asyncio.gather(
+            train(solver, model, batches=8), train(critic, model, batches=8), replace_an_engine()
+        )
+        for batches, bound in zip(trained[:2], (1, 2), strict=True):
+            assert all(int(batch.staleness.max()) <= bound for batch in batches)
+        for each in (solver, critic):
+            assert each.statistics().ledger.error == 0
+            assert not each.statistics().discarded_rollouts
+    for name in ("solver", "critic"):
+        report = await asyncio.to_thread(audit_run, directory / "adapters" / name)
+        assert report.verdict == "agrees", report.lines()
+
+
 async def test_wrong_uses_say_what_to_do(model: Path) -> None:
     async with tidegate.serve(model=model, engines=1, group_size=2) as rollouts:
         solver = await rollouts.train_adapter("solver", groups_per_batch=1)
@@ -183,3 +216,5 @@ async def test_an_adapters_records_are_those_of_a_run_and_its_audit_agrees(
     rows = list(read_trajectories(of_adapter))
     assert {row.state for row in rows} >= {"trained"}
     assert not list(read_trajectories(directory))
+    with pytest.raises(AuditError, match=r"trained adapters are in .*adapters: solver"):
+        await asyncio.to_thread(audit_run, directory)
