@@ -412,8 +412,15 @@ class GroupTracker(OutstandingGroupIndex):
 
     def _start(self, group: Group, rollouts: int) -> list[ev.Command]:
         commands: list[ev.Command] = []
+        numbers, adapter, running = self.numbers, self.adapter, self.running
         for index in range(rollouts):
-            rollout = self._new_rollout(group, index)
+            rollout_id = numbers.next
+            numbers.next = rollout_id + 1
+            rollout = Rollout(rollout_id, group.group_id, index, adapter)
+            if adapter:
+                numbers.tracker_of[rollout_id] = self
+            running[rollout_id] = (rollout, group)
+            group.rollouts.append(rollout)
             commands.append(ev.StartEpisode(rollout, group.task))
         group.running = rollouts
         return commands

@@ -59,7 +59,9 @@ class TrainerSide:
         self.batch_requests = BatchRequestQueue(
             self._requests, self.handle, when_safe, take_failure
         )
-        self.tasks = TaskIterators(core, self.handle, has_capacity=self.has_capacity, now_s=now_s)
+        self.tasks = TaskIterators(
+            core, self.handle if adapter else handle, has_capacity=self.has_capacity, now_s=now_s
+        )
         self.parking = Parking(
             live_version=lambda: self.core.versions.live_version,
             is_starved=lambda: self.core.batch_requests > 0,
