@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed
+from tidegate.observability.run_directories import RUN_FILE
 from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.core.rules import describe, record_of
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -128,7 +129,7 @@ class Observers:
         """Start the recorder, and the dashboard's memory; see :meth:`RunObservers.open`."""
         self._resumed, self._on_failure = resumed, on_failure
         recorders: list[Recorder] = []
-        if (recorder := self._recorder(self._settings, resumed, on_failure)) is not None:
+        if (recorder := self._recorder(resumed, on_failure)) is not None:
             recorders.append(recorder)
         if self._dashboard is not None:
             self._live = self._live_recorder(resumed)
@@ -146,10 +147,17 @@ class Observers:
         return recorders[0] if recorders else None
 
     def open_adapter(
-        self, name: str, settings: RunSettings, resumed: RunResumed | None
+        self, name: str, settings: RunSettings, resumed_batches: int | None
     ) -> Recorder | None:
         """Start the recorder of a trained adapter; see :meth:`RunObservers.open_adapter`."""
-        return self._recorder(settings, resumed, self._on_failure, ADAPTERS_DIRECTORY / name)
+        directory = self._settings.records.run_directory
+        if directory is None:
+            return None
+        directory = directory / ADAPTERS_DIRECTORY / name
+        # Records of this name may be there, of a process before a resume or of an earlier training.
+        if (directory / RUN_FILE).exists():
+            directory = _next_part(directory)
+        return self._new_recorder(directory, settings, resumed_batches, self._on_failure)
 
     def show(
         self,
@@ -202,28 +210,31 @@ class Observers:
         )
 
     def _recorder(
-        self,
-        settings: RunSettings,
-        resumed: RunResumed | None,
-        on_failure: Callable[[RecordingFailed], None],
-        within: Path = Path(),
+        self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> "RunRecorder | None":
         """A resumed run's records go into a directory of their own, inside the run's."""
         directory = self._settings.records.run_directory
         if directory is None:
             return None
-        directory /= within
         if resumed is not None:
-            directory = next(
-                d for n in itertools.count(1) if not (d := directory / f"part-{n}").exists()
-            )
+            directory = _next_part(directory)
+        batches = None if resumed is None else resumed.batches
+        return self._new_recorder(directory, self._settings, batches, on_failure)
+
+    @staticmethod
+    def _new_recorder(
+        directory: Path,
+        settings: RunSettings,
+        resumed_batches: int | None,
+        on_failure: Callable[[RecordingFailed], None],
+    ) -> "RunRecorder":
         from tidegate.observability.recording import RunRecorder
 
         return RunRecorder(
             directory,
             settings=_settings_as_json(settings),
             model=settings.model,
-            resumed_batches=None if resumed is None else resumed.batches,
+            resumed_batches=resumed_batches,
             on_failure=on_failure,
         )
 
@@ -239,6 +250,12 @@ class Observers:
             points = [p for p in read_evaluations(directory) if p.batches <= resumed.batches]
             recorder.recall(read_batches(directory, batches=resumed.batches), points)
         return recorder
+
+
+def _next_part(directory: Path) -> Path:
+    """Return the directory, inside a run's, of the next process that records the run."""
+    parts = (directory / f"part-{number}" for number in itertools.count(1))
+    return next(part for part in parts if not part.exists())
 
 
 def _settings_as_json(settings: RunSettings) -> dict[str, Any]:

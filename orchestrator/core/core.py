@@ -381,7 +381,7 @@ class Core:
                 return self.trained_adapters[adapter].handle(inner)
             case ev.GenerationHalted(is_halted=is_halted):
                 self.is_halted = is_halted
-                return self.turns.halt(self.adapter, self.is_halted or self.is_paused)
+                return self._halt_adapter()
             case ev.VersionRetracted(version=version):
                 return self._retract(version)
             case ev.EngineSwapped(engine=engine, version=version):
@@ -665,15 +665,20 @@ class Core:
         if any(rollout.pinned_version is None for rollout in evaluated):
             return []
         self.is_paused = True
-        if self.adapter:
-            return self.turns.halt(self.adapter, True)
-        return [ev.PauseGeneration(True)]
+        return self._halt_adapter() if self.adapter else [ev.PauseGeneration(True)]
 
     def _resume_generation(self) -> list[ev.Command]:
         was_paused, self.is_paused = self.is_paused, False
-        if self.adapter and was_paused:
-            return self.turns.halt(self.adapter, self.is_halted)
-        return [ev.PauseGeneration(False)] if was_paused else []
+        if not was_paused:
+            return []
+        return self._halt_adapter() if self.adapter else [ev.PauseGeneration(False)]
+
+    def _halt_adapter(self) -> list[ev.Command]:
+        """Take an adapter's turns back while its policy or its trainer pauses it, else submit
+        them."""
+        is_halted = self.is_halted or self.is_paused
+        turns = self.turns.halt(self.adapter, is_halted)
+        return [*turns, ev.PauseGeneration(is_halted, self.adapter)]
 
     # ------------------------------------------------------------ versions
 

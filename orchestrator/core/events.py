@@ -483,9 +483,14 @@ class HandOver(Struct, frozen=True, gc=False):
 
 
 class PauseGeneration(Struct, frozen=True, gc=False):
-    """Have every engine abort its turns and pause, or resume."""
+    """Have every engine abort its turns and pause, or resume.
+
+    For a trained adapter the core takes the turns back by itself, and only the clocks of the
+    adapter's episodes are stopped, or started again.
+    """
 
     is_paused: bool
+    adapter: str = ""
 
 
 class EndBatches(Struct, frozen=True, gc=False):

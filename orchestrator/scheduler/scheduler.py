@@ -338,8 +338,10 @@ class Scheduler:
                 pass  # the request fails with that error
             case ev.HandOver() | ev.EndBatches() | ev.RefuseBatch() | ev.RequeueTask():
                 self.trainers[command.adapter].carry_out(command)
-            case ev.PauseGeneration(is_paused=is_paused):
+            case ev.PauseGeneration(is_paused=is_paused, adapter=""):
                 self._pause_generation(is_paused)
+            case ev.PauseGeneration(is_paused=is_paused, adapter=adapter):
+                self._episodes.hold(adapter, is_paused)
 
     def when_safe(self, action: Callable[[], None]) -> None:
         """Call ``action`` once no crash can undo the events handled so far."""
@@ -364,11 +366,22 @@ class Scheduler:
 
     def halt_adapter(self, name: str, is_halted: bool) -> None:
         """Pause a trained adapter's turns and its episodes' clocks, or resume them."""
-        self._episodes.hold(name, is_halted)
         self.trainers[name].handle(ev.GenerationHalted(is_halted))
 
     def end_adapter(self, name: str) -> None:
-        """Train an adapter no longer, and discard what was not trained."""
+        """Train an adapter no longer, and discard what was not trained.
+
+        Raises:
+            ConfigError: episodes of another trainer's tasks sample it.
+        """
+        for of_tasks, trainer in self.trainers.items():
+            is_sampled = any(name in group.agents for group in trainer.core.groups.in_order)
+            if name in trainer.core.agents or is_sampled:
+                whose = f"adapter {of_tasks!r}" if of_tasks else "the run"
+                raise ConfigError(
+                    f"episodes of {whose} sample adapter {name!r} as their agent; offer tasks "
+                    f"without it and train the groups that have begun, or close {whose} first"
+                )
         self.trainers.pop(name).close()
         self.handle_event(ev.AdapterTrainingEnded(name))
 

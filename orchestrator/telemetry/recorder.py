@@ -168,14 +168,16 @@ class RunObservers(Protocol):
         """
         ...
 
-    def open_adapter(self, name: str, settings: Any, resumed: RunResumed | None) -> Recorder | None:
+    def open_adapter(
+        self, name: str, settings: Any, resumed_batches: int | None
+    ) -> Recorder | None:
         """Start recording a trained adapter, by itself as if it were a run; None if nothing is
         recorded.
 
         Args:
             name: the adapter's name.
             settings: the run's settings, with the adapter's own of batches and staleness.
-            resumed: where the adapter continues; None for a new one.
+            resumed_batches: batches that its trainer had before a resume; None for a new adapter.
         """
         ...
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tidegate.errors import ConfigError, ResumeMismatch
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rules import (
     check_can_be_made_again,
     describe,
@@ -166,6 +167,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         self._settings = settings
         self._records: Recorder | None = None
         self._is_resumed = False
+        self._final: RunStatistics | None = None
         self.is_closed = False
         """Whether the adapter is trained no longer."""
 
@@ -215,7 +217,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         """Start training the adapter, or continue after a resume.
 
         Raises:
-            ConfigError: it is trained already.
+            ConfigError: its rules can't be journalled.
             ResumeMismatch: it was trained by other rules before the resume.
         """
         rules = self._settings.rules()
@@ -223,14 +225,15 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
             check_can_be_made_again(rules)
 
         async def work(scheduler: Scheduler) -> None:
-            await train(scheduler)
-            self._side(scheduler).recorder = self._records = self._new_recorder(scheduler)
-
-        async def train(scheduler: Scheduler) -> None:
             known = scheduler.core.trained_adapters.get(self.name)
+            if known is not None:
+                resume(known)
+            self._records = self._new_recorder(scheduler)  # first, because it may be refused
             if known is None:
                 await scheduler.train_adapter(self.name, rules)
-                return
+            self._side(scheduler).recorder = self._records
+
+        def resume(known: Core) -> None:
             before, now = record_of(known.rules), record_of(rules)
             if changed := [key for key in now if before.get(key) != now[key]]:
                 raise ResumeMismatch(
@@ -246,10 +249,8 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
     def _new_recorder(self, scheduler: Scheduler) -> Recorder | None:
         if self._run.observers is None:
             return None
-        resumed = None
-        if self._is_resumed:
-            resumed = ev.RunResumed(self._batches, 0)
-        recorder = self._run.observers.open_adapter(self.name, self._settings, resumed)
+        batches = self._batches if self._is_resumed else None
+        recorder = self._run.observers.open_adapter(self.name, self._settings, batches)
         if recorder is not None:
             for engine in scheduler.fleet.engines.values():
                 recorder.engine_dtype(engine.hello.engine, engine.hello.dtype)
@@ -262,16 +263,20 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
             RecordingFailed: the disk refused some.
         """
         recorder, self._records = self._records, None
+        self._final = statistics
         if recorder is not None:
             if statistics is not None:
                 recorder.finish(statistics)
             recorder.close()
 
     def statistics(self) -> RunStatistics:
-        """Return a snapshot of the adapter's groups, versions and tokens, and of the run's engines.
+        """Return a snapshot of the adapter's groups, versions and tokens, and of the run's engines;
+        once it is closed or the run has ended, the final one.
 
         The evaluation ledger and the episodes' times are those of the whole run.
         """
+        if self._final is not None:
+            return self._final
 
         async def work(scheduler: Scheduler) -> RunStatistics:
             return self._statistics_of(scheduler)
@@ -350,7 +355,11 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
 
     async def close(self) -> None:
         """Train the adapter no longer: discard what was not trained. It stays published; use
-        :meth:`unload` to drop it."""
+        :meth:`unload` to drop it.
+
+        Raises:
+            ConfigError: another trainer's episodes sample it as their agent.
+        """
 
         async def work(scheduler: Scheduler) -> None:
             final.append(self._statistics_of(scheduler))

@@ -299,11 +299,8 @@ def test_batches_are_made_in_most_of_these_runs() -> None:
     assert batches > 30
 
 
-@given(seed=st.integers(0, 10**9), cut=st.floats(0, 1))
-@settings(max_examples=10, deadline=None)
-def test_a_replay_and_a_saved_state_have_every_adapters_state(seed: int, cut: float) -> None:
-    run = Run(seed, ["solver", "critic"])
-    run.play(seed, 150)
+def replayed_and_loaded(run: Run, cut: float) -> Core:
+    """Return a core that replays a run's events, and is saved and loaded after a share of them."""
     core = Core(BASE_RULES, survives_crashes=True)
     at = int(cut * len(run.records))
     for record in run.records[:at]:
@@ -314,6 +311,29 @@ def test_a_replay_and_a_saved_state_have_every_adapters_state(seed: int, cut: fl
     for record in run.records[at:]:
         replay(record, loaded)
     assert digest(loaded) == digest(run.core)
+    return loaded
+
+
+@given(seed=st.integers(0, 10**9), cut=st.floats(0, 1))
+@settings(max_examples=10, deadline=None)
+def test_a_replay_and_a_saved_state_have_every_adapters_state(seed: int, cut: float) -> None:
+    run = Run(seed, ["solver", "critic"])
+    run.play(seed, 150)
+    replayed_and_loaded(run, cut)
+
+
+def test_a_pause_of_an_adapter_stops_the_clocks_of_its_own_episodes() -> None:
+    core = Core(BASE_RULES)
+    core.handle(ev.EngineJoined("e", 0, 8))
+    rules = Rules(policy=Synchronous(groups_per_batch=1), group_size=1)
+    core.handle(ev.AdapterTrainingStarted("solver", record_of(rules)))
+    core.handle(ev.AdapterReleased("solver", 1))
+
+    def of_solver(event: ev.Event) -> list[ev.Command]:
+        return core.handle(ev.ForAdapter("solver", event))
+
+    assert ev.PauseGeneration(True, "solver") in of_solver(ev.GenerationHalted(True))
+    assert ev.PauseGeneration(False, "solver") in of_solver(ev.GenerationHalted(False))
 
 
 # ---------------------------------------------------------------- agents
@@ -374,16 +394,7 @@ def test_agents_begin_and_end_together_and_a_saved_state_keeps_them_so(
         run.move(order.choice((run.solver, run.critic)))
         run.core.check()
         check_agents(run)
-    core = Core(BASE_RULES, survives_crashes=True)
-    at = int(cut * len(run.records))
-    for record in run.records[:at]:
-        replay(record, core)
-    loaded = Core(BASE_RULES, survives_crashes=True)
-    load(save(core, is_replayed=True), loaded)
-    assert digest(loaded, is_replayed=True) == digest(core, is_replayed=True)
-    for record in run.records[at:]:
-        replay(record, loaded)
-    assert digest(loaded) == digest(run.core)
+    loaded = replayed_and_loaded(run, cut)
     at_checkpoint = {
         name: (order.randint(each.handed.checkpointed, each.handed.count), each.tasks.offer)
         for name, each in loaded.trained_adapters.items()

@@ -154,8 +154,14 @@ async def test_a_resumed_run_continues_episodes_of_several_agents(
 
 async def test_wrong_agents_are_refused_by_name(model: Path) -> None:
     async with tidegate.serve(model=model, engines=1, group_size=2) as rollouts:
-        solver, _ = await start(rollouts, model)
+        solver, critic = await start(rollouts, model)
         with pytest.raises(ConfigError, match=r"train_adapter\('judge'\) first"):
             await solver.offer(range(2), episode=debate, agents=["judge"])
         with pytest.raises(ConfigError, match="other adapters that the run trains"):
             await solver.offer(range(2), episode=debate, agents=["solver"])
+        await solver.offer(itertools.count(), episode=debate, agents=["critic"])
+        assert await solver.next_batch() is not None
+        with pytest.raises(ConfigError, match="episodes of adapter 'solver' sample adapter"):
+            await critic.close()
+        await solver.close()
+        await critic.close()

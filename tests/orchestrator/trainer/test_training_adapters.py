@@ -141,8 +141,11 @@ async def test_engines_that_leave_and_join_change_no_adapters_batches_or_tags(
         assert report.verdict == "agrees", report.lines()
 
 
-async def test_wrong_uses_say_what_to_do(model: Path) -> None:
-    async with tidegate.serve(model=model, engines=1, group_size=2) as rollouts:
+async def test_wrong_uses_say_what_to_do(model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    async with tidegate.serve(
+        model=model, engines=1, group_size=2, run_directory=directory
+    ) as rollouts:
         solver = await rollouts.train_adapter("solver", groups_per_batch=1)
         with pytest.raises(ConfigError, match=r"publish\(\) its first tensors"):
             await solver.next_batch()
@@ -153,7 +156,12 @@ async def test_wrong_uses_say_what_to_do(model: Path) -> None:
         await solver.publish(random_adapter(model, 9), config=CONFIG)
         await train(solver, model, batches=1)
         await solver.close()
-        await rollouts.train_adapter("solver", groups_per_batch=2)
+        final = solver.statistics()
+        again = await rollouts.train_adapter("solver", groups_per_batch=2)
+        assert not again.is_resumed
+    assert solver.statistics() == final
+    assert again.statistics().batches == 0
+    assert (directory / "adapters" / "solver" / "part-1" / "run.json").exists()
 
 
 async def test_a_resumed_run_continues_each_adapter_from_its_own_checkpoint(
