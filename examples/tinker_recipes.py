@@ -29,10 +29,10 @@ import torch
 from tinker_cookbook import renderers
 from tinker_cookbook.recipes import rl_loop, sl_loop
 from tinker_cookbook.tokenizer_utils import register_tokenizer
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import tidegate
-from examples.tiny_model import EOS, PAD, TOKENIZER_CONFIG, character_tokenizer
+from examples.tiny_model import PAD, TOKENIZER_CONFIG, character_tokenizer, small_config
 
 NAME = "Qwen/Qwen3-8B-Base"
 """Name of the served model, for which the cookbook renders plain text: ``User: …``."""
@@ -97,21 +97,7 @@ def make_model(directory: Path) -> None:
     vocabulary = [*special, *PHRASES, *characters]
     tokenizer = character_tokenizer(vocabulary, special=special, phrases=PHRASES)
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
-    model: Any = Qwen3ForCausalLM(config)
+    model: Any = Qwen3ForCausalLM(small_config(len(vocabulary), 256))
     directory.mkdir(parents=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))

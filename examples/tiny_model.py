@@ -108,7 +108,7 @@ def make_model(
     started = time.perf_counter()
     tokenizer = recipe.tokenizer()
     with _one_seeded_thread(seed):
-        model = Qwen3ForCausalLM(_config(tokenizer.get_vocab_size(), recipe.context_tokens))
+        model = Qwen3ForCausalLM(small_config(tokenizer.get_vocab_size(), recipe.context_tokens))
         school = recipe.school(tokenizer, seed)
         for progress in warm_up(school, model, steps_max):
             on_progress(progress)
@@ -153,7 +153,8 @@ CALCULATOR = Recipe(
 """Recipe of the calculator demo's model."""
 
 
-def _config(vocabulary: int, context_tokens: int) -> Qwen3Config:
+def small_config(vocabulary: int, context_tokens: int) -> Qwen3Config:
+    """Return the config of a model of two layers, for so many token ids and positions."""
     return Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=128,

@@ -55,7 +55,7 @@ class SimulatedTurn:
 
 @dataclass(slots=True)
 class StepWork:
-    """Work of one step."""
+    """Turns and token counts that a simulated decode step computes, by which its time is set."""
 
     chunks: list[tuple[SimulatedTurn, int]]
     """(turn, number of its positions to compute), for each turn of the step."""

@@ -63,7 +63,7 @@ class ServedModel(Protocol):
 
     @property
     def code(self) -> str:
-        """Implementation: ``tidegate`` or ``transformers``."""
+        """Whose code computes the model: ``tidegate`` or ``transformers``."""
 
     @property
     def scoring(self) -> ScoringCapabilities:

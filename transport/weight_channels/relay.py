@@ -146,7 +146,8 @@ class RelayTree:
     """Relays that a child has reported as silent."""
 
     def parent(self, request: ParentRequest, *, fan_out: int = 1) -> str:
-        """Return the address of the requester's parent; empty for the sender.
+        """Return the address of the relay that the requester fetches chunks from; empty if it
+        fetches them from the sender.
 
         The sender is node 0 and the requester node n + 1 of a tree in which each serves
         ``fan_out``.
