@@ -1,8 +1,9 @@
 """Main loop of an engine process: receives messages, stages and swaps weights, steps, and sends.
 
-Run by the worker, on one thread. The loop waits and calls; it decides nothing. The scheduler
-decides which turns run, the runner computes, staging completes weights, and the link delivers
-messages. Without an orchestrator the engine decodes until the link has no credit for steps.
+``engine/worker.py`` runs :class:`EngineLoop` on one thread. The loop waits and calls; it decides
+nothing. The scheduler decides which turns run, the runner computes, staging completes weights, and
+the link delivers messages. Without an orchestrator the engine decodes until the link has no credit
+for steps.
 
 Two orders matter. Turns that a pause ended are reported before the pause. New weights are reported
 live before the first step that uses them.
@@ -128,8 +129,8 @@ class EngineLoop:
     def _send_hello(self) -> None:
         """Send a hello. Only turns and live weights outlive the previous connection.
 
-        The next orchestrator may be another process, which knows neither pauses nor staged weights,
-        and may reuse their version numbers for other weights.
+        The next orchestrator may be another process, which has no record of pauses and staged
+        weights, and may reuse their version numbers for other weights.
         """
         self._scheduler.forget_orchestrator()
         self._staging.abandon()

@@ -5,7 +5,7 @@ cache argument of one forward pass over several rows. Attention layers gather th
 from the blocks and scatter new keys and values there. Layers with a recurrent state (state-space
 models, linear attention, short convolutions) keep one state per block: that after the block's last
 computed position. So a full block holds the snapshot from which any turn that shares it continues,
-and the scheduler needs to know blocks only.
+and the scheduler handles blocks only.
 
 Letters in shapes: R rows, L positions of the longest row, T new tokens of each row, K KV heads, D
 head width.
@@ -69,7 +69,7 @@ class PassRow:
 
 @dataclass(frozen=True, slots=True)
 class _LayerMemory:
-    """What one layer keeps: per position, and per block."""
+    """Tensors that one layer keeps: keys and values per position, states per block."""
 
     keys: torch.Tensor | None
     """[positions, K, D]; None for a layer without attention."""

@@ -268,7 +268,7 @@ def _num_experts(module: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a forward pass in chunks has shown of a model."""
+    """Properties of a model, as measured by a forward pass in chunks."""
 
     token_bytes: int
     """Bytes of one position's keys and values in all layers."""
@@ -409,7 +409,7 @@ def _read(
     last_tokens: int,
     is_batched: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run tokens [T] of each row after its cached ones, and cache what they leave.
+    """Run tokens [T] of each row after its cached ones, and cache their keys, values and states.
 
     Return the logits [R, last_tokens, V] of the rows' last tokens, and the slots [R * T] of all.
     """

@@ -1,6 +1,6 @@
 """HTTP client for external engines' APIs: deadlines on every call, and errors with reasons.
 
-Used by the vLLM and SGLang adapters, over aiohttp. A server that cannot be reached or does not
+Used by the vLLM and SGLang adapters; built on aiohttp. A server that cannot be reached or does not
 answer in time raises ``EngineGone``; an error status raises ``HttpStatusError``.
 """
 

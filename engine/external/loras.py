@@ -1,4 +1,4 @@
-"""LoRA adapters in an external engine: which are loaded, under which names, and until when.
+"""Registry of the LoRA adapters that an external engine has loaded, by their names there.
 
 Used by ``WeightSwapper``. An adapter gets a new name in the engine whenever its tensors change, so
 KV and requests of the old tensors are never mixed with those of the new. Adapters are loaded

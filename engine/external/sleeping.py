@@ -40,8 +40,8 @@ class ExternalSleepController:
         reload: Callable[[], Awaitable[None]],
         match_directory: Callable[[], bool],
     ) -> None:
-        """``reload`` loads the live weights again. ``match_directory`` tells whether they are the
-        model directory's, because no others were ever loaded."""
+        """``reload`` loads the live weights again. ``match_directory``: whether the live weights
+        are the model directory's, because no others were ever loaded."""
         self._adapter = adapter
         self._capabilities = capabilities
         self._reload = reload

@@ -272,7 +272,7 @@ PAUSE_TIMEOUT_S = 60.0
 SAMPLING = frozenset(
     {"stop_token_ids", "top_k", "top_p", "min_p", "repetition_penalty", "top_logprobs"}
 )
-"""Sampling options that vLLM implements as Tidegate documents them. Left out: penalties on output
+"""Sampling options that vLLM implements as Tidegate documents them. Omitted: penalties on output
 tokens and stop strings, because vLLM takes a continued turn's output for its prompt; and
 ``min_tokens``, which in vLLM also bans the model's own stop tokens."""
 

@@ -2,7 +2,7 @@
 
 Used by ``VllmWeights`` for ``#weights=ipc``. Tensors are packed into a buffer on the shared GPU; an
 HTTP message to vLLM says how to open the buffer and what it contains. The message is a pickle of
-plain values, as vLLM's own trainers send it.
+plain values, as vLLM's own trainers send it. Uses torch's CUDA IPC handles and ``http.py``.
 """
 
 import asyncio

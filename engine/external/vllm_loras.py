@@ -38,7 +38,7 @@ def lora_lacks(config: Mapping[str, Any]) -> str:
 
 
 def _is_one(config: Mapping[str, Any]) -> bool:
-    """Whether there is one API server: of several only one loads an adapter, and any may
+    """Whether there is one API server. Of several, only one would load an adapter, while any may
     get its requests."""
     return int(config.get("parallel_config", {}).get("_api_process_count") or 1) == 1
 

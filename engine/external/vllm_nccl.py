@@ -2,7 +2,8 @@
 
 Used by ``VllmWeights`` for ``#weights=nccl``; follows vLLM's own weight transfer. This process is
 rank 0 of a communicator, each of the server's workers another rank. The communicator's unique id is
-sent over HTTP. Tensors are packed into buffers, or sent one by one.
+sent over HTTP. Tensors are packed into buffers, or sent one by one. Uses torch, vLLM's NCCL
+bindings or torch's, and ``http.py``.
 """
 
 import asyncio
@@ -138,7 +139,7 @@ class VllmNcclSender:
             await asyncio.wait({request, thread_future}, return_when=asyncio.FIRST_COMPLETED)
             if (
                 not request.done() and thread_future.exception() is not None
-            ):  # the server may know why
+            ):  # the server's error may have the reason
                 await asyncio.wait({request}, timeout=LEAVE_TIMEOUT_S)
                 if not request.done():
                     thread_future.result()

@@ -7,11 +7,12 @@ decide by numbers alone; the caller reads them from the device or the host.
 from pathlib import Path
 
 KV_BYTES_MIN = 256 * 1024 * 1024
-"""Size where less is free, or where nobody says how many share the memory: 262,144 tokens of a
-float32 model with 2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16."""
+"""Size if less memory is free, or if the number of processes that share it is not given: 262,144
+tokens of a float32 model with 2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in
+bfloat16."""
 
 HOST_KV_BYTES_MAX = 4 * 1024**3
-"""Limit on a host, whose memory others use too."""
+"""Limit on a host, whose memory other processes use too."""
 
 HOST_SHARE = 0.25
 """Share of a host's available memory for all engines and the trainer of a run: small, because the

@@ -1,4 +1,5 @@
-"""Main loop of a tensor-parallel rank other than 0: its part of each step and of new weights.
+"""Main loop of a tensor-parallel rank other than 0: computes its part of each step, and stages its
+part of new weights.
 
 Run by ``ranks/worker.py``. The loop decides nothing: rank 0 sends the same messages in the same
 order to every rank. Each rank reads weights from the channel that the orchestrator names, and

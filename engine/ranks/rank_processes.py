@@ -59,7 +59,7 @@ class RankProcesses:
         for connection in connections:
             self._poll.register(connection.fileno(), select.POLLIN)
         self._staged: list[tuple[int, rank.RankStaged]] = []
-        """Staging reports that arrived while a sleep or wake reply was awaited."""
+        """Staging reports that arrived during the wait for a sleep or wake reply."""
         self._ranks = {
             connection.fileno(): rank_number + 1
             for rank_number, connection in enumerate(connections)
@@ -71,7 +71,7 @@ class RankProcesses:
         return len(self._connections) + 1
 
     def wait_loaded(self, connect: rank.InitProcessGroup | None = None) -> None:
-        """Wait until all ranks have loaded, then tell them to connect to each other.
+        """Wait until all ranks have loaded, then have them connect to each other.
 
         Raises:
             RankLost: a rank ended, or took longer than ``START_TIMEOUT_S``.

@@ -71,7 +71,7 @@ class AdapterVersions:
     # ------------------------------------------------------------ memory
 
     def request(self, key: AdapterVersion) -> bool | None:
-        """Ask for a version that is not in memory, and make room for it.
+        """Request a version that is not in memory, and free memory for it.
 
         Return True if the orchestrator must be asked, False if it was asked before, None if all
         versions in memory are in use.
@@ -141,7 +141,8 @@ class AdapterVersions:
         return [key for key in (*self._held, *self._requested) if key[0] == name]
 
     def forget_orchestrator(self) -> None:
-        """Drop what only a lost orchestrator knows: versions not made live, and open requests."""
+        """Drop the state that a lost orchestrator owned: versions not made live, and open
+        requests."""
         self._requested.clear()
         for key in [key for key, held in self._held.items() if held.is_staged and not held.users]:
             del self._held[key]

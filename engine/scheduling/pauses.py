@@ -10,7 +10,7 @@ from tidegate.transport.messages import FinishWeightUpdate, PauseMode, TurnsPaus
 
 
 class PauseGate:
-    """Tells whether sequences may be admitted and may step, from the pending pause and swap."""
+    """Decides from the pending pause and swap whether sequences may be admitted and may step."""
 
     def __init__(self) -> None:
         self._mode: PauseMode | None = None

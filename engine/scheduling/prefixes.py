@@ -116,7 +116,7 @@ class Prefixes:
     def share_planned(self, sequence: EngineSequence) -> None:
         """Cache the blocks that the planned step fills, for other sequences of the same step.
 
-        A block that ends with the last known token is left out: ``find`` never looks it up, so
+        A block that ends with the last known token is omitted: ``find`` never searches for it, so
         another turn may already have cached the same tokens. The same holds for positions to be
         scored.
         """

@@ -523,7 +523,8 @@ class EngineScheduler:
             )
         for sequence in self._queues.running:
             if sequence.adapter_version != PART_OF_WEIGHTS:
-                # Its tags count the adapter's versions, which do not tell KV of other base weights.
+                # Its tags count the adapter's versions, which do not distinguish KV of other base
+                # weights.
                 recomputed += self._queues.recompute(sequence, PART_OF_WEIGHTS)
                 continue
             sequence.history.swap(self.version, sequence.computed)

@@ -436,7 +436,7 @@ class Staging:
         self, update: _StagedUpdate, spec: TensorSpec, view: memoryview, base: WeightStore | None
     ) -> None:
         """Change a tensor's elements in the buffer, which first becomes the version before."""
-        assert self._buffer is not None  # the caller has looked
+        assert self._buffer is not None  # the caller has checked it
         patch, dtype = decode_patch(spec, view), getattr(torch, spec.dtype)
         if base is not None and not update.patches and update.live is not None:
             self._become_live(update.live)
@@ -453,7 +453,7 @@ class Staging:
         If the buffer holds the version before the live one, the patches between the two are
         applied once more, which touches a few percent of the memory; else all of it is copied.
         """
-        assert self._buffer is not None  # the caller has looked
+        assert self._buffer is not None  # the caller has checked it
         last, version = self._last_patches, self._buffer_version
         self._buffer_version = None
         if not self._buffer.is_untouched:

@@ -106,9 +106,9 @@ def meta_model(path: Path) -> Any | None:
 def find_conversions(module: Any, names: Sequence[str]) -> list[Conversion]:
     """Find how transformers converts the tensors ``names`` of a module that it made.
 
-    Tries the conversions that loaded the directory, then all that it knows for the model. A group
-    that is converted otherwise than by slicing, concatenating and transposing is left out: its
-    tensors are accepted by their ``state_dict()`` names only.
+    Tries the conversions that loaded the directory, then all that transformers declares for the
+    model. A group that is converted in other ways than slicing, concatenating and transposing is
+    omitted: its tensors are accepted by their ``state_dict()`` names only.
     """
     meta = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
     conversions: list[Conversion] = []

@@ -1,8 +1,8 @@
 """Staleness of trained batches, split by cause (generation or queue), and waits for stragglers.
 
 The trainer's handle adds each batch to :class:`BatchAges`; batch metrics and :class:`RunStatistics`
-show the figures. Reads the groups' timestamps and versions. No decision depends on it, and a
-resumed run starts at zero.
+show the figures. Reads the groups' timestamps and versions; uses numpy. The figures are only
+reported, no decision depends on them; a resumed run starts at zero.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ class PublishTimes:
     def __init__(self, version: int) -> None:
         """``version``: version at the start of the run."""
         self._known: tuple[Array, Array] = (np.array([-np.inf]), np.array([version]))
-        """Publish times and versions, in pairs: the trainer was at a version from its time to the
-        next one's."""
+        """(publish times in seconds, versions): the trainer was at a version from its publish time
+        to the next version's."""
 
     def record(self, at_s: float, version: int) -> None:
         """Record that ``version`` is published at ``at_s``."""

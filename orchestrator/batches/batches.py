@@ -1,7 +1,7 @@
 """The trainer's batch: torch tensors over the rows of its rollouts, padded and packed.
 
 Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it of the core's groups.
-Advantages are those of ``policies/advantages.py``, ages those of ``version_runs.py``.
+Advantages are computed by ``policies/advantages.py``, staleness by ``version_runs.py``.
 
 Shapes: R rows, T tokens of the longest row, N tokens of all rows, M kept tokens of all tokens, L
 mixture layers, k experts per token. A row is the whole context of a
@@ -71,14 +71,15 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchShard:
-    """The part of a batch that a data-parallel rank has."""
+    """Which part of a batch a data-parallel rank has."""
 
     rank: int
     world_size: int
     rows_total: int
     """Number of rows of the whole batch, over all ranks."""
     sampled_tokens_total: int
-    """Number of ``loss_mask`` tokens of the whole batch: the divisor of a mean loss over all."""
+    """Number of ``loss_mask`` tokens of the whole batch: the divisor of a mean loss over all
+    tokens."""
     rows: tuple[int, ...] = ()
     """[R]: indices of this rank's rows in the whole batch."""
 
@@ -139,8 +140,8 @@ class Batch:
 
     @property
     def routed_experts_mask(self) -> torch.Tensor | None:
-        """[R, T] bool: positions whose routed experts are known. Those of a row's last token are
-        not, because no later token has needed its KV."""
+        """[R, T] bool: positions whose routed experts are known. The experts of a row's last token
+        are not known, because no later token has needed its KV."""
         return self._padded(self.packed.routed_experts_mask)
 
     @property
@@ -151,8 +152,8 @@ class Batch:
 
     @property
     def kept_counts(self) -> torch.Tensor | None:
-        """[R, T] int32: how many of ``kept_ids`` are each token's; 0 where the token was sampled
-        from all, or given."""
+        """[R, T] int32: number of entries in ``kept_ids`` for each token; 0 for a token that was
+        sampled from the whole vocabulary, or given."""
         return self._padded(self.packed.kept_counts)
 
     def _padded(self, values: torch.Tensor | None) -> torch.Tensor | None:
@@ -194,9 +195,9 @@ def batch_of_rows(
     trainer_version: int,
     number: int,
 ) -> Batch:
-    """Lay out a batch whose :func:`kept_rows` are known already."""
+    """Lay out a batch from the rows that :func:`kept_rows` returned."""
     rollouts = [rollout for rollout, _ in rows]
-    contexts = [rollout.filed_token_ids for rollout in rollouts]  # nothing is held back now
+    contexts = [rollout.filed_token_ids for rollout in rollouts]  # none is deferred now
     lengths = np.array(list(map(len, contexts)), dtype=np.int64)
     sampled = VersionRuns(rollouts, lengths)
     packed = _pack(rollouts, contexts, lengths, sampled)
@@ -241,8 +242,8 @@ def _floats(values: list[float]) -> torch.Tensor:
 def _advantages(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> torch.Tensor:
     """Return group-relative advantages over whole rollouts, however many rows each has.
 
-    The rest of a split group is compared with all of its group. A rollout alone in its group gets
-    0.
+    A split remainder is compared with all rewards of its original group. A rollout alone in its
+    group gets 0.
     """
     if len({rollout.group_id for rollout in rollouts}) == len(rollouts) and not any(
         group.sibling_rewards for group in groups

@@ -1,4 +1,4 @@
-"""A list of tasks with sampling weights that change while the run goes on.
+"""A list of tasks with sampling weights that can change during a run.
 
 Users pass a :class:`Curriculum` to ``rollouts.batches()`` in place of an iterator. The scheduler's
 task feed draws from it on the run's loop. Draws, weights and statistics are kept in the core's
@@ -33,8 +33,8 @@ class Curriculum:
 
     A task's weight is the one set by :meth:`set_weights` (1 at first), times ``weight(task,
     statistics)``. The function is called when the run begins to take tasks, and for a task whose
-    statistics have changed. A task whose group runs is drawn only if no other has a positive
-    weight. The tasks end once all weights are 0, or after ``draws`` draws.
+    statistics have changed. A task whose group is running is drawn only if no other task has a
+    positive weight. The tasks end once all weights are 0, or after ``draws`` draws.
 
     With a journal, a resumed run has the same draws, weights and statistics; give the same tasks,
     settings and ``name``. A curriculum belongs to one run at a time.
@@ -108,8 +108,8 @@ class Curriculum:
         it.
 
         A task keeps its weight until it is set again. The weights are in the journal before the
-        run's next call returns. Those set before the run takes tasks are the first ones: a resumed
-        run has those of its journal instead.
+        run's next call returns. Weights set before the run takes tasks are its initial weights; a
+        resumed run uses the weights of its journal instead.
 
         Raises:
             ConfigError: an index or a weight is out of range, or a sequence has another length.
@@ -140,9 +140,9 @@ class Curriculum:
     def attach(
         self, record: CurriculumRecord, submit: Callable[[tuple[tuple[int, float], ...]], None]
     ) -> tuple[tuple[int, float], ...]:
-        """Draw by this record from now on; return the first weights, which it does not have yet.
+        """Draw from ``record`` from now on; return the initial weights that it does not have yet.
 
-        ``submit`` has weights set in the record; any thread may call it.
+        ``submit`` sets weights in the record; any thread may call it.
 
         Raises:
             ResumeMismatch: the record has a task that this curriculum lacks.
@@ -163,7 +163,7 @@ class Curriculum:
     def draw(self) -> tuple[Any, int, bool] | None:
         """Return the next draw's task, its index and whether it is a replay; None at the end.
 
-        The same again until the record has the draw.
+        Repeated calls return the same draw until the record has it.
         """
         if self.num_draws_max is not None and self.num_draws >= self.num_draws_max:
             return None

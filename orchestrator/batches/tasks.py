@@ -69,7 +69,7 @@ class TaskSource:
 
     @property
     def offers(self) -> set[int]:
-        """Iterators that the tasks put back are from."""
+        """Numbers of the iterators that the returned tasks came from."""
         return {taken.key.offer for taken in self._put_back if taken.key is not None}
 
     def close(self) -> None:
@@ -96,7 +96,8 @@ class TaskSource:
         self._has_put_back.set()
 
     def return_unused(self, taken: Taken) -> None:
-        """Return a task that has no place after all; it is the next of its kind."""
+        """Return a task for which admission had no capacity; it is the next one taken of its
+        kind."""
         if taken.key is None:
             self._next = taken
         else:
@@ -105,7 +106,7 @@ class TaskSource:
     def has_ended(self) -> bool:
         """Whether a sync iterator has no more tasks; reads one task ahead, and keeps it.
 
-        Known early, the end of tasks is told apart from a batch that waits for a publish. Always
+        Reading ahead distinguishes the end of tasks from a batch that waits for a publish. Always
         False for an async iterator, which can't be read ahead without waiting.
         """
         if self._put_back or self._next is not None or self._async is not None:
@@ -121,7 +122,7 @@ class TaskSource:
         return self._async is not None
 
     def next_nowait(self, *, prefers_returned: bool) -> Taken | None:
-        """Return the next task, returned ones first or last; None if none is available now."""
+        """Return the next task, returned tasks first or last; None if no task is available now."""
         if self._put_back and prefers_returned:
             return self._put_back.popleft()
         taken, self._next = self._next, None
@@ -143,7 +144,7 @@ class TaskSource:
         return None if task is NO_MORE else Taken(task)
 
     async def next(self, *, prefers_returned: bool) -> Taken | None:
-        """Return the next task, returned ones first or last; None if there is none."""
+        """Return the next task, returned tasks first or last; None if there are no more."""
         taken = self.next_nowait(prefers_returned=prefers_returned)
         if taken is not None or self._async is None:
             return taken

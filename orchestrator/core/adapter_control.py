@@ -76,7 +76,7 @@ class AdapterPublishRequested(Struct, frozen=True):
 
 
 class PinChanged(Struct, frozen=True):
-    """A version is kept for turns that name it, or not any more."""
+    """A version is pinned (kept for turns that name it), or unpinned."""
 
     name: str
     version: int
@@ -204,7 +204,7 @@ class _Adapter:
 
 
 class AdapterControl:
-    """Adapters with versions of their own. Change it only through :meth:`handle`."""
+    """Adapters with versions of their own. Its state changes only through :meth:`handle`."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class AdapterControl:
         that the trainer has not published again."""
         self._released = released if released is not None else {}
         self._unloaded: set[str] = set()
-        """Adapters that were unloaded, until they are published again."""
+        """Unloaded adapters; publishing an adapter again removes it from the set."""
         self._pause_mode: PauseMode = pause_mode
         self.kv_policy: KvPolicy = kv_policy
         """What a swap does to the KV of the adapter's kept turns."""
@@ -230,7 +230,8 @@ class AdapterControl:
         self._reading: dict[tuple[str, str, int], int] = {}
         """(engine, adapter, version) -> buffer that the engine may be reading."""
         self._catching_up: set[tuple[str, str, int]] = set()
-        """(engine, adapter, version) that an engine missed while it was away, and loads now."""
+        """(engine, adapter, version) of each version that an engine missed while it was
+        disconnected, and is loading now."""
         self._out: list[Command] = []
 
     # ------------------------------------------------------------ queries

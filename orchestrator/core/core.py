@@ -6,7 +6,8 @@ token ledger; ``turns.py`` decides which engine a turn runs on.
 
 A run that trains adapters has one core for the run's weights, and below it one for each adapter,
 with groups, versions, staleness policy, batches and ledger of its own. All of them share engines,
-turns and the numbers of rollouts. Only the first is given events; it passes an adapter's on.
+turns and the numbers of rollouts. Only the run's core is given events; it passes an adapter's
+events to that adapter's core.
 """
 
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ ROLLOUT_EVENTS = (
     ev.RolloutForked,
     ev.TurnsRewarded,
 )
-"""Events of one rollout, by its id."""
+"""Events that concern one rollout, and name it by its id."""
 
 
 def check(core: "Core") -> None:
@@ -151,7 +152,7 @@ def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
 
 
 class Core:
-    """State of one run. Change it only through :meth:`handle`."""
+    """State of one run. It changes only through :meth:`handle`."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class Core:
         self.policy = rules.policy
         self.turns: TurnTracker = base.turns if base is not None else TurnTracker(rules.placement)
         self.versions: ServedVersions = self.turns
-        """Versions that engines serve of what the core is for."""
+        """Versions that engines serve: of the run's weights, or of this core's adapter."""
         if adapter:
             self.versions = self.turns.adapter_versions[adapter]
         self.prompts = Prompts(rules.group_filter)
@@ -297,7 +298,8 @@ class Core:
         return self.groups.running.get(rollout_id, (None, None))[0]
 
     def of(self, adapter: str) -> "Core":
-        """Return the core of a trained adapter; of the run's weights if the name is empty."""
+        """Return the core of a trained adapter; the core of the run's weights if the name is
+        empty."""
         return self.trained_adapters[adapter] if adapter else self
 
     def check(self) -> None:
@@ -343,7 +345,7 @@ class Core:
                 return self._hand_over() + self._sync_agents()
             case ev.EvaluationRequested(task=task, index=index, version=version):
                 evaluation = self.groups.evaluate(task, index, version)  # no admission
-                # One that is pinned is beside training, whose pauses do not reach its engine.
+                # A pinned evaluation's engine is not paused with those of training.
                 return evaluation if version is not None else self._resume_generation() + evaluation
             case ev.TasksOffered(episode=episode, curriculum=curriculum, agents=agents):
                 self.agents = agents
@@ -674,8 +676,8 @@ class Core:
         return self._halt_adapter() if self.adapter else [ev.PauseGeneration(False)]
 
     def _halt_adapter(self) -> list[ev.Command]:
-        """Take an adapter's turns back while its policy or its trainer pauses it, else submit
-        them."""
+        """Take back an adapter's turns while its policy or its trainer pauses the adapter;
+        otherwise submit them."""
         is_halted = self.is_halted or self.is_paused
         turns = self.turns.halt(self.adapter, is_halted)
         return [*turns, ev.PauseGeneration(is_halted, self.adapter)]
@@ -758,7 +760,8 @@ class Core:
         return commands
 
     def _sync_agents(self) -> list[ev.Command]:
-        """Tell adapters without tasks of their own whether more of their groups may start."""
+        """Let groups of adapters without tasks of their own start, or stop them, as their admission
+        allows."""
         commands: list[ev.Command] = []
         cores = [self.base, *self.base.trained_adapters.values()]
         for name in self.agents:
@@ -771,8 +774,8 @@ class Core:
         return commands
 
     def _end_adapter(self, name: str) -> list[ev.Command]:
-        """Discard what an adapter's trainer has not trained. Its tokens so far stay in the ledger
-        of the run as discarded, because some may still arrive."""
+        """Discard the adapter's rollouts that its trainer has not trained on. The adapter's tokens
+        stay in the run's ledger as discarded, because more of them may still arrive."""
         trained = self.trained_adapters[name]
         commands = self.turns.halt(name, False) if name in self.turns.halted else []
         commands += trained.handle(ev.RunEnded())

@@ -2,7 +2,8 @@
 
 :class:`GroupTracker` counts each discard; :class:`RunStatistics` shows the counters. Memory is
 bounded, all numbers are integers, and equal calls give equal states, because the counters are saved
-with the core. It reads groups and rollouts, and is written with msgspec.
+with the core. The counters' saved form is msgspec Structs. Depends on ``group.py`` and
+``rollout.py``.
 """
 
 from collections import Counter
@@ -39,7 +40,7 @@ class TaskDiscards:
     offer: int
     """Number of the user's iterator that gave the task, from 0."""
     index: int
-    """Place of the task in that iterator, from 0."""
+    """Position of the task in that iterator, from 0."""
     rollouts: int
     """Upper bound of the count; see ``at_least``."""
     at_least: int

@@ -269,7 +269,7 @@ class GenerationHalted(Struct, frozen=True, gc=False):
 class ForAdapter(Struct, frozen=True, gc=False):
     """An event of one trained adapter: about its tasks, its batches or its trainer.
 
-    Events of a rollout need no wrapper, because the core knows whose rollout it is.
+    Events of a rollout need no wrapper, because the core finds the adapter by the rollout's id.
     """
 
     adapter: str
@@ -354,8 +354,8 @@ class RunResumed(Struct, frozen=True, gc=False):
     offer: int
     """Number of the user's iterator in use at the checkpoint, from 0."""
     adapters: Mapping[str, tuple[int, int]] = {}
-    """The same two numbers for each trained adapter; for those left out, of the checkpoint
-    acknowledged last."""
+    """The same two numbers for each trained adapter; for an omitted adapter, the checkpoint
+    acknowledged last applies."""
 
 
 class StateChecksum(Struct, frozen=True, gc=False):
@@ -448,7 +448,7 @@ class StopEpisode(Struct, frozen=True, gc=False):
 
 
 class Cancel(Struct, frozen=True, gc=False):
-    """Tell an engine to drop a turn."""
+    """Have an engine drop a turn."""
 
     engine: str
     handle: int
@@ -494,13 +494,14 @@ class PauseGeneration(Struct, frozen=True, gc=False):
 
 
 class EndBatches(Struct, frozen=True, gc=False):
-    """Tell the trainer that there are no more batches."""
+    """Report to the trainer that there are no more batches."""
 
     adapter: str = ""
 
 
 class RefuseBatch(Struct, frozen=True, gc=False):
-    """Tell the trainer that its batch cannot fill before it publishes."""
+    """Refuse the trainer's batch request, because the batch cannot fill before the trainer
+    publishes."""
 
     unpublished_groups: int
     """Number of groups that the trainer has and that are not in a published version."""

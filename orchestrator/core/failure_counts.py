@@ -1,6 +1,7 @@
 """Counts of failed episodes by cause, reason and outcome.
 
-:class:`GroupTracker` counts; :class:`RunStatistics`, reports and metrics show the counts.
+:class:`GroupTracker` increments the counts; :class:`RunStatistics`, reports and metrics show them.
+Causes are those of ``policies/failures.py``; the records are msgspec Structs.
 """
 
 from collections.abc import Mapping
@@ -13,14 +14,14 @@ from tidegate.policies.failures import FailureCause
 
 
 class FailureOutcome(StrEnum):
-    """What became of a failed episode's rollout."""
+    """Outcome of a failed episode's rollout."""
 
     RETRIED = "retried"
-    """Its episode was begun again."""
+    """The rollout's episode was begun again."""
     REWARDED = "rewarded"
-    """It got the failure policy's reward, and may be trained on."""
+    """The rollout got the failure policy's reward, and may be trained on."""
     DISCARDED = "discarded"
-    """It will never be trained on."""
+    """The rollout will never be trained on."""
 
 
 class FailureKey(Struct, frozen=True, order=True, array_like=True, gc=False):

@@ -18,7 +18,7 @@ class TaskKey(Struct, frozen=True, order=True, gc=False):
     offer: int
     """Number of the iterator that gave the task, from 0."""
     index: int
-    """Place in that iterator, from 0."""
+    """Position in that iterator, from 0."""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class Group:
     """Whether the group is one of another group's ``agents``: its rollouts begin and end with
     those of the other, and only the other's task can be started again."""
     home: "tuple[str, Group] | None" = None
-    """For such a group: the other group's adapter, and the other group; None once it was removed.
-    """
+    """If ``is_agents``: the adapter of the group whose episodes sample this group, and that group;
+    None once that group was removed."""
 
     @property
     def is_split_remainder(self) -> bool:
@@ -125,8 +125,8 @@ class Group:
         return max((v for r in self.rollouts if (v := r.newest_version) is not None), default=0)
 
     def untie(self) -> None:
-        """Break the reference cycles between rollouts and branches, so that they are freed without
-        the garbage collector. Call it once the tokens are no longer needed."""
+        """Break the reference cycles between rollouts and branches, so that their memory is freed
+        without the garbage collector. Call it once the tokens are no longer needed."""
         for rollout in self.rollouts:
             # Each branch of a discarded rollout may still have a session to close.
             if rollout.branches and rollout.state is not DISCARDED:

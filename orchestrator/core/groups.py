@@ -264,8 +264,8 @@ def _move(counts: dict[int, int], version: int, to: int) -> None:
 
 
 KEPT_ROLLOUTS_MIN = 2
-"""Rewards that a group needs for a comparison; a group with fewer is dropped, unless group_size is
-1."""
+"""Number of rewards that a group needs for a comparison. A group with fewer is dropped, unless
+group_size is 1."""
 
 TOO_OLD = "too_old"
 """Ledger account of tokens that a policy masks."""
@@ -335,7 +335,7 @@ class GroupTracker(OutstandingGroupIndex):
         self.rollout_ends = 0
         """Number of rollouts that ended by themselves, with a reward or a failure."""
         self.on_discarded: Callable[[Group, str], list[ev.Command]] = lambda group, reason: []
-        """Called when a group with ``agents`` is discarded, which are discarded with it."""
+        """Called when a group with ``agents`` is discarded, to discard those groups too."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
         """Running rollouts with their groups, by rollout id; evaluations and branches included."""
         self.numbers: RolloutNumbers = RolloutNumbers() if base is None else base.numbers

@@ -56,7 +56,8 @@ class HandedBatches:
         """``is_kept``: whether batches may have to be handed over again after a crash."""
         self.is_kept = is_kept
         self.count = 0
-        """Number of batches handed over; after a resume, of those in the trainer's checkpoint."""
+        """Number of batches handed over; after a resume, it restarts at the number in the trainer's
+        checkpoint."""
         self.checkpointed = 0
         """Number of batches that the trainer's checkpoint certainly contains."""
         self.checkpoint_offer = 0

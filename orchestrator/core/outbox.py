@@ -89,7 +89,7 @@ class Outbox:
             self._send_part(engine, turns[middle:])
 
     def post(self, engine: str, message: Message) -> None:
-        """Queue a message, to be sent with others in the loop's next iteration."""
+        """Queue a message; the loop's next iteration sends all queued messages."""
         if not self._posted:
             asyncio.get_running_loop().call_soon(self._send_posted)
         self._posted.append((engine, message))

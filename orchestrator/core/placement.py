@@ -45,7 +45,7 @@ class EngineTurns:
     is_away: bool = False
     """Whether the engine has not reconnected yet after a resume."""
     speed: float = 1.0
-    """Factor by which its slots are weighed."""
+    """Weight of each of the engine's slots in load comparisons."""
     media: tuple[MediaKind, ...] = ()
     """Kinds of media that its model reads."""
     is_draining: bool = False
@@ -63,7 +63,8 @@ class Placement:
         self._engines = engines
         self._rules = rules
         self.watches_steps = rules.speeds is not None or rules.migration_policy is not None
-        """Whether a policy needs to see steps. Mostly none does, and steps are many."""
+        """Whether a policy reads engines' steps. Most runs have no such policy, and reading every
+        step costs CPU time."""
         self._is_by_load = type(rules.routing_policy) is LeastLoaded
         """Whether routing is by load alone, so that nothing about the turn must be computed."""
         self._open: EngineLoads | None = None
@@ -142,9 +143,10 @@ class Placement:
     def choose(
         self, turn: Turn, number: int, live_version: int, behind: Collection[str] = ()
     ) -> str | None:
-        """Return the engine for a turn that is on none; None if no engine can take it now.
+        """Return the engine for a turn that is on no engine; None if no engine can take it now.
 
-        ``behind``: engines that serve too old a version of the turn's adapter."""
+        ``behind``: engines that serve too old a version of the turn's adapter.
+        """
         loads = self._loads(live_version)
         if behind or (turn.rollout.may_have_media and turn.rollout.media):
             loads = self._loads_for(turn, live_version, behind)
@@ -200,7 +202,7 @@ class Placement:
 
         With E engines, each triggers a check once in ``check_steps * E`` of its steps, and each at
         other steps. So all turns are checked about once in ``check_steps`` steps of an engine, even
-        if some engines stand still.
+        if some engines are idle.
         """
         policy = self._rules.migration_policy
         if policy is None:

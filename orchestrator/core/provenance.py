@@ -36,7 +36,8 @@ class VersionSpan:
     engine: str
     """Name of the engine that sampled the tokens."""
     kv: KvRange | None
-    """Versions that computed the KV they attended to; None where the engine can't tell."""
+    """Versions that computed the KV that these tokens attended to; None if the engine does not
+    report it."""
 
     @property
     def kv_label(self) -> str:

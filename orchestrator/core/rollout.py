@@ -233,13 +233,14 @@ class Rollout:
         self.rollout_id = rollout_id
         self.group_id = group_id
         self.index = index
-        """Place in the group, 0 <= index < group_size."""
+        """Position in the group, 0 <= index < group_size."""
         self.adapter = adapter
         """Trained adapter that the rollout is for, and that samples it; empty: the run's weights.
         """
         self.turns: list[Turn] = []
         self.filed_token_ids: array[int] = array("i")
-        """The array of :attr:`token_ids`, for callers that know that no tokens are deferred."""
+        """The array of :attr:`token_ids`, without settling deferred tokens first; for hot paths
+        where none can be deferred."""
         self.filed_logprobs: array[float] = array("f")
         self.may_have_media = False
         """Whether any turn had media. Read at every submission, and rarely true."""
@@ -262,7 +263,8 @@ class Rollout:
         self.agents: Mapping[str, Rollout] = NO_AGENTS
         """Rollouts of other adapters that its episode samples too, by adapter."""
         self.home: Rollout | None = None
-        """For a rollout in ``agents`` of another one: that one, whose episode samples it."""
+        """If this rollout is in another rollout's ``agents``: that other rollout, whose episode
+        samples this one."""
         self.branches: tuple[Rollout, ...] = ()
         """Rows forked from this one, in order; they end with it and get its reward."""
 

@@ -1,9 +1,9 @@
 """Policies of a core as one record: as objects, and as the plain data in a journal's header.
 
 ``serve`` makes :class:`Rules` from the run's settings; resume, replay and audit make them from a
-header. A header names each policy by a registered name, so reading a foreign journal never imports
-or calls anything. A user's own class is used only if the caller passes that class. Every policy
-class of ``policies/`` is registered here.
+header. A header names each policy by a registered name, so reading somebody else's journal never
+imports or calls its code. A user's own class is used only if the caller passes that class. Every
+policy class of ``policies/`` is registered here.
 """
 
 import dataclasses
@@ -88,8 +88,8 @@ FORMER_FIELDS = {
 """Former name of a field of our classes -> its name now, for journals written before."""
 
 ADDED_POLICIES = {"failure_policy"}
-"""Policies that older journals lack: no event of such a journal depends on them, so it is resumed
-with any."""
+"""Policies that older journals lack. No event of such a journal depends on them, so the journal can
+be resumed with any."""
 
 RECORD_DEPTH_MAX = 16
 """Nesting limit of a record. Rules have four levels; a foreign header may have any number."""
@@ -140,7 +140,7 @@ def renamed(record: Any) -> Any:
 
 
 def made_of(record: Any, classes: Iterable[type] = ()) -> Any:
-    """Return the object that :func:`record_of` has written. Imports nothing.
+    """Return an object equal to the one that :func:`record_of` encoded. Imports nothing.
 
     ``classes``: the user's own policies that the record may name.
 

@@ -2,7 +2,8 @@
 
 The fleet calls it on every step before the core sees it, so impossible numbers from a faulty engine
 are refused as :class:`BadFrame`. It checks each step by itself: whether a turn exists or has ended
-is checked in :class:`TurnTracker`. Columns are read as numpy arrays.
+is checked in :class:`TurnTracker`. Columns are read as numpy arrays; attachments are checked by
+their types in ``token_attachments.py``.
 """
 
 import struct
@@ -21,15 +22,15 @@ LOGPROB_MAX = 1e-3
 """Largest accepted log-prob: rounding in half precision may put a probability above 1."""
 
 LOGPROB_MIN = -1e9
-"""Smallest accepted log-prob of a sampled token. Even a masked-out token's is not lower."""
+"""Smallest accepted log-prob of a sampled token. Even a masked-out token has no lower one."""
 
 Buffer: TypeAlias = bytes | memoryview
 
 STEPS_REMEMBERED = 2048
-"""Results of :func:`_are_different` that are kept, enough for a thousand engines: a step mostly has
-the turns of its engine's step before. Without them, ``benchmarks.transport tokens`` receives .92 of
-the tokens per CPU-second at 1,000 steps a second, and .94 as fast as they go (medians of 5 pairs).
-"""
+"""Number of cached results of :func:`_are_different`, enough for a thousand engines: most steps
+have the same turns as their engine's previous step. Without the cache, ``benchmarks.transport
+tokens`` receives .92 of the tokens per CPU-second at 1,000 steps a second, and .94 at full speed
+(medians of 5 pairs)."""
 
 _FINISH_CODES = bytes(range(CANCELLED + 1))
 

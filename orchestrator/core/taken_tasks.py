@@ -45,7 +45,8 @@ class TakenTasks:
         return self.counts[self.offer]
 
     def begin(self, episode: str = "", used: "set[int] | None" = None) -> None:
-        """Begin a new iterator; ``used`` are the iterators that groups have tasks of."""
+        """Begin a new iterator; ``used`` are the numbers of the iterators that gave the tasks of
+        current groups."""
         if not self.is_continued:
             self.offer += 1
         self.is_continued = False

@@ -2,7 +2,8 @@
 
 :class:`Core` owns :class:`TaskRecords`; :class:`GroupTracker` records outcomes. The draws and
 weights come in events, so a resumed run has the same ones. A task is identified by its curriculum's
-name and its position in it (``item``). Runs without a curriculum record nothing.
+name and its position in it (``item``). Runs without a curriculum record nothing. Built on msgspec
+Structs.
 """
 
 from array import array
@@ -91,7 +92,7 @@ class CurriculumRecord:
         self.weights: dict[int, float] = {}
         """Weights set by the user, by item; others are 1."""
         self.statistics: dict[int, TaskStatistics] = {}
-        """By item, for those drawn at least once."""
+        """Statistics by item, for the items drawn at least once."""
         self.running: Counter[int] = Counter()
         """Number of running groups by item."""
         self.changed: set[int] = set()
@@ -125,7 +126,8 @@ class TaskRecords:
     # ------------------------------------------------------------ draws and weights
 
     def begin(self, offer: int, name: str) -> None:
-        """Iterator ``offer`` is the curriculum ``name``, or no curriculum if that is empty."""
+        """Record that iterator ``offer`` is the curriculum ``name``, or no curriculum if ``name``
+        is empty."""
         if name:
             self.curricula.setdefault(name, CurriculumRecord())
             self._names[offer] = name
@@ -169,14 +171,14 @@ class TaskRecords:
         return self.curricula[self._names[key.offer]], self._draws[key.offer][key.index]
 
     def began(self, group: Group) -> None:
-        """A group began to run."""
+        """Record that a group began to run."""
         if (found := self._find(group)) is not None:
             record, item = found
             record.running[item] += 1
             record.changed.add(item)
 
     def stopped(self, group: Group) -> None:
-        """A group runs no more: it has ended, or was discarded."""
+        """Record that a group runs no longer, because it has ended or was discarded."""
         if (found := self._find(group)) is not None:
             record, item = found
             record.running[item] -= 1
@@ -185,7 +187,8 @@ class TaskRecords:
             record.changed.add(item)
 
     def ended(self, group: Group, rewards: Sequence[float], tokens: int, version: int) -> None:
-        """A group, or the part of it that is trained first, ended with these rewards.
+        """Record the rewards of a group that ended, or of the part of a split group that is trained
+        first.
 
         ``tokens``: sampled tokens of the rollouts with a reward. ``version``: the live version.
         """
@@ -203,21 +206,22 @@ class TaskRecords:
             )
 
     def discarded(self, group: Group, reason: str) -> None:
-        """A group was discarded."""
+        """Record that a group was discarded."""
         if (found := self._find(group)) is not None:
             record, item = found
             counts = record.statistics.get(item, NO_OUTCOME).discards
             record.change(item, discards={**counts, reason: counts.get(reason, 0) + 1})
 
     def failed(self, group: Group, failure: str) -> None:
-        """An episode failed by ``cause/reason``."""
+        """Record that an episode failed by ``cause/reason``."""
         if (found := self._find(group)) is not None:
             record, item = found
             counts = record.statistics.get(item, NO_OUTCOME).failures
             record.change(item, failures={**counts, failure: counts.get(failure, 0) + 1})
 
     def trained(self, groups: Sequence[Group], trainer_version: int, times: int) -> None:
-        """Groups were handed to the trainer (``times`` = 1), or that was undone (-1)."""
+        """Record that groups were handed to the trainer (``times`` = 1), or that a hand-over was
+        undone (-1)."""
         if not self._draws:
             return
         for group in groups:
@@ -262,6 +266,6 @@ class TaskRecords:
 
 
 def _staleness(group: Group, trainer_version: int) -> int:
-    """Return the age of a group's oldest trained token in versions; 0 without tokens."""
+    """Return the staleness of a group's oldest trained token, in versions; 0 without tokens."""
     versions = [v for row in group.kept if (v := row.oldest_trained_version) is not None]
     return trainer_version - min(versions) if versions else 0

@@ -72,7 +72,7 @@ class AttachmentColumn:
             self.ends += (self.ends[-1] + 4 * counts.cumsum()).tolist()
 
     def merge_equal(self, attachment: Attachment, start: int) -> bool:
-        """Append what ``attachment`` adds after :attr:`end`, if both agree before it; return
+        """Append the entries of ``attachment`` after :attr:`end`, if both agree before it; return
         whether they do. For entries that are not ragged."""
         offset = (start - self.start) * self._first.entry_bytes
         known = bytes(self.values[offset : offset + len(attachment.values)])
@@ -110,7 +110,7 @@ class TurnAttachments:
         self._columns: dict[AttachmentName, AttachmentColumn] = {}
         """Attachments by output token; each column starts at token 0."""
         self._unusable: set[AttachmentName] = set()
-        """Attachments that an engine has left out for a token."""
+        """Attachments that an engine has omitted for at least one token."""
         self._experts: list[AttachmentColumn] | None = [] if sampling.routed_experts else None
         """Reports of routed experts, in order; a later report of a position is of newer KV."""
         requested: list[tuple[AttachmentName, bool]] = [
@@ -160,7 +160,7 @@ class TurnAttachments:
         return [column.saved() for column in [*self._columns.values(), *(self._experts or ())]]
 
     def restore(self, saved: Sequence[Attachment], *, tokens: int) -> None:
-        """Store what :meth:`saved` has returned, of a turn of ``tokens`` tokens."""
+        """Restore what :meth:`saved` returned for a turn of ``tokens`` tokens."""
         for attachment in saved:
             self.append(attachment, tokens_before=0)
         if tokens:

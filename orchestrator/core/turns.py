@@ -61,7 +61,7 @@ class TurnTracker:
         self.adapters: Mapping[str, int] = {}
         """Newest released version of each adapter with versions of its own."""
         self.adapter_versions: dict[str, ReleasedVersions] = {}
-        """For each adapter that the run trains, what engines serve of it."""
+        """Released and live versions of each adapter that the run trains, by adapter name."""
         self.halted: set[str] = set()
         """Trained adapters whose turns are on no engine until they are resumed."""
         self.waiting: dict[Turn, int] = {}
@@ -206,7 +206,7 @@ class TurnTracker:
             self.placement.forget()
 
     def keep_for_evaluation(self, name: str, *, is_kept: bool) -> list[Command]:
-        """Keep an engine for evaluations, and move its other turns; or keep it no more."""
+        """Keep an engine for evaluations, and move its other turns; or return it to training."""
         engine = self.engines.get(name)
         if engine is None:
             return []
@@ -255,7 +255,7 @@ class TurnTracker:
         if trained or (own.adapter and self._has_own_versions(own)):
             if not turn.is_evaluation and own.adapter != trained:
                 return [self._refuse(turn, _other_policy_message(own.adapter, trained))]
-            if own.adapter_version is None:  # kept in the turn, because records tell it by this
+            if own.adapter_version is None:  # kept in the turn, because recorders read it there
                 turn.sampling = replace(own, adapter_version=LIVE_ADAPTER)
             if trained and not self._is_served(trained):
                 turn.place = None

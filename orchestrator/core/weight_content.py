@@ -91,9 +91,9 @@ class WeightContent:
     ) -> list[UpdateWeights]:
         """Return the messages that bring an engine from version ``live`` to this one, ``version``.
 
-        ``is_swapping``: the engine has been told to swap to a later version and has not confirmed,
-        so that it may serve either when it reads these. Patches apply to one of them only, so it
-        gets the whole set.
+        ``is_swapping``: the engine was sent ``finish`` of a later version and has not confirmed it,
+        so it may serve either version when it reads these messages. Patches apply to only one of
+        the two versions, so the engine gets the whole set.
         """
         bases = self.bases
         follows = bases is not None and live is not None and bases.first <= live <= bases.last

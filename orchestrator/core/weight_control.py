@@ -151,7 +151,7 @@ class ReserveRequested(Struct, frozen=True):
     is_part: bool = False
     """Whether only some tensors, or an adapter, will be written."""
     has_deltas: bool = False
-    """Whether unchanged tensors may be left out."""
+    """Whether unchanged tensors may be omitted."""
     first_bad: int | None = None
     """For a rollback: versions from this one on are bad. Engines are aborted and paused first, and
     stay paused until good weights are live. None for other publishes."""
@@ -304,7 +304,7 @@ class GiveUp(Struct, frozen=True):
 
 
 class RefuseEngine(Struct, frozen=True):
-    """Remove an engine that refused weights that other engines serve, and tell the engine why."""
+    """Remove an engine that refused weights that other engines serve, and send it the reason."""
 
     engine: str
     why: str
@@ -378,7 +378,8 @@ class Reserved(Struct, frozen=True):
     over: int | None
     """Version whose tensors a part of a set replaces; None for a whole set."""
     delta_base_version: int | None
-    """Version relative to which unchanged tensors may be left out; None if none may be."""
+    """Version relative to which unchanged tensors may be omitted; None if all tensors must be
+    written."""
 
 
 # ---------------------------------------------------------------- state
@@ -436,8 +437,8 @@ class _Engine:
     version: int
     """Version that the engine serves, if it has weights."""
     newest_finish: int = NO_VERSION
-    """Newest version that the engine was told to swap to; it may have swapped without having
-    confirmed."""
+    """Newest version for which the engine was sent ``finish``; the engine may have swapped without
+    having confirmed."""
     levels: Sequence[int] = ()
     """Sleep levels that the engine supports."""
     asleep: set[MemoryTag] = field(default_factory=set)
@@ -579,7 +580,8 @@ class _CallQueue:
 
 
 class WeightControl:
-    """Requested weights, pause and sleep of all engines. Change it only through :meth:`handle`."""
+    """Requested weights, pause and sleep of all engines. The state changes only through
+    :meth:`handle`."""
 
     def __init__(
         self,
@@ -632,7 +634,7 @@ class WeightControl:
         """Mode by which engines were paused for a sleep; None once they are to be awake."""
         self._is_halted = False
         self._pauses = _CallQueue()
-        """Pauses and resumes; engines are not told to swap while one is under way."""
+        """Pauses and resumes; no ``finish`` is sent while one is under way."""
         self._unsettled_pauses: set[str] = set()
         """Engines that have not confirmed the last pause or resume."""
         # -------- sleep
@@ -742,7 +744,7 @@ class WeightControl:
 
     @property
     def is_swapping(self) -> bool:
-        """Whether an engine was told to swap and has not confirmed it."""
+        """Whether an engine was sent ``finish`` and has not confirmed the swap."""
         return any(update.swapping for update in self._updates)
 
     @property
@@ -1064,7 +1066,7 @@ class WeightControl:
 
         ``start`` of the new version stops the engines that copy the old one; each replies that it
         failed, or that it had staged the old one. If both have the same number, the replies could
-        not be told apart, so the copies are waited for.
+        not be distinguished, so the old version's copies are waited for.
         """
         update, before = self.update, self._base
         if update is None or update.is_released:
@@ -1215,8 +1217,8 @@ class WeightControl:
     def _catch_up(self, engine: str | None = None) -> Outgoing:
         """Have engines that lack the newest version, and stage no other, stage it.
 
-        These joined late, or had dropped their copy for a publish that failed. ``engine`` restricts
-        this to one engine.
+        Such engines joined late, or dropped their copy for a publish that failed. ``engine``
+        restricts this to one engine.
         """
         target = self._kept
         if self.update is not None and not self.update.is_withdrawn:
@@ -1284,7 +1286,7 @@ class WeightControl:
         return self._swaps_available > 0 and any(u.is_released and u.staged for u in self._updates)
 
     def _swap(self) -> None:
-        """Tell engines that have staged a released version to swap, each once.
+        """Send ``finish`` to engines that have staged a released version, once each.
 
         With ``wave_engines``, each engine that has swapped lets the next one swap.
         """

@@ -1,14 +1,16 @@
 """Counts turns that look like tool calls, and warns if none of them can be parsed.
 
-:class:`Conversation` counts, for :class:`RunStatistics`. A model whose calls are written in a form
-that is not parsed trains without ever using a tool, and nothing else shows that.
+:class:`Conversation` counts its turns here; :class:`RunStatistics` shows the counts. A model whose
+calls have a form that :mod:`tool_calls` does not parse trains without ever using a tool, and no
+other figure shows it. Uses :func:`looks_like_call` of ``tool_calls.py``.
 """
 
 import logging
 
 WARN_AFTER_TURNS = 20
-"""Turns that look like calls, none of them parsed, after which the log warns; again at each ten
-times as many. A model may get a few calls wrong; a form that is not known fails every time."""
+"""Number of turns that resemble calls, none of them parsed, after which a warning is logged;
+repeated at each tenfold number. A model may get a few calls wrong, but a form that is not supported
+fails every time."""
 
 TEXT_SHOWN_MAX = 200
 """Characters of a turn that the warning shows."""
@@ -17,17 +19,17 @@ log = logging.getLogger("tidegate")
 
 
 class ToolCallCounts:
-    """Turns of a run that look like tool calls, and those of them that were parsed."""
+    """Counts of a run's turns that resemble tool calls, and of the parsed ones among them."""
 
     def __init__(self) -> None:
         self.turns = 0
-        """Number of turns with offered tools that look like a call, or are one."""
+        """Number of turns with offered tools whose text resembles or is a tool call."""
         self.parsed_turns = 0
         """Number of these turns whose calls were parsed."""
         self._warn_at_turns = WARN_AFTER_TURNS
 
     def count(self, text: str, *, is_parsed: bool) -> None:
-        """Count one turn that looks like a call."""
+        """Count one turn that resembles a tool call."""
         self.turns += 1
         self.parsed_turns += is_parsed
         if self.parsed_turns or self.turns < self._warn_at_turns:

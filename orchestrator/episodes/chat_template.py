@@ -38,7 +38,7 @@ TEMPLATE_NAMES = ("default", "tool_use")
 
 @dataclass(frozen=True, slots=True)
 class ChatRendering:
-    """How a conversation becomes a prompt; by vLLM's names."""
+    """Options for rendering a conversation as a prompt, with vLLM's names."""
 
     add_generation_prompt: bool = True
     """Whether the prompt ends with the beginning of the model's message."""
@@ -62,8 +62,8 @@ class ChatTemplate:
         response_template: Mapping[str, Any] | None = None,
     ) -> None:
         """``now``: the template's date, the same in every rendering, because a date that changed
-        during a conversation would change its beginning. ``response_template``: how the tokenizer
-        says that replies are parsed.
+        during a conversation would change its beginning. ``response_template``: the tokenizer's
+        specification by which ``transformers`` parses replies.
 
         Raises:
             ModelError: the source is not a template, or can't render a plain conversation.
@@ -200,7 +200,7 @@ def read_chat_template(path: Path) -> ChatTemplate:
 
 
 def _check_response_template(template: Any, path: Path) -> None:
-    """Raise ModelError unless ``transformers`` can parse replies by this template."""
+    """Raise ModelError unless ``transformers`` can parse replies by this response template."""
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     try:

@@ -385,7 +385,7 @@ class Conversation(Generic[Row]):
         return end
 
     def _plain(self, messages: object) -> list[dict[str, Any]]:
-        """Return messages in normal form, with the reasoning that the client has left out."""
+        """Return messages in normal form, with the reasoning that the client has omitted."""
         plain = plain_messages(messages)
         if self._generated_without_reasoning:
             for message, digest in zip(plain, prefix_digests(_unreasoned(plain)), strict=True):
@@ -567,7 +567,7 @@ class Conversation(Generic[Row]):
         end_of_turn = self._template.end_of_turn.strip() or self._template.end_of_turn
         if self._template.is_harmony:
             if not generated.has_tool_calls:
-                return None  # a finished answer loses its reasoning, and has another end
+                return None  # the template ends a finished answer differently
             end_of_turn = HARMONY_CALL_END
         try:
             if end_of_turn:
@@ -597,8 +597,9 @@ class Conversation(Generic[Row]):
         return self._rendered(request, changed)
 
     def _end_without_mark(self, request: _Request, start: int, prompt: str) -> int:
-        """Return where message ``start`` begins in the prompt of a template that ends no turn, such
-        as GLM's, where the next message's header does; -1 if the template changes the past."""
+        """Return where message ``start`` begins in the prompt of a template that ends no turn,
+        such as GLM's, where the next message's header ends it; -1 if the template changes
+        earlier text."""
         so_far = self._template.render(
             request.messages[:start],
             request.tools,

@@ -114,8 +114,8 @@ class ScoringEpisode:
         temperature: float = 1.0,
         by: ScoringClient | None = None,
     ) -> list[TokenScores]:
-        """Return how likely the policy's live weights find each sequence's tokens from ``start``
-        on.
+        """Return the log-probs of each sequence's tokens from ``start`` on, under the policy's live
+        weights.
 
         As :meth:`tidegate.Rollouts.score`, while the episode runs, also beside its turns. The
         sequences are whole contexts: ``[episode.token_ids + answer for answer in answers]``.
@@ -253,7 +253,7 @@ class ReplayCursor:
         return turn
 
     def advance(self, turn: Turn) -> None:
-        """Note that a turn was replayed to its end."""
+        """Record that a turn was replayed to its end."""
         self.turns += 1
         self.tokens = turn.start + turn.length
 
@@ -502,9 +502,9 @@ class Episode(ScoringEpisode):
     def agent(self, name: str) -> "Episode":
         """Return the context of another trained adapter in this episode; always the same one.
 
-        It begins empty. What it generates is sampled by that adapter, and goes to its trainer's
-        batches, with its reward: the episode returns ``{"solver": 1.0, "critic": 0.5}``, or one
-        number for all. Agents may generate side by side.
+        It begins empty. Its turns are sampled by that adapter, and its row goes to that adapter's
+        trainer with a reward of its own: the episode returns ``{"solver": 1.0, "critic": 0.5}``, or
+        one number for all. Agents may generate side by side.
 
         Raises:
             ConfigError: the tasks were not offered with this agent; evaluations have none.

@@ -53,7 +53,7 @@ class EpisodeTracer:
         self._log = log
         self._now_us = now_us
         self._lanes = list(range(LANES_MAX, 0, -1))
-        """Free lanes, the lowest last."""
+        """Numbers of the free lanes (timeline rows), the lowest last."""
         self._rows: dict[int, _TracedRow] = {}
         """Logged rows, by rollout id."""
 
@@ -65,7 +65,7 @@ class EpisodeTracer:
             self._rows[rollout.rollout_id] = row
 
     def turn_started(self, rollout: Rollout, answer: "asyncio.Future[Turn]") -> None:
-        """Note that a turn was requested; ``answer`` is done when the turn has ended."""
+        """Record that a turn was requested; ``answer`` is done when the turn has ended."""
         row = self._rows.get(rollout.rollout_id)
         if row is None:
             if rollout.branch_of is None or rollout.episode_id not in self._rows:
@@ -80,25 +80,25 @@ class EpisodeTracer:
         answer.add_done_callback(partial(self._turn_ended, row, row.turns))
 
     def parked(self, rollout: Rollout) -> None:
-        """Note that an episode is parked, until :meth:`turn_started` or :meth:`unparked`."""
+        """Record that an episode is parked, until :meth:`turn_started` or :meth:`unparked`."""
         if row := self._rows.get(rollout.rollout_id):
             self._change(row)
             row.is_parked = True
 
     def unparked(self, rollout: Rollout) -> None:
-        """Note that an episode is no longer parked."""
+        """Record that an episode is no longer parked."""
         if row := self._rows.get(rollout.rollout_id):
             self._change(row)
 
     def activity_began(self, rollout: Rollout, name: str) -> None:
-        """Note that a named activity began."""
+        """Record that a named activity began."""
         if row := self._rows.get(rollout.rollout_id):
             if not row.is_generating:
                 self._change(row)
             row.doing.append(name)
 
     def activity_ended(self, rollout: Rollout, name: str) -> None:
-        """Note that a named activity has ended."""
+        """Record that a named activity has ended."""
         row = self._rows.get(rollout.rollout_id)
         if row is None or name not in row.doing:
             return  # the activity began before it was logged

@@ -1,8 +1,9 @@
 """Classifies failed episodes, logs each distinct error once, and ends a run that fails too often.
 
-Used by :class:`~tidegate.orchestrator.episodes.runner.EpisodeRunner`. What becomes of a failed
-episode is decided by the core, from the cause that :func:`classify` returns. Two errors are the
-same if they have one type and were raised through the same lines of code; the message may differ.
+Used by :class:`~tidegate.orchestrator.episodes.runner.EpisodeRunner`. From the cause that
+:func:`classify` returns, the core decides whether the rollout is retried, rewarded or discarded.
+Depends on ``policies/failures.py`` and ``core/failure_counts.py``. Two errors are the same if they
+have one type and were raised through the same lines of code; the message may differ.
 """
 
 import logging
@@ -57,11 +58,11 @@ CODE_ERROR_GROUPS_MIN = 3
 """Number of groups that those failures come from, because all rollouts of a bad task fail."""
 
 DISTINCT_ERRORS_MAX = 64
-"""Errors told apart; later ones are logged in one line each."""
+"""Number of distinct errors tracked; later ones are logged in one line each."""
 
 REASONS_MAX = 32
-"""Reasons of failures told apart, because each is an account of the ledger; later ones are counted
-as ``other``."""
+"""Number of distinct failure reasons, because each is an account of the ledger; later ones are
+counted as ``other``."""
 
 OUR_DIRECTORY = str(Path(__file__).parents[2])
 """Directory of Tidegate's own code, whose lines are not shown as the place of an error."""
@@ -87,10 +88,10 @@ class FailureClass:
 
 
 def classify(error: BaseException, rollout: Rollout) -> FailureClass:
-    """Return who has caused the error that ended an episode, and its reason.
+    """Return the cause of the error that ended an episode, and its reason.
 
-    A model that has sampled nothing has caused nothing: then infrastructure has caused a timeout,
-    and a full context is the task's prompt.
+    If the model has sampled nothing, the policy is not the cause: infrastructure then is the cause
+    of a timeout, and the task's prompt that of a full context.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -151,7 +152,7 @@ def _described(error: BaseException) -> str:
 
 
 def outcome_of(rollout: Rollout, reason: str) -> FailureOutcome:
-    """Return what the core has made of a rollout whose episode failed for ``reason``."""
+    """Return the outcome that the core chose for a rollout whose episode failed for ``reason``."""
     if rollout.state is RolloutState.RUNNING:
         return FailureOutcome.RETRIED
     is_discarded = rollout.state is RolloutState.DISCARDED and rollout.discard_reason == reason

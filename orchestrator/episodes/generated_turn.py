@@ -17,7 +17,7 @@ from tidegate.orchestrator.core.rollout import Turn
 from tidegate.orchestrator.core.token_attachments import RoutedExperts, newest_experts
 
 REWARD_TYPES = (float, int)
-"""Checked first, because looking for ``__float__`` takes longer."""
+"""Types checked first, because a lookup of ``__float__`` takes longer."""
 
 REWARD_MAX = (2 - 2**-23) * 2.0**127
 """Largest float32, because batches hold rewards as float32; the limit of either sign."""

@@ -1,7 +1,8 @@
 """Media parts of OpenAI messages (images, audio, video), as references for engines and templates.
 
-:class:`Conversation` and :class:`Episode` use it. Nothing is fetched: only an engine reads what a
-reference points to, if its model can.
+:class:`Conversation` and :class:`Episode` use it. Nothing is fetched: only an engine reads a
+reference's content, if its model supports the medium. Media are the ``Media`` of
+``transport/media.py``.
 """
 
 import hashlib
@@ -66,7 +67,8 @@ def text_of(content: "str | list[dict[str, Any]]") -> str:
 
 
 def refuse_if_written_out(prompt: str, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ChatRefused if the template wrote media parts as text: then it knows no media."""
+    """Raise ChatRefused if the template wrote media parts as text, because it then does not support
+    media."""
     media = media_of(messages)
     text = "".join(text_of(message["content"]) for message in messages) if media else ""
     if any(prompt.count(item.url) > text.count(item.url) for item in media):

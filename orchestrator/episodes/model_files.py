@@ -86,7 +86,7 @@ class ModelFiles:
     call_counts: ToolCallCounts = field(init=False, compare=False, repr=False)
     """Counts of turns that look like tool calls."""
     hidden_token_ids: frozenset[int] | None = field(init=False, compare=False, repr=False)
-    """Special tokens that a reply's text does not show; None if it shows none at all."""
+    """Special tokens that a reply's text omits; None if the text omits all special tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_cache", TokenCache(self.tokenizer))

@@ -201,8 +201,8 @@ return one for each, by the name of its adapter."""
 EPISODE_IS_OVER = "the episode has returned, so its rollout can't continue"
 
 ENDED_REMEMBERED = 256
-"""Number of ended episodes checked for leaks: enough to tell user code that keeps all episodes
-from code that keeps a few."""
+"""Number of ended episodes checked for leaks: enough to distinguish user code that keeps all
+episodes from code that keeps a few."""
 
 
 @dataclass(slots=True)
@@ -241,7 +241,8 @@ class EpisodeTask(asyncio.Task[None]):
 
 
 def _note_lack_of_engine(task: EpisodeTask) -> None:
-    """Note whether a turn of the episode waits for an engine: cancelling the turn hides that."""
+    """Record whether a turn of the episode waits for an engine, because cancelling the turn hides
+    it."""
     last_turns = [row.turns[-1] for row in task.rollout.rows if row.turns]
     task.lacked_engine = any(
         turn.finish_reason is None and turn.place is None for turn in last_turns
@@ -523,7 +524,7 @@ class EpisodeRunner:
         *,
         can_be_retried: bool = True,
     ) -> None:
-        """Have the core decide what becomes of a failed episode's rollout, then log the failure.
+        """Have the core retry, reward or discard a failed episode's rollout, then log the failure.
 
         Raises:
             EpisodeError: too many episodes have failed.

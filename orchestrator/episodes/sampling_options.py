@@ -1,7 +1,8 @@
 """Sampling options of ``Episode.generate``: checks them, and makes :class:`SamplingParams` of them.
 
-Options that no engine could read are refused here, by name; an engine refuses those that it can't
-serve. Their meanings are documented in :class:`SamplingParams`. Checked by encoding with msgspec.
+:meth:`Episode.generate` and the HTTP servers call :func:`sampling_params`. Options that no engine
+could decode are refused here, by name; options that an engine cannot serve are refused by the
+engine. Their meanings are documented in :class:`SamplingParams`. Checked by encoding with msgspec.
 """
 
 import math
@@ -67,7 +68,8 @@ class SamplingOptions(TypedDict, total=False):
     routed_experts: bool
     """Whether to return ``GeneratedTurn.routed_experts``; for mixture-of-experts models."""
     logits_processors: Sequence[LogitsProcessor | str]
-    """Logits processors to apply, in order, by names that the engines know."""
+    """Logits processors to apply, in order, by the names under which the engines registered
+    them."""
     adapter: str
     """LoRA adapter in place of the run's own; empty for none."""
     adapter_version: int | None

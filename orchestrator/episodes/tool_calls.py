@@ -431,7 +431,7 @@ def kept_special_tokens(vocabulary: Collection[str]) -> set[str]:
 
 
 def looks_like_call(text: str, tools: OfferedTools) -> bool:
-    """Whether a text seems to have a tool call, of whatever form."""
+    """Whether a text seems to have a tool call of any supported or unsupported form."""
     if _LOOKS_LIKE_CALL.search(text):
         return True
     names = [name for name in tools if name in text]
@@ -601,7 +601,7 @@ def _by_response_template(
 
 
 def _up_to_call(text: str, reply: ParsedReply) -> str:
-    """Return the text before the first call, whose tags only the template knows: up to the end of
-    what stands before it, the content or else the reasoning."""
+    """Return the text before the first call. Only the response template defines the call's tags, so
+    the text ends where the content, or else the reasoning, ends."""
     last = reply.content.strip() or reply.reasoning.strip()
     return text[: text.rfind(last) + len(last)] if last else ""

@@ -3,7 +3,7 @@
 :class:`EngineSide` owns one :class:`Drains`. A draining engine has left weight control, adapters
 and scoring, so no publish, pause or sleep waits for it. It gets no more turns (``EngineDraining``).
 When its time is up, ``Pause("abort")`` makes it hand back its turns with all their tokens, which
-continue on other engines; then it is told to shut down. Time is up at once if weights that it will
+continue on other engines; then it is sent ``Shutdown``. Time is up at once if weights that it will
 not serve are released, or if engines pause.
 """
 
@@ -53,7 +53,7 @@ class _Drain:
     timer: asyncio.TimerHandle | None = None
     """Ends the engine's time; later, the wait for its answer."""
     is_time_up: bool = False
-    """Whether the engine was told to hand back its turns."""
+    """Whether the engine was sent ``Pause("abort")`` to hand back its turns."""
     moved_turns: int = 0
 
     def set_timer(self, timer: asyncio.TimerHandle | None) -> None:

@@ -42,7 +42,7 @@ class Engines(Protocol):
         ...
 
     def retire(self, name: str) -> None:
-        """Don't restart an engine that was told to end; kill it if it does not end in time.
+        """Don't restart an engine that was asked to end; kill it if it does not end in time.
 
         Its end is not reported. Harmless for engines that this launcher has not started.
         """

@@ -2,8 +2,9 @@
 
 Each row of a rollout is a session, which its turns name. An engine may keep a session's KV while
 its episode uses tools. ``EndSessions`` lets the engine free the KV, because the row has ended or
-its next turn went to another engine. Sessions affect only speed, so they are not part of the core:
-a resumed run starts without any.
+its next turn went to another engine. :class:`EngineSide` owns one :class:`OpenSessions`; messages
+are those of ``transport/``. Sessions affect only speed, so they are not part of the core: a resumed
+run starts without any.
 """
 
 import asyncio

@@ -194,7 +194,7 @@ class LocalEngines:
         return names
 
     def retire(self, name: str) -> None:
-        """Don't restart an engine that was told to end; kill it if it does not end in time."""
+        """Don't restart an engine that was asked to end; kill it if it does not end in time."""
         if name not in self._processes and name not in self._pending:
             return
         self._retired.add(name)

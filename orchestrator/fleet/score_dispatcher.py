@@ -83,12 +83,12 @@ class ScoreDispatcher:
                 future.cancel()  # one has failed, or the caller was cancelled
 
     def joined(self, engine: str) -> None:
-        """Note that an engine has (re)connected, and holds no requests."""
+        """Record that an engine has connected or reconnected, and holds no requests."""
         self._requeue(engine, is_lost=False)
         self.advance()
 
     def left(self, engine: str) -> None:
-        """Note that an engine is gone; its requests are sent to others."""
+        """Record that an engine is gone; its requests are sent to other engines."""
         self._requeue(engine, is_lost=True)
         self.advance()
 

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 APPLICATION_ID = 0x74676A6C
-""""tgjl" in SQLite's application_id: tells a journal from any other database."""
+""""tgjl" in SQLite's application_id: distinguishes a journal from any other SQLite database."""
 
 SCHEMA_VERSION = 1
 """Version of the tables below, in SQLite's user_version. A file with a greater one is refused."""

@@ -239,7 +239,7 @@ class EngineSide:
     # ------------------------------------------------------------ membership
 
     def membership_changed(self, event: ev.EngineJoined | ev.EngineLeft) -> None:
-        """Tell weight control, scoring and sessions that an engine joined or left."""
+        """Notify weight control, scoring and sessions that an engine joined or left."""
         engine = event.engine
         if isinstance(event, ev.EngineJoined):
             self._check_dtype(engine)
@@ -399,7 +399,8 @@ class EngineSide:
         return self.control.state.is_pausing
 
     def refuse_engine(self, engine: str, why: str) -> None:
-        """Remove an engine that refused weights that other engines serve, and tell it why."""
+        """Remove an engine that refused weights that other engines serve, and send it the
+        reason."""
         self.fleet.send(engine, HelloRejected(message=why))
         self.handle(self.fleet.lose(engine, f"could not take weights: {why}", is_crash=False))
 

@@ -169,7 +169,7 @@ class Scheduler:
 
     @property
     def tool_calls(self) -> ToolCallCounts:
-        """Counts of turns that look like tool calls."""
+        """Counts of turns that resemble tool calls."""
         return self._tool_calls
 
     @property
@@ -369,7 +369,7 @@ class Scheduler:
         self.trainers[name].handle(ev.GenerationHalted(is_halted))
 
     def end_adapter(self, name: str) -> None:
-        """Train an adapter no longer, and discard what was not trained.
+        """End an adapter's training, and discard its untrained rollouts.
 
         Raises:
             ConfigError: episodes of another trainer's tasks sample it.

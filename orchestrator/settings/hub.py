@@ -1,13 +1,15 @@
 """Lookup of Hugging Face hub ids in the local cache; downloads nothing.
 
-The run's settings resolve ``model="Qwen/Qwen3-0.6B"`` by it.
+``settings/config.py`` calls :func:`find_model` to resolve ``model="Qwen/Qwen3-0.6B"``. Uses the
+``huggingface_hub`` package.
 """
 
 import re
 from pathlib import Path
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-"""An owner and a name. A relative path of two parts looks the same, so directories go first."""
+"""An owner and a name. A relative path of two parts has the same form, so an existing directory
+takes precedence."""
 
 NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
 """Files without which a model can't be served."""
@@ -16,7 +18,7 @@ NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
 def find_model(model: Path) -> Path:
     """Return the directory of a model: the given one, or the cached snapshot of a hub id.
 
-    Without either, the path is returned as it is, and whoever opens it says that it is missing.
+    If neither exists, the path is returned unchanged, and opening it raises the error.
     """
     if model.is_dir() or HUB_ID.fullmatch(str(model)) is None:
         return model

@@ -1,8 +1,9 @@
 """Forecast of a run's staleness, bottleneck and gain from another bound, from its measurements.
 
 The trainer's handle adds each batch, and :class:`RunStatistics` shows the forecast, which applies
-the closed forms of ``policies/predictions.py`` to the lengths of groups. Time is engines' time, so
-minutes that an episode spends in tools do not count. A resumed run starts again without data.
+the closed forms of ``policies/predictions.py`` to the lengths of groups. Times are those of
+engines' steps, so minutes that an episode spends in tools do not count. A resumed run starts again
+without data.
 """
 
 import bisect
@@ -172,8 +173,8 @@ class Forecaster:
     ) -> RunForecast | None:
         """Return the forecast; None before two batches, or without steps of any engine.
 
-        ``window_groups``: how far consumption looks past the oldest unfinished group; 1 in the
-        order of admission, None in that of completion.
+        ``window_groups``: number of groups, from the oldest unfinished one on, that consumption may
+        choose from; 1 for the order of admission, None for the order of completion.
         """
         times = self._times(ledger)
         if times is None:
@@ -248,7 +249,7 @@ def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
     """Return one sentence of advice on ``max_staleness``, which now allows a staleness of
     ``allowed`` versions (None: any).
 
-    While admission is the bottleneck, a group stays equally long whatever the bound, so a batch
+    While admission is the bottleneck, a group's latency does not depend on the bound, so a batch
     takes ``D / (η + 1)``; the gain follows from that.
     """
     between_s, attainable_s = times.between_s, times.attainable_s
@@ -268,7 +269,8 @@ def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
 
 
 def window_groups(policy: StalenessPolicy) -> int | None:
-    """Return how far past the oldest unfinished group a policy looks; None for completion order."""
+    """Return the number of groups, from the oldest unfinished one on, that a policy may choose
+    from; None for completion order."""
     order = getattr(policy, "consumption_order", "completion")
     if isinstance(order, Window):
         return order.groups
@@ -276,7 +278,8 @@ def window_groups(policy: StalenessPolicy) -> int | None:
 
 
 def _made_per_kept(ledger: LedgerSnapshot) -> float:
-    """Return the tokens sampled per token not discarded, without those the run's end cut off."""
+    """Return the tokens sampled per token not discarded, without the tokens of rollouts that the
+    run's end discarded."""
     cut_off = ledger.discarded.get("run_ended", 0)
     discarded = ledger.discarded_total - cut_off
     return 1 + discarded / max(1, ledger.generated - cut_off - discarded)

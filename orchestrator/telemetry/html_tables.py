@@ -1,4 +1,5 @@
-"""HTML tables of a few figures, for notebooks: what ``_repr_html_`` of runs and batches returns."""
+"""HTML tables of a few figures, for notebooks: the result of ``_repr_html_`` of runs and batches.
+:class:`Batch` and the run's handles call it. Standard library only."""
 
 from collections.abc import Mapping
 from html import escape

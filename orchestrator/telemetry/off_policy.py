@@ -18,7 +18,8 @@ BY_LAG = {"kl": "k1", "k3": "k3", "chi2": "chi2_token", "ess": "ess", "ppl_ratio
 
 @dataclass(frozen=True, slots=True)
 class OffPolicy:
-    """Off-policyness that the trainer reported for its last batch; None where it didn't."""
+    """Off-policyness that the trainer reported for its last batch; None for a figure that the
+    trainer did not report."""
 
     effective_sample_size: float | None = None
     """Effective sample size of the batch's importance weights, as a share in (0, 1]."""

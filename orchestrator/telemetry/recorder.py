@@ -158,8 +158,8 @@ class RunObservers(Protocol):
     def open(
         self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> Recorder | None:
-        """Start recording; called once, when the run knows what it resumes. None if nothing is
-        recorded.
+        """Start recording; called once, after the run's resume point is known. Returns None if
+        nothing is recorded.
 
         ``on_failure`` is called from another thread when the disk refuses a record.
 

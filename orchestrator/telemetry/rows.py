@@ -12,7 +12,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class RowsOfRollouts:
-    """Rows of a batch [R], and their rollouts [P], in the order of each one's first row."""
+    """Rows of a batch [R], and their rollouts [P], ordered by each rollout's first row."""
 
     def __init__(self, rollout_ids: npt.NDArray[np.int64]) -> None:
         """``rollout_ids``: rollout of each row, [R]; empty if no rollout has forked."""

@@ -1,7 +1,7 @@
-"""Immutable snapshots of a run and its engines, for users, metrics, dashboard and reports.
+"""Immutable snapshots of a run and its engines, as ``Rollouts.statistics()`` takes them.
 
-Metrics, dashboard, reports and users' loops read them. ``Rollouts.statistics()`` takes them.
-Standard library dataclasses, made of the ledger's, the discards' and the watchdog's own snapshots.
+Metrics, dashboard, reports and users' training loops read them. Standard library dataclasses, made
+of the snapshots of the core's ledger, of ``core/discards.py`` and of the watchdog.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.watchdog import Stuck
 
 EngineState = Literal["serving", "draining"]
-"""What an engine of a run does."""
+"""State of an engine in the run."""
 
 
 class EngineWork(NamedTuple):
@@ -202,11 +202,12 @@ class RunStatistics:
     batch_callback_errors: int = 0
     """Number of batches for which the user's ``on_batch`` raised an exception."""
     tool_call_turns: int = 0
-    """Number of turns with offered tools that look like tool calls; since this process began."""
+    """Number of turns with offered tools whose text resembles a tool call; since this process
+    began."""
     parsed_tool_call_turns: int = 0
     """Number of ``tool_call_turns`` whose calls were parsed."""
     episode_failures: tuple[FailureStatistics, ...] = ()
-    """Failed episodes of training by cause and reason, and what became of them."""
+    """Failed episodes of training by cause, reason and outcome."""
     groups_kept_at_limit: int = 0
     """Number of groups that the filter rejected after its limit of drops, so that they are trained.
     """

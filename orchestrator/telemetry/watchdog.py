@@ -1,7 +1,7 @@
 """Watchdog: records the progress of turns, engines and episodes, and names the stuck ones.
 
 :class:`RunWatch` feeds it, and :class:`RunStatistics` shows its findings, as well as those of
-:class:`LoopWatch`. Time is an argument.
+:class:`LoopWatch`. The time is an argument. No dependencies.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ STUCK_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """One thing that has made no progress for longer than it should take."""
+    """An engine, turn, episode or other thing that has made no progress for ``stuck_after_s``."""
 
     kind: StuckKind
     """``engine``: makes no step. ``turn``: gets no token. ``episode``: the user's code neither asks

@@ -143,7 +143,7 @@ class MeasuredHandle(ABC):
     """Handle of a run that can take the run's statistics."""
 
     _adapter = ""
-    """Trained adapter that the statistics are of; empty: the run's weights."""
+    """Trained adapter that the statistics cover; empty: the run's weights."""
 
     def __init__(self) -> None:
         self._timekeeper = Timekeeper(None)
@@ -355,10 +355,10 @@ class BatchHandle(MeasuredHandle):
 
         Evaluations of :meth:`evaluate_every` that are due run first.
 
-        A cancelled call loses no batch: the batch goes back to the run, and a later call gets it
-        unless its groups are too stale by then. A trainer may call this during a train step,
-        to prefetch. Provided that it publishes after each batch, a prefetched batch's staleness
-        includes the publish of that step.
+        A cancelled call loses no batch: the batch goes back to the run, and a later call gets it,
+        unless its groups have become too stale meanwhile. A trainer may call this during a train
+        step, to prefetch. Provided that it publishes after each batch, a prefetched batch's
+        staleness includes the publish of that step.
         """
         await self._evaluate_if_due()
         self._mark("train")
@@ -464,10 +464,10 @@ class BatchHandle(MeasuredHandle):
         """Run one episode per task, and never train on them.
 
         With ``version``, or with the setting ``evaluation_engines`` (then by default the newest
-        published version), that version samples every token: engines are pinned to it while others
-        go on with training and take newer weights. Without both, engines evaluate with their
-        present weights, before their turns of training. Without ``evaluation_engines``, one of
-        several engines is pinned, and its turns of training move to the others.
+        published version), that version samples every token: some engines are pinned to it, while
+        the others continue with training and take newer weights. Without both, engines evaluate
+        with their present weights, before their turns of training. Without ``evaluation_engines``,
+        one of several engines is pinned, and its turns of training move to the others.
 
         Each call with the same tasks uses the same sampling seeds. The mean reward is recorded as
         ``name`` at the newest published version, for reports, curves and comparisons, and is in the
@@ -496,9 +496,10 @@ class BatchHandle(MeasuredHandle):
         more versions are published, and after the last batch.
 
         The trainer's request for a batch waits meanwhile, unless the setting ``evaluation_engines``
-        keeps engines for evaluations: then they run beside training, each pinned to the version
-        that was newest, and only the last ones are waited for. While one runs, no other of its name
-        begins. A second call of the same name replaces the first.
+        keeps engines for evaluations: then evaluations run beside training, each pinned to the
+        version that was newest at its start, and only the last ones are waited for. While an
+        evaluation runs, no other of its name begins. A second call of the same name replaces the
+        first.
 
         Raises:
             ConfigError: ``versions`` is less than 1, or there are no tasks.

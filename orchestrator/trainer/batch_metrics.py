@@ -1,6 +1,6 @@
-"""Metrics of a batch, as ``metrics.jsonl`` and the user's ``on_batch`` callback get them.
+"""Metrics of a batch, for ``metrics.jsonl`` and the user's ``on_batch`` callback.
 
-The local handle computes them for each batch that it hands to the trainer. Reads the batch's
+:class:`BatchHandle` computes them for each batch that it hands to the trainer. Reads the batch's
 tensors and the run's statistics.
 """
 

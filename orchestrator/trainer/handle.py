@@ -35,7 +35,7 @@ P = ParamSpec("P")
 
 
 class RunRequests(ABC):
-    """Requests that a run answers, wherever it is. Arguments were checked by the handle."""
+    """Requests that a local or remote run answers. Arguments were checked by the handle."""
 
     @abstractmethod
     async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
@@ -253,7 +253,7 @@ class TrainerHandle(RunHandle):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The newest weight version that this trainer knows of; 0 is the model directory's."""
+        """Newest version that the trainer has published or received; 0 is the model directory's."""
 
     @property
     @abstractmethod
@@ -397,7 +397,7 @@ class SyncTrainerHandle:
 
     @property
     def version(self) -> int:
-        """The newest weight version that this trainer knows of; 0 is the model directory's."""
+        """Newest version that the trainer has published or received; 0 is the model directory's."""
         return self._handle.version
 
     @property

@@ -5,10 +5,10 @@
             train_step(batch)
             await rollouts.publish(model.state_dict())
 
-The run lives on a thread of its own (:mod:`tidegate.orchestrator.trainer.run`), so a train step
-that blocks stalls no rollout. A handle submits requests to that thread, keeps the trainer's time,
-and turns what the core hands over into tensors on the trainer's thread. Depends on :class:`Run`
-(the thread), ``batches.py`` (tensors) and ``weight_updates.py`` (publishing).
+The run has a thread of its own (:mod:`tidegate.orchestrator.trainer.run`), so a train step that
+blocks stalls no rollout. A handle submits requests to that thread, keeps the trainer's time, and
+turns what the core hands over into tensors on the trainer's thread. Depends on :class:`Run` (the
+thread), ``batches.py`` (tensors) and ``weight_updates.py`` (publishing).
 """
 
 import asyncio
@@ -437,8 +437,8 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
     def adapter(self, name: str) -> AdapterHandle:
         """Return the handle of a LoRA adapter with weight versions of its own.
 
-        Unlike :meth:`publish_adapter`, its publishes neither pause nor recompute nor age anything
-        but the adapter's own turns.
+        Unlike :meth:`publish_adapter`, its publishes pause, recompute and age only the adapter's
+        own turns.
         """
         if name not in self._adapters:
             self._adapters[name] = AdapterHandle(self._running, name, self._requests.do)

@@ -100,7 +100,8 @@ class Run:
             )
             undo.callback(self.channel.close)
             self.written = written_by(settings.weights.weight_deltas)
-            """What was written to the channel. Only the publish that holds the buffer uses them."""
+            """Record of the tensors written to the channel. Only the publish that holds the buffer
+            uses it."""
             self.written_by_ranks: WrittenByRanks | None = None
             """The last write, if a sharded trainer's ranks wrote it in parts."""
             self._scheduler: Scheduler | None = None

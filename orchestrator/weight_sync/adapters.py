@@ -93,7 +93,7 @@ class AdapterManager:
             update_timeout_s=settings.weight_update_timeout_s,
             released=callbacks.core.adapters,
         )
-        """The state machine; read it, but change it only here."""
+        """The state machine. Other code may read it, but only this class feeds it events."""
         self._calls = itertools.count()
         self._buffers = itertools.count(BUFFERS_FROM)
         self._results: dict[int, asyncio.Future[None]] = {}
@@ -135,7 +135,8 @@ class AdapterManager:
 
         Raises:
             ConfigError: the run's weight channel or one of its engines cannot do this.
-            WeightsRefused: the adapter does not fit the model; what was served before, is.
+            WeightsRefused: the adapter does not fit the model; the version served before stays
+                live.
             EngineLagging: an engine took too long, and was removed.
         """
         self._refuse_unable(name)

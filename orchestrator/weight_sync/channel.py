@@ -1,8 +1,8 @@
 """Sender of a run's weight channel (shared memory, ZeroMQ, files, …), by the setting
 ``weight_channel``.
 
-``trainer/run.py`` opens the channel, and the publish path writes each version to it. The senders
-are in ``transport/weight_channels/``.
+``trainer/run.py`` opens the channel, and the publish path writes each version to it. Uses torch;
+the senders are in ``transport/weight_channels/``.
 """
 
 from collections.abc import Collection, Mapping

@@ -63,7 +63,8 @@ class EngineControlCallbacks(Protocol):
         """Remove an engine that does not answer."""
 
     def refuse_engine(self, engine: str, why: str) -> None:
-        """Remove an engine that refused weights that other engines serve, and tell it why."""
+        """Remove an engine that refused weights that other engines serve, and send it the
+        reason."""
 
     def hold_batches(self, is_held: bool) -> None:
         """Hold batches while the trainer's version is undecided, or hand them over again."""
@@ -112,7 +113,7 @@ class EngineControl:
             weight_update_timeout_s=settings.weight_update_timeout_s,
             pause_timeout_s=pause_timeout_s,
         )
-        """The state machine; read it, but change it only here."""
+        """The state machine. Other code may read it, but only this class feeds it events."""
 
     # ------------------------------------------------------------ engines
 
@@ -150,13 +151,13 @@ class EngineControl:
 
         Call :meth:`publish` or :meth:`release` afterwards. A version that is still being staged is
         abandoned for this one. ``is_part``: only some tensors, or an adapter, will be written;
-        ``has_deltas``: unchanged tensors may be left out. ``first_bad``: versions from this one on
+        ``has_deltas``: unchanged tensors may be omitted. ``first_bad``: versions from this one on
         are bad, and engines are paused first (rollback).
 
         Raises:
             EngineLagging: an engine still read the buffer after ``weight_update_timeout_s``. It is
                 removed.
-            WeightsRefused: a part would be laid over weights that this process doesn't know.
+            WeightsRefused: a part would be laid over weights that this process has not published.
             TidegateError: an earlier publish failed after its call had returned.
         """
         call_id = next(self._call_ids)

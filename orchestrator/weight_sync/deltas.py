@@ -1,7 +1,7 @@
 """Changes of a state dict since an earlier version: tensors by hashes, or elements by bits.
 
 The publish path uses it to send less than a whole set: :class:`WrittenTensors` for
-``weight_deltas=True``, :class:`WrittenElements` for ``weight_deltas="elements"``. Both know the
+``weight_deltas=True``, :class:`WrittenElements` for ``weight_deltas="elements"``. Both keep the
 last versions that this process wrote; relative to any other version, everything has changed.
 Patches are encoded by ``transport/weight_channels/patches.py``.
 """
@@ -133,7 +133,7 @@ class WrittenElements:
     ) -> list[NamedBuffer] | None:
         """Record a whole set written as ``version``; return patches from ``before`` to it.
 
-        Unchanged tensors are left out, and tensors that a patch would not make smaller are whole.
+        Unchanged tensors are omitted, and tensors that a patch would not make smaller are whole.
         None means that the whole set must be sent.
         """
         kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}

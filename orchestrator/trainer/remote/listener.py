@@ -1,8 +1,8 @@
 """Listener for a trainer in another process: a ZeroMQ ROUTER socket, and a task for each request.
 
-Lost messages are requested again by number, and no request is executed twice. `service.py` executes
-them. The listener ends when the trainer is done, or has been gone for too long. Built on
-``transport/trainer_sockets.py`` and asyncio.
+Users call ``tidegate.listen``. Lost messages are requested again by number, and no request is
+executed twice; `service.py` executes the requests. The listener ends when the trainer is done, or
+has been gone for too long. Built on ``transport/trainer_sockets.py`` and asyncio.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ log = logging.getLogger("tidegate")
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """The process of one rank, as the socket knows it."""
+    """The process of one rank, by its socket identity."""
 
     peer: bytes
     rank: int

@@ -48,7 +48,8 @@ class RankRegistry:
 
         Raises:
             ConfigError: the rank is outside of the world size.
-            RankTaken: a living process holds it, or other ranks live with another world size.
+            RankTaken: a living process holds it, or ranks of another world size are still
+                connected.
         """
         if not 0 <= rank < world_size <= WORLD_SIZE_MAX:
             raise ConfigError(
@@ -143,7 +144,7 @@ class TrainerTimeouts:
 
 
 class Barrier:
-    """Where requests of ranks wait for requests of other ranks."""
+    """Barrier at which requests of ranks wait for requests of other ranks."""
 
     def __init__(self, ranks: RankRegistry, timeouts: TrainerTimeouts) -> None:
         self._ranks = ranks

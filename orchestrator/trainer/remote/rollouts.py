@@ -147,7 +147,7 @@ class RemoteRollouts(TrainerHandle):
     @property
     @override
     def version(self) -> int:
-        """The newest weight version that this trainer knows of."""
+        """Newest weight version that this trainer has published, or received from the run."""
         return self._version
 
     @property
@@ -336,7 +336,7 @@ class RemoteRollouts(TrainerHandle):
         """Yield this rank's part of each batch, until the run's tasks are used up.
 
         If the run listens without tasks, rank 0 passes them: an iterable of values that MessagePack
-        can hold (tuples become lists), for an ``episode`` that the run knows by name.
+        can hold (tuples become lists), for an ``episode`` that the run has registered by name.
 
         A rank is done with a batch once it requests another, or has published after it. If the
         rank's process dies before, the process that replaces it gets the batch again.
@@ -399,7 +399,8 @@ class RemoteRollouts(TrainerHandle):
         name: str | None = HELD_OUT,
         version: int | None = None,
     ) -> Evaluation:
-        """As :meth:`~tidegate.Rollouts.evaluate`, by an episode that the run knows by name."""
+        """As :meth:`~tidegate.Rollouts.evaluate`, with an episode that the run has registered by
+        name."""
         request = wire.Evaluate(
             tasks=list(tasks), episode=episode or "", name=name, version=version
         )

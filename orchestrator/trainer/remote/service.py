@@ -208,7 +208,7 @@ class TrainerService:
         )
 
     def left(self, rank: int) -> None:
-        """Note that a rank's process has left."""
+        """Record that a rank's process has left."""
         self.progress.leave(rank)
         self._barrier.notify()
 
