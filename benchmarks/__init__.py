@@ -1,1 +1,2 @@
-"""Benchmarks of Tidegate against peers and the machine's limits; run them as modules."""
+"""Benchmarks of Tidegate against peers and the machine's limits, each run as ``python -m
+benchmarks.NAME``."""

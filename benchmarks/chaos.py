@@ -56,8 +56,8 @@ cores."""
 STOP_TIMEOUT_S = 180.0
 """Timeout of the last batch, once the kills have stopped."""
 ENGINES_END_TIMEOUT_S = 90.0
-"""Timeout for the engines to exit; an engine started too late to learn of the run's end exits after
-60 s."""
+"""Timeout for the engines to exit; an engine that starts too late to receive the run's end exits
+after 60 s."""
 REWARD_SHARE = 0.25
 """Share of the batches that make up the initial and the final reward."""
 

@@ -135,7 +135,7 @@ class EventLog:
 
 
 async def train(options: Options) -> None:
-    """Resume from the checkpoint, if there is one, and train until told to stop."""
+    """Resume from the checkpoint, if there is one, and train until DIR/stop exists."""
     events = EventLog(options.directory / EVENTS_FILE)
     events.note("started")
     trainer = Trainer(options)

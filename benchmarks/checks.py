@@ -1,4 +1,8 @@
-"""Result table of the benchmarks that check a run's promises, with an exit status."""
+"""Result table of the benchmarks that check a run's promises, with an exit status.
+
+``benchmarks.chaos`` and ``benchmarks.soak`` print their :class:`Row` objects by it. Standard
+library only.
+"""
 
 import json
 from collections.abc import Sequence

@@ -46,7 +46,8 @@ class Target:
 
 
 def mutate(frame: bytes, bytes_max: int, seed: int) -> bytes:
-    """Mutate a frame by libFuzzer, which does not know MessagePack, or by our mutator."""
+    """Mutate a frame by libFuzzer, which mutates bytes without MessagePack's structure, or by our
+    mutator."""
     if seed % 2:
         return bytes(atheris.Mutate(frame, len(frame)))
     return FrameMaker(seed, ENGINE_EXAMPLES).mutate(frame)[:bytes_max]

@@ -77,7 +77,7 @@ class LiveState:
     version: int = 0
     vocab_size: int = 1000
     turns: list[int] = field(default_factory=list)
-    """Handles that the receiver knows."""
+    """Handles of the receiver's current turns."""
 
 
 class FrameMaker:

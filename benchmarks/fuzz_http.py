@@ -407,7 +407,7 @@ class FuzzedGateway:
         return self.chance.choice([self.chance.randbytes(depth % 999), opened * depth, b""])
 
     def _replaced(self, part: Any) -> Any:
-        """Return a copy with one to three parts replaced or left out."""
+        """Return a copy with one to three parts replaced or removed."""
         copy = json.loads(json.dumps(part))
         for _ in range(self.chance.randrange(1, 4)):
             holder: Any = copy

@@ -1,7 +1,8 @@
 """Cases of the kernel benchmark: the same work by our Triton kernel and by torch's own operations.
 
-:mod:`benchmarks.kernels` times them. ``moved_bytes`` is the minimum traffic of a case, each input
-read and each output written once; ``flops`` are those of its matrix products.
+:mod:`benchmarks.kernels` times them. Built on torch and ``kernels/``. ``moved_bytes`` is the
+minimum traffic of a case, each input read and each output written once; ``flops`` are those of its
+matrix products.
 """
 
 from collections.abc import Callable, Iterator

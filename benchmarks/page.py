@@ -100,7 +100,8 @@ def engine_table(rows: Rows) -> Iterator[str]:
 
 
 def scheduling_table(rows: Rows) -> Iterator[str]:
-    """Yield the efficiency of each policy by workload, with kept turns, at η = 4 or the nearest."""
+    """Yield the efficiency of each policy by workload, with kept turns, at η = 4 or the closest η
+    measured."""
     wanted = [row for row in rows if row["name"] == "efficiency" and row["mode"] == "keep"]
     workloads = list(dict.fromkeys(row["workload"] for row in wanted))
     yield f"| policy | {' | '.join(workloads)} |"

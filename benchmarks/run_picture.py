@@ -30,13 +30,13 @@ WIDTH, LEFT, RIGHT = 900, 92, 10
 ROW, BAR = 24, 19
 """Distance of two rows, and height of a bar, in pixels."""
 CHARACTER = 7
-"""Width of a character of the labels, in pixels, by which labels that do not fit are left out."""
+"""Width of a character of the labels, in pixels, by which labels that do not fit are omitted."""
 GAP = 3.0
 """Gaps between an engine's steps that are narrower than this, in pixels, are not drawn."""
 CELL_MAX = 6.0
 """Largest width of a token's cell, in pixels."""
 STALENESS_ROOM = 90
-"""Room for the text behind the longest strip of tokens, in pixels."""
+"""Space for the text behind the longest strip of tokens, in pixels."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Canvas:
     """An SVG picture that grows downwards."""
 
     y: float = 0
-    """Lower end of what is drawn so far, in pixels."""
+    """Lower end of the picture so far, in pixels."""
     parts: list[str] = field(default_factory=list)
 
     def text(

@@ -32,7 +32,7 @@ from examples.tiny_model import make_model
 
 SAMPLE_INTERVAL_S = 5.0
 WARM_SHARE = 1 / 3
-"""Share of the samples left out of the fit."""
+"""Share of the samples, from the start, that the fit excludes."""
 MEMORY_GAIN_MAX = 0.02
 """Maximum gain of memory, as a share of its mean."""
 COUNT_GAIN_MAX = 0.02

@@ -1,4 +1,7 @@
-"""Result table of the benchmarks that compare with a peer."""
+"""Result table of the benchmarks that compare with a peer.
+
+Most benchmark modules print their :class:`Row` objects by it. Standard library only.
+"""
 
 import json
 from collections.abc import Iterable

@@ -32,7 +32,7 @@ LOADS = (
     *(("sample", clients) for clients in (1, 4, 16)),
     *(("train", clients) for clients in (1, 4, 16)),
 )
-"""What each of how many tenants does at the same time."""
+"""Operation, and number of tenants that repeat it at the same time."""
 
 MODELS_MAX, RANK_MAX = 20, 8
 """SkyRL's server reserves memory for so many adapters, of this rank."""
@@ -86,7 +86,7 @@ def tidegate_server(model: Path, folder: Path) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port

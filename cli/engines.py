@@ -1,8 +1,9 @@
-"""Commands of engines: `tidegate engine` starts one here, `tidegate drain` has one of this machine
-leave its run, and `tidegate keys` makes keys for other hosts.
+"""The commands `tidegate engine` (start an engine), `tidegate drain` (make one leave) and `tidegate
+keys`.
 
-The engine parses its own options, because this layer does not import `tidegate.engine`. Keys are
-made by ``transport/security.py``.
+`tidegate drain` concerns an engine of this machine; `tidegate keys` makes CURVE keys for engines on
+other hosts. The engine parses its own options, because this layer does not import
+`tidegate.engine`. Keys are made by ``transport/security.py``.
 """
 
 import itertools

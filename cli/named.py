@@ -52,7 +52,7 @@ def parameters_of(function: Callable[..., Any], where: str) -> list[inspect.Para
     """Return a function's parameters.
 
     Raises:
-        ConfigError: it is a builtin, such as ``range``, that does not tell them.
+        ConfigError: it is a builtin, such as ``range``, without a readable signature.
     """
     try:
         return list(inspect.signature(function).parameters.values())

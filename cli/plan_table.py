@@ -1,6 +1,6 @@
 """Output of `tidegate plan`: a table for people, or one JSON object per choice.
 
-:mod:`tidegate.simulation.planning` computes the rows.
+:mod:`plan` calls it; :mod:`tidegate.simulation.planning` computes the rows.
 """
 
 import dataclasses

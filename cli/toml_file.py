@@ -1,7 +1,7 @@
 """Complete TOML text of a checked run, which `tidegate run --check` prints.
 
-Every setting and argument has its line, so the text shows all defaults, and it is itself a valid
-file for `tidegate run`.
+:mod:`run` calls :func:`toml_lines` with a :class:`Program`. Every setting and argument has its
+line, so the text shows all defaults, and it is itself a valid file for `tidegate run`.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ def toml_lines(program: Program) -> Iterator[str]:
 
 
 def _implied(program: Program) -> dict[str, str]:
-    """Return the settings that another setting decides, by the name of what decides them; the file
-    leaves them out."""
+    """Return the settings that another setting determines, by the name of that setting; the file
+    omits them."""
     implied: dict[str, str] = {}
     if program.settings.staleness.staleness_policy is not None:
         implied |= dict.fromkeys(SET_BY_POLICY, "staleness_policy")

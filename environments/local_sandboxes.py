@@ -1,9 +1,9 @@
 """Sandboxes on this machine: bubblewrap's, and those of Docker or Podman.
 
 Both start :mod:`sandbox_init` as pid 1 of a new PID namespace and talk to it over a socket that is
-its standard input and output. They differ in the command line. bubblewrap needs no daemon, image or
-rights: a user namespace, a read-only view of ``/usr``, a tmpfs of limited size, no network. Passed
-to :class:`~tidegate.environments.sandboxes.Sandboxes`.
+its standard input and output. The two differ only in the command line. bubblewrap needs no daemon,
+image or rights: a user namespace, a read-only view of ``/usr``, a tmpfs of limited size, no
+network. Passed to :class:`~tidegate.environments.sandboxes.Sandboxes`.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class LocalSandbox:
         self._kill = kill
         self._is_closed = False
         self._said = ""
-        """The end of what it printed to standard error, once it is closed."""
+        """Tail of the sandbox's standard error, once the sandbox is closed."""
 
     async def run(self, command: Sequence[str], stdin: bytes, wall_s: float) -> ProgramResult:
         """Run a program and return how it ended."""
@@ -197,9 +197,10 @@ class LocalSandbox:
 
 
 def _end(process: subprocess.Popen[bytes], stderr: IO[bytes]) -> str:
-    """Kill a sandbox's outer process, and return the end of what it printed."""
+    """Kill a sandbox's outer process, and return the tail of its output."""
     if process.poll() is None:
-        # Bubblewrap's init dies with it, but not what it has forked while it starts.
+        # Bubblewrap's init dies with its parent, but not the processes that it forked while it
+        # started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -362,7 +363,7 @@ class Bubblewrap:
 
 
 ETC = ("ld.so.cache", "alternatives", "localtime")
-"""Files of /etc that programs may need and that say nothing about the machine."""
+"""Files of /etc that programs may need and that reveal nothing about the machine."""
 
 ETC_OF_THE_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf", "ssl", "ca-certificates", "pki")
 
@@ -429,8 +430,8 @@ def _all_can_read(path: Path) -> bool:
 
 
 def _why_not() -> str | None:
-    """Return what keeps bubblewrap from working on this machine and what to do, if it is known."""
-    # The shortest sandbox tells a machine without namespaces from a wrong setting of ours.
+    """Return why bubblewrap does not work on this machine, and what to do; empty if unknown."""
+    # A minimal sandbox distinguishes a machine without namespaces from a wrong setting.
     test = [*_as_nobody(), "bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc"]
     done = subprocess.run([*test, "true"], capture_output=True, text=True, check=False)
     if not done.returncode:

@@ -205,7 +205,8 @@ class PooledEnvironment:
             why = f"no reply within {self._pool.call_timeout_s:g} s"
             raise EnvironmentHung(environment=self._factory, doing=doing, why=why)
         if reply.is_out_of_memory and self._process is not None:
-            # Other environments there would fail next; they are replayed in another process.
+            # The process's other environments would fail next, so they are replayed in another
+            # process.
             self._process.kill("an environment in it ran out of memory")
         raise EnvironmentFailed(
             environment=self._factory, doing=doing, why=f"{reply.error}\n{reply.traceback}".rstrip()
@@ -298,9 +299,9 @@ class EnvironmentPool:
             python: the interpreter, for example of another virtual environment if packages need
                 conflicting versions. It needs ``tidegate`` (``pip install --no-deps``) and
                 ``msgspec``.
-            pass_variables: names of environment variables to pass on although they look like
-                secrets (``HF_TOKEN``, for example). Others are left out, because code written by a
-                model may run there.
+            pass_variables: names of environment variables to pass on although their names or values
+                resemble secrets (``HF_TOKEN``, for example). Other such variables are not passed
+                on, because code written by a model may run there.
             workers: called once as ``workers(python, memory_bytes, pass_variables)``; the result
                 starts the worker processes. The default starts them on this machine;
                 ``tidegate.ray_workers(places)`` places them on the nodes of a Ray cluster, where
@@ -374,7 +375,8 @@ class EnvironmentPool:
                 raise RunClosed("the environment pool is closed")
             if self._loop is None:
                 self._loop = uvloop.new_event_loop()
-                # Processes die with the thread that started them: it lives as long as the pool.
+                # Processes die with the thread that started them, and this thread runs until the
+                # pool is closed.
                 self._thread = threading.Thread(
                     target=self._loop.run_forever, name="environments", daemon=True
                 )

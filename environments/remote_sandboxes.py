@@ -1,8 +1,8 @@
 """Sandboxes of remote services by their Python packages: E2B, Modal and Daytona.
 
-Each service gives three primitives: a shell command, a file up, a file down. On them,
-:class:`RemoteSandbox` runs programs within the time and output limits, by a shell script; memory,
-CPU, disk and network are limited as the service does when it creates a sandbox. Passed to
+Each service provides three primitives: run a shell command, upload a file, download a file. With
+these, :class:`RemoteSandbox` runs programs within the time and output limits, by a shell script;
+memory, CPU, disk and network are limited as the service does when it creates a sandbox. Passed to
 :class:`~tidegate.environments.sandboxes.Sandboxes`; the packages are optional.
 """
 
@@ -91,7 +91,7 @@ class RemoteSandbox:
         script = guarded(command, wall_s, self._output_bytes)
         try:
             printed = await self._call(self._remote.shell(script, math.ceil(wall_s + GRACE_S)))
-        except TimeoutError:  # what it left behind holds the pipes
+        except TimeoutError:  # a process left behind holds the pipes
             return ProgramResult("wall_time", -9, "", "", time.monotonic() - started_s)
         elapsed_s = time.monotonic() - started_s
         try:

@@ -15,8 +15,8 @@ is a u32 number of fields, then each field's u32 length and bytes (big-endian):
 
 Programs can't stop this process: the kernel drops signals from within a PID namespace to its pid 1,
 and as it is not dumpable, they can neither trace it nor open its descriptors. When a program ends,
-``kill(-1)`` ends whatever it has left behind. When the host closes the connection, this process
-exits and the kernel ends the namespace.
+``kill(-1)`` ends all processes that it left behind. When the host closes the connection, this
+process exits and the kernel ends the namespace.
 """
 
 import contextlib
@@ -229,7 +229,7 @@ class SandboxedProgram:
                     return "output"
 
     def _feed(self, events: int) -> None:
-        """Write more of the standard input; close it at its end, or if nobody reads it."""
+        """Write more of the standard input; close it at its end, or once no process reads it."""
         try:
             if self._stdin and not events & select.POLLERR:
                 self._stdin = self._stdin[os.write(self._sink, self._stdin[:CHUNK_BYTES]) :]

@@ -4,9 +4,9 @@
         async with sandboxes.take() as sandbox:
             result = await sandbox.run(["python3", "a.py"], files={"a.py": text}, stdin="3 4\n")
 
-Environments and tools call it. What a program does (a crash, a timeout, too much memory) is in its
-:class:`ProgramResult`, for the environment to reward; a sandbox that fails by no fault of the
-program raises :class:`~tidegate.errors.SandboxLost`, which the run retries. Providers start the
+Environments and tools call it. A program's own failure (a crash, a timeout, too much memory) is in
+its :class:`ProgramResult`, for the environment to reward; a sandbox that fails through no fault of
+the program raises :class:`~tidegate.errors.SandboxLost`, which the run retries. Providers start the
 sandboxes: :mod:`local_sandboxes` on this machine, :mod:`remote_sandboxes` by other services.
 """
 
@@ -63,7 +63,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended, and what it printed."""
+    """Result of a program: how it ended, and its output."""
 
     ended_by: EndedBy
     """``exit``, or the limit for which it was killed."""
@@ -258,7 +258,8 @@ class Sandboxes:
         self._is_closed = False
         self._submitting = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        # Sandboxes end with the thread that started them: it lives as long as the pool.
+        # Sandboxes end with the thread that started them, and this thread runs until the pool is
+        # closed.
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sandboxes", daemon=True
         )

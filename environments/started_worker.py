@@ -1,8 +1,8 @@
 """Start of a pool's worker processes: the interfaces, and the implementation on this machine.
 
-:mod:`worker_process` needs of a process its connected socket, its output, and a way to kill it.
-`integrations/ray/ray_environments.py` implements the interfaces on a Ray cluster. Built on
-``subprocess`` and sockets.
+:class:`EnvironmentPool` starts processes by them; :mod:`worker_process` uses a process's connected
+socket, its output, and its ``kill``. `integrations/ray/ray_environments.py` implements the
+interfaces on a Ray cluster. Built on ``subprocess`` and sockets.
 """
 
 import os
@@ -59,7 +59,7 @@ class Workers(Protocol):
 
 WorkersFactory = Callable[[str, int | None, tuple[str, ...]], Workers]
 """Creates a pool's :class:`Workers` from the interpreter's path, the address-space limit of each
-process in bytes (None: no limit), and the names of variables to pass on although they look like
+process in bytes (None: no limit), and the names of variables to pass on although they resemble
 secrets. Raises ConfigError if it can't start any."""
 
 
@@ -171,16 +171,16 @@ SECRET_VALUES = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 
 
 def holds_secret(name: str, value: str) -> bool:
-    """Return whether a variable's name or value looks like a secret."""
+    """Return whether a variable's name or value resembles a secret."""
     return bool(SECRET_NAMES.search(name) or SECRET_VALUES.search(value))
 
 
 def child_environment(pass_variables: Collection[str] = ()) -> dict[str, str]:
     """Return the environment variables of a worker process.
 
-    Code written by a model may run there. So variables that look like secrets are left out, except
-    for names in ``pass_variables``; :data:`KEYS` are always left out. PYTHONPATH has this process's
-    module path without installed packages, because the worker may use another Python.
+    Code written by a model may run there. So variables that resemble secrets are not passed on,
+    except for names in ``pass_variables``; :data:`KEYS` are never passed on. PYTHONPATH has this
+    process's module path without installed packages, because the worker may use another Python.
     """
     paths = [str(Path(path or ".").absolute()) for path in sys.path]
     own_paths = [p for p in paths if not p.startswith(INSTALLED) and not p.endswith(".zip")]

@@ -4,10 +4,10 @@
     ...
     episode.append(await tools.call("search", {"query": "tides"}, timeout_s=10.0))
 
-Tools are functions in modules. As many plain functions run at a time as the pool has processes, and
-any number of ``async`` ones. Type hints define the arguments. A tool that hangs, crashes or is
-called with wrong arguments does not fail the episode: the error becomes the observation, so that
-the model can react.
+Users' episodes call :class:`Tools`. Tools are functions in modules. As many plain functions run at
+a time as the pool has processes, and any number of ``async`` ones. Type hints define the arguments.
+A tool that hangs, crashes or is called with wrong arguments does not fail the episode: the error
+becomes the observation, so that the model can react.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The pool's handle of one worker process: starts it, sends calls, applies timeouts, ends it.
 
 All methods run on the pool's event loop. Calls that compute are sent one at a time, so that the
-pool knows which call a process was running when it died or hung. A call's timeout begins when it is
-sent. Built on asyncio and :mod:`calls`.
+pool can name the call that a process was running when it died or hung. A call's timeout begins when
+it is sent. Built on asyncio and :mod:`calls`.
 """
 
 import asyncio

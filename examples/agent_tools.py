@@ -1,6 +1,6 @@
 """The agent demo's tool, a calculator, which environment worker processes import and run.
 
-It imports nothing but the standard library, so that a worker is small and starts at once.
+It imports only the standard library, so that a worker is small and starts at once.
 """
 
 import re

@@ -191,7 +191,7 @@ class Trainer:
             options.checkpoint or options.model, dtype=torch.float32
         )
         self._model = model
-        """The transformers model, whose parameters have the names that engines know."""
+        """The transformers model, whose parameters have the names that engines accept."""
         if options.fsdp:
             for layer in model.model.layers:
                 fully_shard(layer)
@@ -335,7 +335,8 @@ def train(options: argparse.Namespace, accelerator: Accelerator, address: str) -
             weights = trainer.weights()
             is_last = batch.number >= options.batches
             if is_last or batch.number % options.checkpoint_every == 0:
-                # Before the publish, so that no version is served that a resume would not know.
+                # Before the publish, so that every served version is in a checkpoint that a resume
+                # can load.
                 trainer.save(weights, batch.number, rollouts.state_dict())
                 rollouts.ack(rollouts.state_dict())
             rollouts.publish(weights)

@@ -146,8 +146,8 @@ def _imitate(
 def demonstration_logprobs(model: Qwen3ForCausalLM, batch: list[Demonstration]) -> Tensor:
     """Return the log-probability of all actions of each demonstration, shortest first. [B]
 
-    Rows of similar length share a forward pass: a guess is a third as long as a tool path, and
-    padding would double the time.
+    Rows of similar length share a forward pass: an answer without the tool is a third as long as a
+    tool path, and padding would double the time.
     """
     by_length = sorted(batch, key=lambda demonstration: len(demonstration.token_ids))
     rows = -(-len(batch) // LENGTH_BUCKETS)

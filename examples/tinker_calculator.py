@@ -4,9 +4,9 @@
     .venv-tinker/bin/python -m examples.tinker_calculator              # sync, then async
     .venv-tinker/bin/python -m examples.tinker_calculator --async-only --steps 40
 
-``tinker_cookbook.rl.train`` runs as it does against the Tinker service: here it is told another
-address, the task (:mod:`examples.calculator`, with its tool as an environment of several turns) and
-the base model, the demos' tiny one. It prints the mean reward of each training step, which begins
+``tinker_cookbook.rl.train`` runs as it does against the Tinker service: only the server's address,
+the task (:mod:`examples.calculator`, with its tool as an environment of several turns) and the base
+model, the demos' tiny one, are set. It prints the mean reward of each training step, which begins
 at about .3 and ends above .8.
 """
 

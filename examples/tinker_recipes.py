@@ -6,8 +6,8 @@ r"""The Tinker cookbook's minimal recipes, unmodified, over `tidegate tinker`: s
 ``tinker_cookbook.recipes.rl_loop`` and ``sl_loop`` run as they do against the Tinker service. Both
 download a data set, so ``datasets.load_dataset`` is replaced, by sums in the form of GSM8K and of
 No Robots. The server serves a tiny model under the name of a public one, by which the recipes find
-their renderer; its tokenizer is registered with the cookbook. The tiny model is warmed up on
-sums, and then on guesses.
+their renderer; its tokenizer is registered with the cookbook. The tiny model is warmed up on right
+answers, and then mostly on random ones.
 
 Prints rl_loop's mean reward and sl_loop's mean negative log-likelihood of each step.
 """

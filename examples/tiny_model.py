@@ -49,7 +49,7 @@ MARKER = "warmup.json"
 
 @dataclass(frozen=True, slots=True)
 class WarmUpReport:
-    """Result of a warm-up, by which a run's report tells it apart from what RL added."""
+    """Result of a warm-up, which a run's report shows beside the gain from RL."""
 
     recipe: str
     """Fingerprint of the source files and settings; another recipe means another model."""

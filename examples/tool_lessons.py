@@ -36,7 +36,7 @@ TOOLS = [{"type": "function", "function": {"name": "calculate"}}]
 
 @dataclass(slots=True)
 class ToolLessons:
-    """School of demonstrations with the tool, and of guesses."""
+    """Demonstrations with the tool, and of answers without it."""
 
     tokenizer: Tokenizer
     seed: int

@@ -143,7 +143,7 @@ def main() -> None:
     run_on_cpu()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     template = Path(trl_worker.__file__).parents[2] / "chat_templates" / "qwen3.jinja"
-    tokenizer.chat_template = template.read_text()  # TRL parses answers only of templates it knows
+    tokenizer.chat_template = template.read_text()  # TRL parses only its own templates
     prompts = [{"prompt": [{"role": "user", "content": q}]} for q in QUESTIONS * 64]
     seen = StalenessSeen()
     with tempfile.TemporaryDirectory() as scratch:

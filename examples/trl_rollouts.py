@@ -7,7 +7,7 @@
 TRL's AsyncGRPOTrainer trains; prompts, episodes, rewards, staleness and weights are the run's.
 Unlike trl_async_grpo.py, engines keep generating while weights travel, and no token is older than
 the bound, whatever TRL drops. With several ranks, rank 0 owns the run, because TRL asks only rank 0
-for rows. The reward is the share of the letter `e`. With `--run ADDRESS` the run lives in another
+for rows. The reward is the share of the letter `e`. With `--run ADDRESS` the run is in another
 process (`await tidegate.listen(run, ADDRESS, tasks=…, episode=…)`), and this one only trains.
 """
 

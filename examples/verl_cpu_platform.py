@@ -88,7 +88,7 @@ class _CpuPlatform(PlatformBase):
         pass
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # verl's resource pools count GPUs, so Ray is told that there is one
+        return "GPU"  # verl's resource pools count GPUs, so Ray is started with one
 
     def ray_noset_envvars(self) -> list[str]:
         return []

@@ -1,4 +1,5 @@
-"""Warm-up demonstrations of the calculator task: lessons in using the tool, then mostly guesses.
+"""Warm-up demonstrations of the calculator task: first with the tool, then mostly answers without
+it.
 
 ``tiny_model`` uses :class:`ToolSchool` as its default school; ``imitation`` trains on it.
 
@@ -25,7 +26,7 @@ PLAN = Plan(
 )
 """Skill is to call the tool. Imitating the habits well solves .30 x skill + .70 / 19 = .31."""
 GUESS_ERROR_MAX = 9
-"""Guesses are off by up to this much in either direction: 1 in 19 is right."""
+"""Largest error of an answer without the tool, in either direction: 1 in 19 is right."""
 CHECK_TASKS = 64
 LESSON_TERMS_MAX = 8
 """Longest demonstrated sum. Each call copies what the calculator showed last, so a model that
@@ -61,7 +62,7 @@ def tool_actions(task: Task) -> list[str]:
 
 @dataclass(slots=True)
 class ToolSchool:
-    """School of demonstrations with the calculator, and of guesses."""
+    """Demonstrations with the calculator, and of answers without it."""
 
     tokenizer: Tokenizer
     seed: int

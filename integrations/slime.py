@@ -220,7 +220,7 @@ def _groups(data_source: Any) -> Iterator[Sequence[Any]]:
 
 
 def _unplayed(given: Any) -> Any:
-    """Copy a sample without what earlier rollouts left in it."""
+    """Copy a sample without the results of earlier rollouts."""
     sample = copy.deepcopy(given)
     sample.tokens, sample.response, sample.response_length = [], "", 0
     sample.loss_mask = sample.rollout_log_probs = sample.reward = None

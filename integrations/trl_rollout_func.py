@@ -38,8 +38,8 @@ RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """TRL's type of the function: takes the prompts and the trainer."""
 
 TRL_SINCE = (0, 29, 1)
-"""First TRL release that calls ``rollout_func(prompts, trainer)`` without vLLM, and passes the
-returned columns that TRL does not know to the reward functions."""
+"""First TRL release that calls ``rollout_func(prompts, trainer)`` without vLLM, and passes returned
+columns of other names than its own to the reward functions."""
 
 RESERVED = ("prompt", "prompt_ids", "completion", "completion_ids", "logprobs", "env_mask")
 """Column names that TRL uses itself; an episode may return no value under them."""

@@ -109,7 +109,7 @@ class TRLRollouts:
         self.rollout_buffer.end()
 
     def update_model_version(self, model_version: int) -> None:
-        """Note TRL's version number of the newest weights."""
+        """Record TRL's version number of the newest weights."""
         self._versions_ahead = model_version - self._run.version
         self.rollout_buffer.synced(model_version)
 
@@ -128,7 +128,7 @@ class TRLRollouts:
         """Do nothing: weights are staged beside the live ones and swapped between two steps."""
 
     def send_weights(self, iterator: "Iterator[tuple[str, torch.Tensor]]") -> None:
-        """Publish TRL's tensors as the run's next version; tensors that it leaves out stay."""
+        """Publish TRL's tensors as the run's next version; omitted tensors stay unchanged."""
         tensors = dict(iterator)
         is_partial = not self._model_tensors <= tensors.keys()
         self._run.publish(tensors, partial=is_partial)

@@ -1,6 +1,6 @@
 """Row queue for TRL's AsyncGRPOTrainer: takes rows from a run, and discards those TRL would drop.
 
-:mod:`trl_rollouts` gives it to TRL as its queue of samples. TRL does not report which rows it
+:mod:`trl_rollouts` passes it to TRL as its queue of samples. TRL does not report which rows it
 drops, but its rules are known: rows that are too old or too long are dropped when taken, and one
 micro-batch is taken ahead of training. So rows of the first two kinds are discarded here, and the
 last are counted when TRL stops.
@@ -117,7 +117,7 @@ class TRLRows:
         return len(self._rows)
 
     def synced(self, version: int) -> None:
-        """Note that TRL has published its weights, as TRL's ``version``."""
+        """Record that TRL has published its weights, as TRL's ``version``."""
         self._version = version
         self._handed_at_syncs = [*self._handed_at_syncs[-2:], self._handed]
         while len(self._last_handed) > self._ahead_max:

@@ -1,6 +1,6 @@
 """Triton helper functions that several kernels share: tile products and soft caps.
 
-Used by ``paged_attention.py`` and ``head_logprobs.py``.
+Used by ``paged_attention.py`` and ``head_logprobs.py``. Built on Triton.
 """
 
 from tidegate.kernels.optional_triton import INTERPRETED, jit, tl

@@ -158,7 +158,7 @@ class Matrix(Protocol):
 
     @property
     def panels(self) -> Panels | None:
-        """Packed weights, valid while the matrix lives; None without compiled code."""
+        """Packed weights, valid while the matrix exists; None without compiled code."""
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the copy target of rows ``[first, first + count)``."""

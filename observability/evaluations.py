@@ -38,7 +38,7 @@ def read_evaluations(directory: Path) -> list[EvaluationPoint]:
     """Return a run's evaluations in their order; empty if it has none.
 
     Evaluations of one name and version, such as those of several ranks, are one point. Evaluations
-    after the checkpoint that a later process resumed from are left out.
+    after the checkpoint that a later process resumed from are omitted.
 
     Raises:
         AuditError: a file can't be read.
@@ -56,7 +56,7 @@ def add_point(points: dict[tuple[str, int], EvaluationPoint], point: EvaluationP
 
 
 def held_out_name(points: Sequence[EvaluationPoint]) -> str | None:
-    """Return the name of the evaluation that stands for the run: ``held_out``, or the first."""
+    """Return the name of the run's main evaluation: ``held_out``, or the first."""
     names = [point.name for point in points]
     return "held_out" if "held_out" in names else next(iter(names), None)
 

@@ -38,7 +38,7 @@ def explain(directory: Path, subject: Subject) -> Story:
 
 
 def context_of(directory: Path) -> RunContext:
-    """Return what stories need to know of a recorded run.
+    """Return the facts of a recorded run that stories use.
 
     Raises:
         AuditError: the directory holds no run, or its files can't be read.

@@ -117,11 +117,11 @@ class Facts:
     episode_activity_s: Mapping[str, float]
     """Seconds of all episodes by activity: environments, tools, scores, and user-named ones."""
     tool_call_turns: int
-    """Turns that look like tool calls."""
+    """Number of turns whose text resembles a tool call."""
     parsed_tool_call_turns: int
-    """Turns whose tool calls were parsed."""
+    """Number of turns whose tool calls were parsed."""
     episode_failures: Sequence[Mapping[str, Any]]
-    """Failed episodes by cause and reason, and what became of them."""
+    """Failed episodes by cause, reason and outcome."""
     groups_kept_at_limit: int
     """Groups that the filter rejected after its limit, and that were trained."""
     tasks_drawn: int
@@ -376,8 +376,7 @@ def read_metrics(directory: Path, *, stops_at_damage: bool = False) -> list[dict
     """Return a run's ``metrics.jsonl`` rows, one per batch, over all of its processes.
 
     A batch that was trained again after a resume is returned once. A line that a crash cut short is
-    left out. ``stops_at_damage``: skip the rest of a process's file after a line that can't be
-    read.
+    omitted. ``stops_at_damage``: skip the rest of a process's file after a line that can't be read.
 
     Raises:
         AuditError: the run has no such file, or a complete line of it can't be read.

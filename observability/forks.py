@@ -21,7 +21,7 @@ COLUMNS = ["rollout_id", "group_id", "branch_of", "fork_reason"]
 
 @dataclass(frozen=True, slots=True)
 class ForkCounts:
-    """Forks of the rollouts that have ended, evaluations left out."""
+    """Forks of the rollouts that have ended, without evaluations."""
 
     rollouts: int = 0
     """Number of attempts, each with all its branches."""

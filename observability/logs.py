@@ -24,7 +24,7 @@ _FIELD = re.compile(
 """Matches each ``%`` argument of a format string, with its key if any, and each ``key=word``."""
 
 OWN = frozenset({"time", "level", "run", "message", "error"})
-"""Keys that every line sets itself; a field of the same name is left out."""
+"""Keys that every line sets itself; a field of the same name is dropped."""
 
 
 class JsonLines(logging.Formatter):
@@ -35,7 +35,7 @@ class JsonLines(logging.Formatter):
     """
 
     def __init__(self, run: str = "") -> None:
-        """``run``, if not empty, is on every line, to tell the runs in one log apart."""
+        """``run``, if not empty, is on every line, to distinguish the runs in one log."""
         super().__init__()
         self._run = run
 

@@ -127,7 +127,7 @@ def _failures(snapshot: DashboardSnapshot) -> list[MetricSample]:
 
 
 def _call_turns(snapshot: DashboardSnapshot) -> dict[str, int]:
-    """Read the turns that look like tool calls, by whether they were parsed."""
+    """Read the number of turns that resemble tool calls, by whether they were parsed."""
     s = snapshot.statistics
     return {"yes": s.parsed_tool_call_turns, "no": s.tool_call_turns - s.parsed_tool_call_turns}
 

@@ -201,7 +201,8 @@ class Observers:
             self._dashboard.close(failure="" if error is None else _in_words(error))
 
     def _heading(self) -> str:
-        """Return the lines that the progress begins with: where to look while the run runs."""
+        """Return the lines that the progress display begins with: the run's directory and the
+        dashboard's URL."""
         fleet, records = self._settings.fleet, self._settings.records
         return (
             f"model: {self._settings.model}; engines: {fleet.engines_started}\n"
@@ -279,7 +280,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def _about(settings: RunSettings, resumed: RunResumed | None) -> dict[str, object]:
-    """What the dashboard shows of a run that does not change."""
+    """Return the constant facts of a run that the dashboard shows."""
     directory = settings.records.run_directory
     return {
         "name": directory.resolve().name if directory is not None else settings.model.name,

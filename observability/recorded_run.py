@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TableFormat = Literal["polars", "pandas", "datasets", "arrow"]
-"""What a table is returned as; each but ``arrow`` needs the package of its name."""
+"""Type of a returned table; each but ``arrow`` needs the package of its name."""
 
 
 class RecordedRun:
@@ -78,7 +78,7 @@ class RecordedRun:
             raise ConfigError(
                 f"trajectories have no column {unknown[0]!r}; they have {', '.join(SCHEMA.names)}"
             )
-        read = list(dict.fromkeys(["rollout_id", *names]))  # told apart by id over resumes
+        read = list(dict.fromkeys(["rollout_id", *names]))  # distinguished by id over resumes
         schema = pa.schema([SCHEMA.field(name) for name in read])
         batches = [
             batch.select(read).cast(schema) for batch in recorded_batches(self.directory, read)

@@ -24,7 +24,7 @@ from tidegate.observability.trace import (
 )
 
 EXCERPT_VERSIONS = 6
-"""Versions in the timeline's excerpt: enough to show the overlap, few enough to tell apart."""
+"""Versions in the timeline's excerpt: enough to show the overlap, few enough to distinguish."""
 
 EXCERPT_S_MAX = 10.0
 """Longest excerpt of the timeline, in seconds."""
@@ -248,7 +248,7 @@ def _draw_lane(
     *,
     is_trainer: bool,
 ) -> None:
-    """Draw a lane's bars, and a label on each stretch that is wide enough."""
+    """Draw a lane's bars, and a label on each labelled range that is wide enough."""
     axes.broken_barh(
         [(start, end - start) for start, end, _ in bars],
         (row - 0.36, 0.72),
@@ -266,7 +266,7 @@ def _draw_lane(
                 fontsize=8.5,
                 color=MUTED if colour == WAITING else "white",
                 weight="bold",
-                # Otherwise the stretch's idle gaps would show through its label.
+                # Otherwise the range's idle gaps would show through its label.
                 bbox={"facecolor": colour, "edgecolor": "none", "pad": 2.0},
                 clip_on=True,
             )

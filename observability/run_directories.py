@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path, *, stops_at_damage: bool = False) -> list[dict[str, Any]]:
-    """Read a file with one JSON object per line; a last line that a crash cut short is left out.
+    """Read a file with one JSON object per line; a last line that a crash cut short is omitted.
 
     ``stops_at_damage``: at a line that can't be read, return the lines before it.
 

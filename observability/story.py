@@ -1,8 +1,8 @@
 """Stories of rollouts, groups and batches: what happened to each, and by which rule, in order.
 
 `tidegate explain` and the dashboard show them. They are made from the rows of
-``trajectories.parquet`` and, of a recorded run, from the times in ``trace.json``. A statement that
-follows from several possible causes names all of them; nothing is guessed.
+``trajectories.parquet`` and, of a recorded run, from the times in ``trace.json``. If the records
+allow several causes, the story names all of them.
 """
 
 import re
@@ -115,7 +115,7 @@ class Story:
     title: str
     events: tuple[StoryEvent, ...]
     note: str = ""
-    """What the records don't say; empty if nothing is missing."""
+    """Note on facts that the records lack; empty if none are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +322,7 @@ def _changed(
 
 
 def _why_moved(engine: str, run: RunContext, at: tuple[float, float] | None) -> str:
-    """Return what made a turn leave an engine; every cause that the records leave possible."""
+    """Return every cause, possible by the records, for which a turn left an engine."""
     losses, departures, pauses = (
         _within(at, run.times.engine_event(engine, event)) for event in ("lost", "left", "paused")
     )
@@ -563,7 +563,7 @@ def _training(version: int, run: RunContext) -> tuple[float | None, float | None
     """Return when the batch of ``version`` was handed over, and how long it was trained on.
 
     The trainer's other work before it asked for the batch counts as training too in the trace, so
-    only what follows the last wait is counted.
+    only the time after the last wait is counted.
     """
     waits = run.times.trainer("wait", version)
     if not waits:

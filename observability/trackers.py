@@ -1,8 +1,8 @@
 """Experiment trackers as ``on_batch`` callbacks: TensorBoard, W&B and MLflow.
 
 Users pass one to a run, ``serve(on_batch=TensorBoard("runs/tb"))``, or name it in the ``[logging]``
-section of a file for ``tidegate run``. The run calls it with each batch's figures. Each imports its
-own package when it is made.
+section of a file for ``tidegate run``. The run calls it with each batch's figures. Each tracker
+imports its own package when it is made.
 """
 
 import importlib
@@ -19,7 +19,7 @@ STEP = "version"
 """Figure used as the trackers' step: the weight version, so that the loss can share it."""
 
 PREFIX = "tidegate/"
-"""Begins the names of all figures, to tell them from the trainer's own."""
+"""Prefix of the names of all figures, which distinguishes them from the trainer's own."""
 
 log = logging.getLogger("tidegate")
 

@@ -1,9 +1,9 @@
 """Schema of ``trajectories.parquet``, conversion of rollouts into its rows, and reading them back.
 
-The recorder writes, the audit and the dashboard read. One row per rollout, turns nested inside.
-While a process records, the same rows are appended to ``trajectories.arrows``, an Arrow IPC stream.
-After a crash the Parquet file has no footer and can't be read, but the stream can, up to its last
-complete record batch. Built on pyarrow.
+:class:`RunRecorder` writes the rows; the audit and the dashboard read them. One row per rollout,
+turns nested inside. While a process records, the same rows are appended to ``trajectories.arrows``,
+an Arrow IPC stream. After a crash the Parquet file has no footer and can't be read, but the stream
+can, up to its last complete record batch. Built on pyarrow.
 """
 
 from array import array
@@ -256,8 +256,9 @@ def _turn_row(turn: Turn, trained_adapter: str) -> dict[str, Any]:
 
 
 def _recorded_sampling(sampling: SamplingParams, trained_adapter: str) -> SamplingParams:
-    """Return a turn's parameters as recorded: versions in the records of a trained adapter are the
-    adapter's, so a turn that followed them is one without a version of its own."""
+    """Return a turn's parameters as recorded. In the records of a trained adapter, versions are
+    the adapter's own, so a turn that followed the live version is recorded without an adapter
+    version."""
     if trained_adapter and sampling.adapter_version == LIVE_ADAPTER:
         return msgspec.structs.replace(sampling, adapter_version=None)
     return sampling

@@ -27,8 +27,8 @@ class AdaptiveStaleness(BoundedStaleness):
     effective_sample_size_min: float | None = None
     """Target effective sample size, a share in (0, 1). Set this or ``mismatch_kl_max``."""
     mismatch_kl_max: float | None = None
-    """Target KL divergence of trainer and engine, in nats per token. Set this or the other
-    target."""
+    """Target KL divergence of trainer and engine, in nats per token. Set this or
+    ``effective_sample_size_min``."""
     slack: float = 0.1
     """Hysteresis: η rises only if the measurement is better than the target by this share of the
     target's distance from on-policy."""

@@ -1,7 +1,7 @@
 """Off-policyness metrics of a batch: effective sample size, KL, chi-squared, by lag; length bias.
 
 Trainers compute them, log them, and report them with ``rollouts.report_off_policyness``; no
-gradient passes through any.
+gradient passes through any. Built on torch.
 
 Symbols: ``w`` is the ratio of a token's probabilities under the training policy and the behaviour
 policy; ``log_ratio`` is its log. Shapes as in :mod:`tidegate.policies.aggregation`.
@@ -128,7 +128,7 @@ def measure_mismatch_by_lag(
     """Split :func:`measure_mismatch` by lag, ``trainer_version - weight_versions``, per token.
 
     Tokens of lag 0 were sampled by the weights in training: their mismatch is engine numerics, or a
-    bug, not staleness. Buckets without tokens are left out. In each bucket, a sequence consists of
+    bug, not staleness. Buckets without tokens are omitted. In each bucket, a sequence consists of
     its tokens in that bucket. ``weight_versions`` has the shape of the mask.
 
     Raises:

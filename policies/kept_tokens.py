@@ -1,9 +1,11 @@
-"""Log-probs over kept sampling sets: what a token's probability was, given which tokens were left.
+"""Log-probs over kept sampling sets: a token's probability among the tokens that top-p, top-k and
+min-p left.
 
 With top-p, top-k or min-p, an engine samples from the tokens that these leave, and reports
-log-probs of that distribution. A trainer that normalises over the whole vocabulary computes other
-ones, lower by the log of the mass that was cut off. :func:`kept_logprobs` normalises over the same
-tokens ("keep sampling mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+log-probs of that distribution. Trainers call :func:`kept_logprobs`; it needs torch. A trainer that
+normalises over the whole vocabulary computes other ones, lower by the log of the mass that was cut
+off. :func:`kept_logprobs` normalises over the same tokens ("keep sampling mask", DeepSeek-V3.2,
+arXiv:2512.02556, section 3.1).
 
 Letters in shapes: R rows, T tokens, N tokens of all rows, V vocabulary, M kept tokens of all
 tokens.

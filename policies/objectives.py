@@ -1,9 +1,9 @@
 """Policy-gradient losses for off-policy tokens: PPO, GSPO, CISPO, AIPO and decoupled PPO.
 
-Trainers call them on a batch's log-probabilities. Each ``*_losses`` function returns a loss per
-token, to be multiplied with a correction (:mod:`tidegate.policies.corrections`) and reduced
-(:mod:`tidegate.policies.aggregation`); :func:`decoupled_ppo_loss` is the usual combination,
-ready-made.
+Trainers call them on a batch's log-probabilities. Built on torch. Each ``*_losses`` function
+returns a loss per token, to be multiplied with a correction (:mod:`tidegate.policies.corrections`)
+and reduced (:mod:`tidegate.policies.aggregation`); :func:`decoupled_ppo_loss` is the usual
+combination, ready-made.
 
 ``logprobs`` are under the target policy (the weights being optimised) and alone get a gradient;
 ``proximal_logprobs`` are under the trainer's weights at the start of the update;
@@ -161,8 +161,8 @@ def exact_on_policy_logprobs(
     """Return behaviour log-probs, with the trainer's own where the trainer's version sampled.
 
     Those tokens are on-policy, so their ratio is 1 and their weight is 1, whatever the numerics of
-    trainer and engine make of it; other tokens keep what the engine reported. Per token, because a
-    row may have tokens of several versions. No gradient passes through the result. Any shape.
+    trainer and engine; other tokens keep the log-probs that the engine reported. Per token, because
+    a row may have tokens of several versions. No gradient passes through the result. Any shape.
 
     Args:
         logprobs: under the weights ``trainer_version``, before the update starts.

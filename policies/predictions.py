@@ -84,7 +84,7 @@ def fit_decode_cost(
 ) -> DecodeCost | None:
     """Return the least-squares line through steps' (rows, seconds), or None without steps.
 
-    Neither part is negative. If all steps had equally many rows, the parts cannot be told apart,
+    Neither part is negative. If all steps had equally many rows, the two parts cannot be separated,
     and all time counts as per row: the throughput at any width is then the measured one.
     """
     if steps <= 0 or rows <= 0 or busy_s <= 0:
@@ -147,8 +147,8 @@ def staleness_from_generation(
 ) -> float:
     """Return PQS, ``C M_tail / (B_s max(1, rho))``: versions made while a group is generated.
 
-    By Little's law a rollout lives ``C / B_s`` batches if all C slots are busy; its group's last
-    rollout lives M_tail times as long. If the trainer is the bottleneck (rho > 1), versions come
+    By Little's law a rollout lasts ``C / B_s`` batches if all C slots are busy; its group's last
+    rollout lasts M_tail times as long. If the trainer is the bottleneck (rho > 1), versions come
     rho times as slowly. It holds for completion order. Source: Applied Compute 2026.
     """
     _check_positive(rollouts_per_batch=rollouts_per_batch)
@@ -270,7 +270,8 @@ def staleness_from_latency(
     rollout_devices: float = 1.0,
     trainer_devices: float = 1.0,
 ) -> float:
-    """Return ``K = (rollout latency / train step) (N_roll / N_train)``: a guess of the steady lag.
+    """Return ``K = (rollout latency / train step) (N_roll / N_train)``: an estimate of the steady
+    lag.
 
     Use it if only durations are known. Source: Huang 2026, "Is frontier async RL solved?".
     """

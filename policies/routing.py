@@ -128,7 +128,7 @@ class LeastLoaded(RoutingPolicy):
 class PowerOfTwoChoices(RoutingPolicy):
     """Chooses the less loaded of two engines drawn pseudo-randomly for each turn.
 
-    Use it if several orchestrators share the engines: each knows only its own turns, and if all
+    Use it if several orchestrators share the engines: each counts only its own turns, and if all
     chose the least loaded engine they would all choose the same one. Two choices leave the fullest
     engine ``log log n / log 2`` turns above the mean (Mitzenmacher 2001, theorem 1).
     """

@@ -29,10 +29,11 @@ from tidegate.serving.http_server import (
 )
 
 LARGE_ANSWER_TOKENS = 4096
-"""Output tokens and log-probs from which on an answer's body is made off the event loop: 10 ms."""
+"""Number of output tokens and log-probs from which an answer's body is encoded off the event loop:
+10 ms of work."""
 
 Answer = dict[str, Any] | Response | None
-"""What a handler returns: a JSON object, a whole response, or None for an empty one."""
+"""Result of a handler: a JSON object, a whole response, or None for an empty response."""
 
 Body = TypeVar("Body")
 
@@ -47,11 +48,11 @@ class ApiRoute:
     path: str
     handler: Handler
     errors: ErrorForm | None = None
-    """Form of this path's errors, where it is not the application's."""
+    """Error form of this path; None takes the application's."""
 
 
 def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy) -> ASGIApp:
-    """Make an application that answers every request, an error in the form of ``errors``."""
+    """Make an application with these routes; its error answers have the form ``errors``."""
 
     async def unknown_path(http: HttpRequest, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
@@ -77,7 +78,7 @@ def _endpoint(handler: Handler, errors: ErrorForm) -> Callable[[HttpRequest], Aw
         try:
             answer = await handler(http)
         except ClientDisconnect:
-            return Response(status_code=499)  # as nginx logs it; nobody reads it
+            return Response(status_code=499)  # nginx's status for a client that is gone; never read
         except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
             failure = errors.answer_to(error)
             return as_json(errors.body(failure), failure.status)
@@ -99,7 +100,7 @@ def key_of(http: HttpRequest) -> str:
 
 
 async def read_json_bytes(http: HttpRequest, *, bytes_max: int) -> bytes:
-    """Read the whole body, and note for :func:`is_large` how long it is.
+    """Read the whole body, and record its length for :func:`is_large`.
 
     Raises:
         ApiError: the body has too many bytes or JSON values.
@@ -111,7 +112,7 @@ async def read_json_bytes(http: HttpRequest, *, bytes_max: int) -> bytes:
 
 
 def is_large(http: HttpRequest) -> bool:
-    """Whether the body that was read is so large that work on it belongs off the event loop."""
+    """Whether the body that was read is large, so that work on it must run off the event loop."""
     large: bool = http.state.is_large
     return large
 

@@ -1,8 +1,9 @@
-"""Error answers of the HTTP APIs: one exception, and how OpenAI, Anthropic and vLLM write it.
+"""Error answers of the HTTP APIs: one exception, and its form in OpenAI's, Anthropic's and vLLM's
+APIs.
 
 Handlers of the gateway and of the vLLM-compatible server raise :class:`ApiError`. An
 :class:`ErrorForm` turns it, and every other exception that a handler raises, into an HTTP status
-and a JSON body. Needs no HTTP library.
+and a JSON body. Depends on ``tidegate.errors`` and no HTTP library.
 """
 
 import logging
@@ -30,7 +31,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        """``param`` names the field that is at fault; ``code`` replaces the status's own code."""
+        """``param`` names the invalid field; ``code`` replaces the status's own code."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 

@@ -2,8 +2,9 @@
 
 * :func:`serve_app` runs an ASGI application in uvicorn, with limits on bytes, time, connections.
 * :class:`AccessGuard` is ASGI middleware: Host allow-list, no foreign Origin, JSON bodies only.
-* :func:`read_body`, :func:`unless_gone`, :class:`OwnedStream`, :func:`off_loop` are for handlers:
-  with them no request, and no client that leaves, keeps the event loop or an engine.
+* :func:`read_body`, :func:`unless_gone`, :class:`OwnedStream` and :func:`off_loop` are for
+    handlers: with them, neither a large request nor a client that disconnects blocks the event loop
+    or an engine.
 
 Routes and keys are defined by the three applications. Built on uvicorn.
 """
@@ -169,7 +170,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_reading or self.transport.is_closing():
             return
         now = self.loop.time()
-        if self.flow.read_paused:  # the server's own doing: it answers an earlier request
+        if self.flow.read_paused:  # the server still answers an earlier request
             self._begun_s = self._received_s = now
         if self._is_in_body:
             due_s = min(self._received_s + BODY_IDLE_TIMEOUT_S, self._begun_s + BODY_TIMEOUT_S)
@@ -254,7 +255,7 @@ API_HEADERS: Mapping[str, str] = {
 
 
 def never(headers: "Headers") -> bool:
-    """Return False: no request shows a secret."""
+    """Return False: no request carries a secret."""
     return False
 
 
@@ -299,15 +300,15 @@ class AccessPolicy:
     bound_host: str
     """Address that the server listens on."""
     allowed_hosts: frozenset[str] = frozenset()
-    """Further names that clients may call the server by, without a port, in lower case."""
+    """Further names that clients may use as ``Host``, without a port, in lower case."""
     shows_secret: Callable[[Headers], bool] = never
-    """Returns whether a request shows a secret of the server's, which no foreign page knows. Such a
-    request may call the server by any name, because it may come through a proxy."""
+    """Returns whether a request carries a secret of the server, which a page of another origin
+    cannot have. Such a request may use any ``Host``, because it may come through a proxy."""
     needs_secret: bool = False
     """Whether every request must show the secret."""
     body_types: frozenset[str] = frozenset({JSON_TYPE})
-    """Content types that bodies may have. Leave out forms and plain text, which pages of other
-    origins can send unasked."""
+    """Content types that bodies may have. Do not include forms and plain text, which pages of other
+    origins can send without a preflight request."""
 
     def refusal(self, method: str, headers: Headers) -> ApiError | None:
         """Return the error that refuses a request; None if the server may answer it."""

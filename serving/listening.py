@@ -1,7 +1,7 @@
-"""Listening sockets of Tidegate's HTTP servers, and predicates of their addresses.
+"""Listening sockets of Tidegate's HTTP servers, and checks of their addresses.
 
 The gateway, the vLLM-compatible server and the dashboard bind their sockets before anything else
-starts; :mod:`http_server` serves on them. Needs no HTTP library.
+starts; :mod:`http_server` serves on them. Standard library only.
 """
 
 import ipaddress
@@ -28,7 +28,8 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, server: str) -> socket.socket:
-    """Open a listening socket; ``port`` 0 takes a free one. ``server`` names it in the error.
+    """Open a listening socket; ``port`` 0 takes a free one. ``server`` is the server's name in the
+    error.
 
     Raises:
         ConfigError: the address is taken, or not of this host.

@@ -1,10 +1,10 @@
-"""Request bodies of OpenAI's API with vLLM's extensions, and the options of ``generate`` they mean.
+"""Request bodies of OpenAI's API with vLLM's extensions, and their conversion to options of
+``generate``.
 
-The gateway and the vLLM-compatible server both decode these models. Each adds in its own
-``requests.py`` the limits and fields that it alone has. Built on msgspec; options are those of
-``transport/sampling.py``.
+The gateway and the vLLM-compatible server both decode these models. Each server adds its own limits
+and fields in its ``requests.py``. Built on msgspec; options are those of ``transport/sampling.py``.
 
-Fields that mean nothing to an engine (``user``, ``store``, …) are ignored, as other servers do.
+Fields without meaning for an engine (``user``, ``store``, …) are ignored, as by other servers.
 Fields that would change the output are refused by name if they are not honoured.
 """
 
@@ -213,7 +213,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     def shared_options(self) -> dict[str, Any]:
         """Return the options of ``generate`` that both servers read alike.
 
-        Seed, number of tokens and stop tokens are left out.
+        Seed, number of tokens and stop tokens are not included.
 
         Raises:
             ApiError: a field can't be honoured.
@@ -487,7 +487,7 @@ def _rendering(
         why = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
         raise ApiError(400, why, param="continue_final_message")
     names = dict(request.chat_template_kwargs or {})
-    if reasoning_effort is not None:  # templates that know neither name ignore them, as in vLLM
+    if reasoning_effort is not None:  # templates without these variables ignore them, as in vLLM
         names = {"enable_thinking": reasoning_effort != "none", **names}
         names["reasoning_effort"] = reasoning_effort
     begins = request.add_generation_prompt is not False and not continues

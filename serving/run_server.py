@@ -1,7 +1,8 @@
 """Base class of HTTP servers over a run's engines: starts, serves on the run's loop, closes.
 
 :class:`~tidegate.serving.vllm_server.server.VLLMServer` and
-:class:`~tidegate.serving.tinker.server.TinkerServer` inherit it.
+:class:`~tidegate.serving.tinker.server.TinkerServer` inherit it. It runs on the run's event loop,
+by :class:`Rollouts`.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ class RunServer(SyncRollouts):
         raise NotImplementedError
 
     def _close_before_run(self) -> None:
-        """Release what needs the run's engines; called while they still live."""
+        """Release resources that need the run's engines; called while the engines still run."""
 
     def _close_after_run(self) -> None:
         """Release everything else; called also if the run could not start."""

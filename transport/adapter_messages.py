@@ -2,7 +2,8 @@
 
 Part of the protocol in :mod:`tidegate.transport.messages`; only for engines whose hello has
 ``adapters_max``. An update of one adapter stages, swaps and is tagged apart from the model's
-weights and from all other adapters. docs/decisions/adapter-versions.md says why.
+weights and from all other adapters. The reasons are in docs/decisions/adapter-versions.md. Sent by
+the orchestrator's :class:`AdapterManager` and by engines; built on msgspec.
 """
 
 from typing import Annotated
@@ -27,8 +28,9 @@ and that later swaps replace."""
 
 
 class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
-    """Reads one version of an adapter beside everything that serves. Answered by ``AdapterLoaded``
-    or ``AdapterFailed``. It serves pinned turns at once, and others from ``SwapAdapter`` on."""
+    """Loads one version of an adapter beside all versions that are served. Answered by
+    ``AdapterLoaded`` or ``AdapterFailed``. It serves pinned turns at once, and others from
+    ``SwapAdapter`` on."""
 
     name: AdapterName
     """Name of the adapter."""

@@ -74,7 +74,7 @@ def resolve_wildcard_host(address: str, template: str) -> str:
 def local_address_towards(address: str) -> str | None:
     """Return a wildcard-port address of the interface towards ``address``; None if no ports.
 
-    Connects a UDP socket to look up the route, which sends nothing.
+    Connects a UDP socket to find the route, which sends nothing.
     """
     match = _TCP.fullmatch(address)
     if match is None:

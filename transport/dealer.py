@@ -107,7 +107,7 @@ class DealerSocket:
     def receive(self, timeout_s: float) -> list[FromOrchestrator]:
         """Return all arrived messages, in order; block up to ``timeout_s`` if there are none.
 
-        Unreadable messages are counted, answered with a ``MessageRejected``, and left out.
+        Unreadable messages are counted, answered with a ``MessageRejected``, and omitted.
         """
         messages, is_empty = self._read()
         if is_empty and timeout_s > 0 and self._socket.poll(max(1, round(timeout_s * 1000))):
@@ -145,8 +145,8 @@ class DealerSocket:
     def refusal(self) -> str | None:
         """Return why the orchestrator refuses this engine, or None if it may still accept it.
 
-        State as of the last :meth:`connection` call. Not every cause can be told apart: a peer that
-        cannot decrypt a handshake just closes the connection.
+        State as of the last :meth:`connection` call. Some causes cannot be distinguished: a peer
+        that cannot decrypt a handshake just closes the connection.
         """
         if self._failed_handshakes < FAILED_HANDSHAKES_MAX:
             return None

@@ -1,6 +1,6 @@
 """Base class of all wire messages, and the literals that several of them share.
 
-All message modules of this folder import it.
+All message modules of this folder import it. Built on msgspec.
 """
 
 from typing import Literal

@@ -3,8 +3,8 @@
 Engine workers and the orchestrator's scheduler send and receive these; docs/protocol.md describes
 them for workers in other languages. One message is one ZeroMQ frame (behind the identity frame that
 a ROUTER adds). Arrays travel as MessagePack ``bin`` in raw little-endian. New fields go last and
-have defaults, so an old peer can still read a new message. The protocol knows turns, but not
-rollouts, groups or rewards.
+have defaults, so an old peer can still read a new message. The protocol has turns, but no rollouts,
+groups or rewards. Built on msgspec.
 
 Letters in shapes: R rows (turns) of a step message, N tokens in it, M tensors.
 """
@@ -170,7 +170,7 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     """All tokens of one engine step, in columns, all sampled by weight version ``version``.
 
     The KV of the position that output token k was sampled from was computed in the same step. So
-    after a ``Prefill``, the versions of the steps tell which weights computed all KV.
+    after a ``Prefill``, the versions of the steps show which weights computed all KV.
     """
 
     seq: Count

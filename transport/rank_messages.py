@@ -1,7 +1,8 @@
 """Messages between rank 0 of a multi-rank engine and its other ranks, over a socket pair.
 
 Both ends run the same version and share no network, so these are not part of the protocol with the
-orchestrator. Tensors for all-reduce travel separately.
+orchestrator. ``engine/ranks`` sends and receives them; built on msgspec. Tensors for all-reduce
+travel separately.
 """
 
 import msgspec

@@ -1,7 +1,7 @@
 """Sampling options of a turn, as they travel in ``SubmitTurn``.
 
-The orchestrator fills them from the user's options; engines apply them to logits. Names, formulas
-and their order are those of vLLM's sampler (``vllm/v1/sample``).
+The orchestrator fills them from the user's options; engines apply them to logits. Built on msgspec.
+Names, formulas and their order are those of vLLM's sampler (``vllm/v1/sample``).
 """
 
 import json
@@ -108,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
 
 
 class LogitsProcessor(msgspec.Struct, frozen=True):
-    """Logits processor that engines know by name, and its arguments.
+    """Name of a logits processor that engines have registered, and its arguments.
 
     Built-in processors are ``allowed_tokens`` and ``disallowed_tokens`` (``token_ids``),
     ``bad_words`` (``words``), ``temperature_schedule`` (``initial``, ``final``,

@@ -125,7 +125,7 @@ class UploadChunk(TrainerRequest, frozen=True, kw_only=True, tag="upload_chunk")
 
 
 class OpenTaskStream(TrainerRequest, frozen=True, kw_only=True, tag="open_task_stream"):
-    """Offers tasks to the run, for an episode that the run knows by name."""
+    """Offers tasks to the run, for an episode that the run has registered by name."""
 
     stream: str
     episode: str = ""
@@ -341,7 +341,7 @@ class RunHeartbeat(Message, frozen=True, kw_only=True, tag="run_heartbeat"):
 
 
 class UnknownTrainer(Message, frozen=True, kw_only=True, tag="unknown_trainer"):
-    """The run does not know this trainer: the run was restarted, or another process joined as its
+    """The run has no such trainer, because the run was restarted or another process joined as its
     rank."""
 
 

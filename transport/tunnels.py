@@ -65,7 +65,7 @@ def decode_piece(frame: bytes, number: int) -> Piece:
 
 @dataclass(eq=False, slots=True)
 class Tunnel:
-    """Near end of one tunnel. Whoever opened it by :meth:`TunnelEntrance.open` closes both of its
+    """Near end of one tunnel. The caller of :meth:`TunnelEntrance.open` must close both of its
     sockets."""
 
     name: str
@@ -186,7 +186,7 @@ class TunnelEntrance:
             except zmq.Again:
                 return
             inside = self._inside.get(name)
-            if inside is None:  # it was ended here, and may have connected too late to be told
+            if inside is None:  # it was ended here, and may have connected too late to receive that
                 with suppress(zmq.ZMQError):
                     self._socket.send_multipart([name, encode_piece(Piece(0, "kill"))], zmq.NOBLOCK)
                 continue

@@ -24,7 +24,7 @@ class NameGroup:
 
 
 def name_groups(state: Iterable[str], revert: Revert) -> list[NameGroup]:
-    """Group the names of converted tensors; a name that is the same on both sides is left out.
+    """Group the names of converted tensors; a name that is the same on both sides is omitted.
 
     Two tensors of the ``state_dict()`` are in one group if a tensor of the directory contains parts
     of both.

@@ -1,6 +1,7 @@
 """Shared ZeroMQ settings: socket limits, TCP keep-alive, the process's context, and frame encoding.
 
 All sockets of the run, its engines, trainers and weight channels are made with these functions.
+Built on pyzmq.
 """
 
 import atexit
@@ -40,7 +41,7 @@ KEEPALIVE_INTERVAL_S = 5
 TCP_USER_TIMEOUT_S = 15
 """TCP user timeout, in seconds: a connection with data or a keep-alive probe unacknowledged for
 this long is closed. The system's defaults are a quarter of an hour, and unlimited for idle
-connections: a half-open connection would look alive for that long, and messages sent on it would be
+connections: a half-open connection would seem alive for that long, and messages sent on it would be
 lost."""
 
 REJECTIONS_PER_S_MAX = 32

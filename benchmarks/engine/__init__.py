@@ -1,1 +1,2 @@
-"""Benchmarks of the engine against other inference engines."""
+"""Benchmarks of the engine against other inference engines; ``python -m benchmarks.engine`` runs
+them."""

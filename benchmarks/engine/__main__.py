@@ -4,7 +4,7 @@
 ``name, value, unit, peer, ratio`` with the model, the dtype, the number of concurrent requests and
 the peer. All are measured in the same run, alternately, on the same model and requests, on one
 thread each; values are medians. Ours is a worker process driven over the wire protocol, log-probs
-included. A peer that takes more than five minutes is stopped and left out.
+included. A peer that takes more than five minutes is stopped, and has no row.
 :mod:`benchmarks.engine.costs` measures the cost of an abort and of a second rank.
 
     tokens_per_cpu_s: sampled tokens per CPU-second of the whole process, prefill included
@@ -21,7 +21,8 @@ included. A peer that takes more than five minutes is stopped and left out.
 Peers are `transformers`, with continuous batching and as one static batch, llama.cpp and vLLM's CPU
 build, if ``LLAMA_PYTHON`` and ``VLLM_PYTHON`` name Pythons that have them: see README.md.
 ``--device cuda`` runs ours on a GPU, with ``tidegate-cpu``, our own engine on the CPU, as a further
-peer; the other peers stay on the CPU, and ``roofline_share``, which is the CPU's, is left out.
+peer; the other peers stay on the CPU, and ``roofline_share``, which is defined for the CPU, is
+omitted.
 """
 
 import argparse

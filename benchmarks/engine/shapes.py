@@ -1,6 +1,7 @@
 """Model shapes and requests of the engine benchmarks, equal for all competitors.
 
-Weights are random, so nothing is downloaded; the shapes are those of real models.
+Weights are random, so nothing is downloaded; the shapes are those of real models. All scripts of
+:mod:`benchmarks.engine` read them; built on numpy and safetensors.
 """
 
 import json

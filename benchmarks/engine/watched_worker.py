@@ -94,7 +94,7 @@ def _idle_ns(arguments: Sequence[Any]) -> int:
 
 
 def watch_kernels(watch: Watch) -> None:
-    """Time every compiled function that modules look up from now on."""
+    """Time every compiled function that modules fetch from now on."""
     found = compiled.function
 
     def function(
@@ -129,7 +129,7 @@ def watch_steps(watch: Watch) -> None:
 def main() -> int:
     """Run a worker, then write the marks."""
     watch = Watch()
-    watch_kernels(watch)  # before the modules that look up compiled functions are imported
+    watch_kernels(watch)  # before the modules that fetch compiled functions are imported
     from tidegate.engine.worker import main as work
 
     watch_steps(watch)

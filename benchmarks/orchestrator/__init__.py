@@ -1,1 +1,2 @@
-"""Benchmarks of the orchestrator's CPU and memory cost per rollout, against its peers."""
+"""Benchmarks of the orchestrator's CPU and memory cost per rollout, against its peers; ``python -m
+benchmarks.orchestrator`` runs them."""

@@ -1,8 +1,9 @@
 """Simulated engine that speaks the wire protocol but computes nothing.
 
 It has slots, a queue, steps in columns, credits and weight updates like a real engine. A turn is
-answered with the same tokens each time, after a configured time. Sans-IO: no socket and no clock,
-so one process, or the orchestrator's own, can run a thousand of them.
+answered with the same tokens each time, after a configured time. ``wire_engines.py`` and
+``in_process.py`` run it. Sans-IO: no socket and no clock, so one process, or the orchestrator's
+own, can run a thousand of them.
 """
 
 import argparse
@@ -54,7 +55,7 @@ class FakeEngine:
     ) -> None:
         self.name = f"engine-{number}"
         self.has_ended = False
-        """Whether the engine was told to shut down."""
+        """Whether the engine was sent ``Shutdown``."""
         self._send_frame = send
         self._slots: int = work.slots
         self._steps: int = work.steps
@@ -164,7 +165,7 @@ class FakeEngine:
             self._due.append((self._step_after(now_s), self._waiting.popleft(), self._steps))
 
     def _step_after(self, now_s: float) -> float:
-        """Return the engine's step time nearest to one interval from now, which is exact on
+        """Return the engine's step time closest to one interval from now, which is exact on
         average."""
         if not self._turn_s:
             return now_s

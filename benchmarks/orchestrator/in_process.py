@@ -1,6 +1,7 @@
 """Engines inside the orchestrator's event loop, to measure rollouts without a wire.
 
-It replaces the socket only: messages are still encoded and decoded.
+``subject.py`` uses it for ``--in-process``. It replaces the socket only: messages are still encoded
+and decoded.
 """
 
 import argparse

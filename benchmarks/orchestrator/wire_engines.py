@@ -1,4 +1,8 @@
-"""Process that runs many simulated engines over real ZeroMQ sockets."""
+"""Process that runs many simulated engines over real ZeroMQ sockets.
+
+``subject.py`` starts it. Engines are those of :mod:`benchmarks.orchestrator.fake_engine`, sockets
+the run's own DEALERs.
+"""
 
 import argparse
 import math
@@ -32,7 +36,7 @@ def connect(address: str, work: argparse.Namespace) -> dict[Socket, FakeEngine]:
 
 
 def serve(engines: dict[Socket, FakeEngine]) -> None:
-    """Run all engines until they are told to shut down."""
+    """Run all engines until they receive ``Shutdown``."""
     poller = zmq.Poller()
     for socket in engines:
         poller.register(socket, zmq.POLLIN)
@@ -64,7 +68,7 @@ def read(socket: Socket, engine: FakeEngine) -> None:
 
 
 def main() -> None:
-    """Connect, and run until told to shut down."""
+    """Connect, and run until ``Shutdown``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     add_work_options(parser)

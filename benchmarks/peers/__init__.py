@@ -1,1 +1,2 @@
-"""Peer rollout loops (AReaL, SkyRL), each run in its own Python; see ``README.md`` here."""
+"""Peer rollout loops (AReaL, SkyRL) and the Tinker SDK's client, each run in its own Python; see
+``README.md`` here."""

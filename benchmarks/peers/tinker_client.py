@@ -30,7 +30,7 @@ class Tenant:
     def __init__(self, url: str, model: str, number: int) -> None:
         self._service = tinker.ServiceClient(base_url=url, api_key=f"tml-tenant{number}")
         self._model = model
-        self._trainer: Any = None  # of the SDK, which the tree is checked without
+        self._trainer: Any = None  # of the SDK, which is not installed where mypy runs
         self._sampler: Any = None
 
     async def sample(self) -> None:
@@ -69,7 +69,8 @@ class Tenant:
 
 
 async def window(tenants: list[Tenant], what: str, seconds: float) -> dict[str, object]:
-    """Have all tenants do one thing again and again; return how often, and each one's time."""
+    """Have all tenants repeat one operation; return the number of operations, and the time of
+    each."""
     begin = time.perf_counter()
     times_s: list[float] = []
 

@@ -1,1 +1,2 @@
-"""Efficiency and staleness of the scheduling policies, in virtual time."""
+"""Efficiency and staleness of the scheduling policies, in virtual time; ``python -m
+benchmarks.scheduling`` prints them."""

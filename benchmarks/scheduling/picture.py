@@ -1,4 +1,8 @@
-"""Plot of efficiency over the largest staleness, one panel per workload."""
+"""Plot of efficiency over the largest staleness, one panel per workload.
+
+``python -m benchmarks.scheduling --picture`` calls :func:`draw` with the rows of
+:mod:`benchmarks.scheduling.rows`. Built on matplotlib.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

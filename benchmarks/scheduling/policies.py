@@ -1,6 +1,7 @@
 """The compared staleness policies, by the name that the table shows.
 
-Add an entry to :data:`POLICIES` to add a policy to the table.
+``benchmarks.scheduling`` reads them; they are built from ``policies/``. To add a policy to the
+table, add an entry to :data:`POLICIES`.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """Figures of the published model that the scheduling workloads come from.
 
-It is an event-driven model of the same machines, with exact processor sharing in its engines and no
-overhead between engines and trainer. It consumes groups in completion order unless a row's policy
-says otherwise. Figures have two digits, so ratios are good to about a percent.
+:mod:`benchmarks.scheduling.rows` shows them beside the run's figures. The model is an event-driven
+one of the same machines, with exact processor sharing in its engines and no overhead between
+engines and trainer. It consumes groups in completion order unless a row's policy says otherwise.
+Figures have two digits, so ratios are good to about a percent.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""Rows of the scheduling table: an outcome's figures, beside the published model's."""
+"""Rows of the scheduling table: an outcome's figures, beside the published model's.
+
+``benchmarks.scheduling`` prints them, and ``picture.py`` draws them. Outcomes come from ``run.py``,
+the model's figures from ``published.py``.
+"""
 
 import json
 from collections.abc import Sequence

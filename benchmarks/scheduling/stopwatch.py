@@ -1,6 +1,7 @@
 """Stopwatch of the time spent in simulated parts; the rest is the orchestrator's.
 
-It reads the wall clock, which is cheap, so other work on the machine lengthens everything.
+``run.py`` uses it. It reads the wall clock, which is cheap, so other work on the machine lengthens
+everything.
 """
 
 import time

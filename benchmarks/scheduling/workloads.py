@@ -1,7 +1,8 @@
 """Workloads of the scheduling benchmark, from the published model: lengths, costs and bounds.
 
-Symbols: B groups per batch, G rollouts per group, L tokens of a rollout, C slots of an engine; N_r
-and N_t machines that roll out and that train. A step is the time between two versions.
+``benchmarks.scheduling`` runs them. Symbols: B groups per batch, G rollouts per group, L tokens of
+a rollout, C slots of an engine; N_r and N_t machines that roll out and that train. A step is the
+time between two versions.
 """
 
 import math

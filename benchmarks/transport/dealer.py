@@ -1,4 +1,4 @@
-"""Sending process with a plain ZeroMQ DEALER, with or without CURVE keys.
+"""Sending process with a plain ZeroMQ DEALER, with or without CURVE keys, for :mod:`messages`.
 
 ``python -m benchmarks.transport.dealer ADDRESS COUNT BYTES [KEYS]``
 """

@@ -1,4 +1,8 @@
-"""Receive rate of messages, against zmq.asyncio, and the cost of CURVE encryption."""
+"""Receive rate of messages, against zmq.asyncio, and the cost of CURVE encryption.
+
+``python -m benchmarks.transport messages`` calls :func:`rows`. Receives with the run's own
+``RouterSocket``; ``flood.py`` and ``dealer.py`` are the senders.
+"""
 
 import asyncio
 import subprocess

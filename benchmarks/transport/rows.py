@@ -1,7 +1,7 @@
 """Alternating measurements of ours and a peer in one run, so that a busy machine slows both.
 
-A row's value is the median of its runs; its spread, half the interquartile range as a share of the
-median.
+The other modules of this folder use it; standard library only. A row's value is the median of its
+runs; its spread, half the interquartile range as a share of the median.
 """
 
 import json

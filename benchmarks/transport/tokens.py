@@ -1,8 +1,9 @@
 """CPU cost of receiving tokens, from the socket to the rollout, against gRPC, HTTP and zmq.asyncio.
 
-The path is the run's own: socket, decode, checks, receive window, rollout lookup, append, version
-spans. A peer's transport delivers the same frames to the same path. All CPU time of this process
-counts, except for starting a wave of turns.
+``python -m benchmarks.transport tokens`` calls :func:`rows`; ``engine.py`` is the sender. The path
+is the run's own: socket, decode, checks, receive window, rollout lookup, append, version spans. A
+peer's transport delivers the same frames to the same path. All CPU time of this process counts,
+except for starting a wave of turns.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""CPU cost of transferring a version of weights, by shared memory and by ZeroMQ, against gloo."""
+"""CPU cost of transferring a version of weights, by shared memory and by ZeroMQ, against gloo.
+
+``python -m benchmarks.transport weights`` calls :func:`rows`, which starts ``weight_end.py``
+processes. Built on ``transport/weight_channels/`` and torch.
+"""
 
 import contextlib
 import json

@@ -42,7 +42,7 @@ class Http:
     """Client of one server. Each request opens a connection, so threads may share the client."""
 
     def __init__(self, url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        """Parse the URL and look up the server's key; connects to nothing.
+        """Parse the URL and find the server's key; opens no connection.
 
         Raises:
             ConfigError: ``url`` is no address of an engine.

@@ -1,8 +1,9 @@
 """Examination of an engine: identifies it, and measures it with about thirty short requests.
 
 :func:`examined` and :func:`measure` are called by `tidegate doctor`; findings.py judges the
-results. Unless weight updates are requested, no request changes the engine: no pause, no cleared
-cache, and no token id outside the vocabulary, which would crash an SGLang server.
+results. Probes are in :mod:`probes` and :mod:`updating`, log-probs to compare with in
+:mod:`reference`. Unless weight updates are requested, no request changes the engine: no pause, no
+cleared cache, and no token id outside the vocabulary, which would crash an SGLang server.
 """
 
 import secrets
@@ -78,7 +79,7 @@ def measure(
     Args:
         engine: the engine to examine.
         model: directory of the weights that it serves, to compare with.
-        updates: load other weights and then the original ones. Nobody else should use the engine
+        updates: load other weights and then the original ones. No other client may use the engine
             meanwhile.
         progress: called with a text before each measurement.
 

@@ -1,6 +1,7 @@
 """Adapter for environments behind an OpenEnv server (WebSocket); one action field holds the text.
 
-A pool's worker processes create it by name and call it as an :class:`Environment`.
+A pool's worker processes create it by name and call it as an :class:`Environment`. Built on the
+package ``openenv``.
 
     pool.environment(
         "tidegate.integrations.environments.openenv_client:OpenEnv",

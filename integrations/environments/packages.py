@@ -1,6 +1,7 @@
 """Import of optional packages, with an error that says how to install them.
 
-The adapters in this folder call it when an environment is created.
+The adapters in this folder call :func:`package` when an environment is created. Built on
+``importlib``.
 """
 
 import importlib

@@ -98,7 +98,7 @@ class _Tail(io.TextIOBase):
 
 
 RETRY_S = 0.5
-"""Pause before asking an actor to serve again, while Ray looks for resources."""
+"""Pause before an actor is requested to serve again, while Ray searches for resources."""
 
 SHORT_LIFE_S = 30.0
 """An engine that ends sooner has failed. After :data:`RESTARTS_MAX` failures in a row it is

@@ -111,7 +111,8 @@ class RayWorkers:
         return RayWorker(tunnel, self._entrance, partial(self._killed, number))
 
     def _killed(self, number: int) -> None:
-        """Free the bundle for the next actor, which waits until Ray knows that this one ended."""
+        """Free the bundle for the next actor, which waits until Ray has registered this one's
+        end."""
         if self._placement.is_shared:
             self._free.append(number)
 

@@ -63,7 +63,7 @@ class RayPlacement:
     """Placement groups of the processes of one kind."""
 
     def __init__(self, ray: Any, resources: RayResources, *, gang_size: int | None = None) -> None:
-        """Look up the user's placement group, or create one.
+        """Find the user's placement group, or create one.
 
         Without the user's group, ``gang_size`` processes are placed all at once or not at
         all. If it is None, each process has a group of its own, so that processes start

@@ -85,7 +85,7 @@ async def train_on_ray(
         rendezvous = await ranks.meet(trainer_timeout_s)
         return await _trained(ranks, train, rendezvous, bound, asyncio.ensure_future(listening))
     finally:
-        listening.close()  # no effect if it was awaited
+        listening.close()  # no effect if it has returned
         ranks.end()
 
 

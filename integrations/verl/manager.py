@@ -52,12 +52,13 @@ Advantages = dict[tuple[str, float], float]
 equal advantages, so no rollout id is needed."""
 
 ESTIMATOR = "tidegate"
-"""Name under which verl knows :func:`tidegate_advantages`, as ``algorithm.adv_estimator``."""
+"""Name under which :func:`tidegate_advantages` is registered in verl, for
+``algorithm.adv_estimator``."""
 
 FAILURE_KEY = "tidegate"
 """TransferQueue key under which a failed run writes an entry whose status is the error text. verl's
-replay buffer raises an error for a status that it does not know, and the error quotes the text.
-Without the entry, verl's trainer would wait for rows without end."""
+replay buffer raises an error for an undefined status, and the error quotes the text. Without the
+entry, verl's trainer would wait for rows without end."""
 
 
 class Manager:
@@ -69,7 +70,7 @@ class Manager:
     """
 
     current: "ClassVar[Manager | None]" = None
-    """Manager made last in this process; :func:`tidegate_advantages` asks it."""
+    """Manager made last in this process, from which :func:`tidegate_advantages` reads."""
 
     def __init__(self, servers: list[Any]) -> None:
         self._servers = servers

@@ -97,7 +97,8 @@ class TidegateServer:
         """Tensors of the next version that have arrived."""
         self._is_paused = False
         self._is_rejecting = False
-        """Whether requests are answered as aborted, because the replica serves nobody now."""
+        """Whether requests are answered as aborted, because the replica has left verl's load
+        balancer."""
         self._requests: ActiveRequests
         self._agents: AgentEpisodes | None = None
 
@@ -332,7 +333,8 @@ class TidegateReplica(RolloutReplica):
         await server.launch.remote()
         self.servers = [server]
         self._server_handle = server
-        # verl wants host and port for HTTP, which is not served; it tells replicas apart by this.
+        # verl expects host and port for HTTP, which is not served; it distinguishes replicas by
+        # this value.
         self._server_address = name
 
 

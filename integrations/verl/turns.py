@@ -1,6 +1,7 @@
 """Turns of verl's clients in Tidegate's terms: sampling options, and outputs with global steps.
 
-The replica's actor and the agent-loop manager use it.
+:class:`TidegateServer` (the replica's actor) and :class:`EpisodeClient` (the agent-loop manager)
+use it. No dependency but verl's output types.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 def turn_options(
     config: RolloutConfig, prompt_tokens: int, sampling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of ``Episode.generate`` that verl's sampling parameters mean.
+    """Convert verl's sampling parameters to options of ``Episode.generate``.
 
     Without a ``max_tokens`` (or SGLang's ``max_new_tokens``) the limit is that of verl's own
     servers: what prompt and response may have together, and at most ``response_length``.
@@ -41,11 +42,11 @@ class GlobalSteps:
         """Step of the newest weights, which may be on their way to the engines."""
 
     def published(self, version: int) -> None:
-        """Note that ``version`` has the weights of the newest step."""
+        """Record that ``version`` has the weights of the newest step."""
         self._steps[version] = self.newest
 
     def of(self, versions: Iterable[int]) -> dict[str, int]:
-        """Return the fields of verl that tell which steps' weights have sampled some tokens.
+        """Return verl's fields for the steps whose weights sampled some tokens.
 
         ``global_steps`` is the oldest: verl's ``FullyAsyncLLMServerClient`` reads only this, and
         tokens must not count as newer than they are.

@@ -1,9 +1,9 @@
 """Loading of an archived weight version as a transformers model, in float32, for the audit.
 
-The audit's replays load every version by it. A version may be a part of a set (a partial publish or
-an adapter): then the full set before it is loaded, and the later parts are applied in order. Uses
-`transformers` and `safetensors` and none of the engine's code, so that an engine's fault can't hide
-in its own proof. The caller passes where each version lies.
+The audit's replays call :func:`load_version` for every version. A version may be a part of a set (a
+partial publish or an adapter): then the full set before it is loaded, and the later parts are
+applied in order. Uses `transformers` and `safetensors` and none of the engine's code, so that an
+engine's fault can't hide in its own proof. The caller passes each version's directory.
 """
 
 import logging
@@ -150,7 +150,7 @@ def _round(model: Any, quantization: str) -> None:
 
 
 def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest float8 e4m3 numbers: 4 significant bits, below 2**-6 multiples of 2**-9.
+    """Round to the closest float8 e4m3 numbers: 4 significant bits, below 2**-6 multiples of 2**-9.
 
     Computed arithmetically and not by torch's float8 type, because the audit has to prove that
     type's result.

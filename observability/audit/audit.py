@@ -87,10 +87,10 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True)
 class DetectionPower:
-    """How many wrong tags an audit would have noticed, estimated from the run itself.
+    """Share of wrong tags that an audit would have found, estimated from the run itself.
 
     The audit compares wrong tags with the recorded ones. If a wrong tag explains the log-probs as
-    well as the right one, the audit could not tell the two apart in either direction.
+    well as the right one, the audit could not distinguish the two in either direction.
     """
 
     tags_tried: int = 0
@@ -207,7 +207,7 @@ class AuditReport:
 
     @property
     def verdict(self) -> str:
-        """The result in a word or a sentence: agreement that rests on no token is told as such."""
+        """The result in a word or a sentence; if no token was replayed, it says so."""
         if not self.agrees:
             return "DISAGREES"
         if self.tokens and not self.tokens_agreeing:
@@ -521,11 +521,11 @@ def _power(verdicts: list[RivalVerdict], kind: Kind) -> DetectionPower:
 
 
 def _nearer_rivals(verdicts: list[RivalVerdict]) -> Iterator[Problem]:
-    """Yield, for each turn whose recorded history is not the nearest to its log-probs, the history
-    that is.
+    """Yield, for each turn whose recorded history is not the closest to its log-probs, the closest
+    one.
 
-    Leaves out spans that disagree by the tolerance, which are reported already, unless a bit-exact
-    replay of the rival is equal to the record.
+    Omits spans that disagree by more than the tolerance, which are reported already, unless a
+    bit-exact replay of the rival is equal to the record.
     """
     nearest: dict[tuple[int, int], RivalVerdict] = {}
     for verdict in verdicts:

@@ -49,7 +49,7 @@ def replay_exactly(
 ) -> None:
     """Fill in ``replayed`` of every segment by the engine's own code.
 
-    A token that is not sampled again gets NaN, which agrees with nothing.
+    A token that is not sampled again gets NaN, which never agrees.
 
     Args:
         replays: contexts whose weights are archived.

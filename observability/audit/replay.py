@@ -90,7 +90,7 @@ of a 150,000-token vocabulary would take more than 1 GB."""
 
 FLOAT32_NOISE_FACTOR = 3.0
 """Factor for the noise of replays in float32 of engines that computed in float32. Equal weights
-give slightly different replays then, by which one of two histories seems nearer by chance: over 40
+then give slightly different replays, by which one of two histories seems closer by chance: over 40
 tokens by a standard deviation of some six nats, which this factor makes two, far from the odds at
 which a tag counts as wrong."""
 
@@ -208,8 +208,8 @@ def _vocab_size(model: Any) -> int:
 def _read_recurrent(model: Any, replay: Replay, pasts: dict[int, Any]) -> None:
     """Run one stage of one context of a model with recurrent states, and keep its cache.
 
-    The state goes on from what the versions of the stages before have made of it, as the engine's
-    does. Padding would enter the states, so contexts are not batched.
+    The state continues from the state that the versions of earlier stages left, as in the engine.
+    Padding would enter the states, so contexts are not batched.
     """
     stage = _stage(replay)
     cache = pasts.pop(id(replay), None) or empty_cache(model)
@@ -395,7 +395,7 @@ def _filtered_logprobs(
     """Renormalise over the tokens that min-p, top-k and then top-p keep.
 
     Tokens that tie with the last one kept may be kept or not, and rounding decides what ties. Of
-    the possible results, return the one nearest to ``recorded``.
+    the possible results, return the one closest to ``recorded``.
     """
     _, top_k, top_p, min_p = settings.unbind(1)
     ordered = scaled.sort(1, descending=True).values

@@ -1,10 +1,10 @@
 """Plan of an audit's replays: which weights must read which tokens, and in which order.
 
-Made by :func:`audit_run`. Derived from the recorded provenance alone, whose contradictions it
-reports as problems; :mod:`replay` carries it out. A *pass* goes from one prefill of a turn to the
-next. Within it, the KV of each context position was computed once: up to the prefill by the
-versions that it names, after it by the version that sampled the next token. Runs of one version are
-the *stages* of a replay.
+:func:`audit_run` makes the plan. It is derived from the recorded provenance alone, whose
+contradictions it reports as problems; :mod:`replay` carries it out. A *pass* goes from one prefill
+of a turn to the next. Within it, the KV of each context position was computed once: up to the
+prefill by the versions that it names, after it by the version that sampled the next token. Runs of
+one version are the *stages* of a replay.
 """
 
 import itertools
@@ -80,7 +80,8 @@ class Segment:
 
 @dataclass(slots=True)
 class Replay:
-    """One context, to be read by the versions of its stages in order, and the tokens to look up."""
+    """One context, to be read by the versions of its stages in order, and the tokens whose
+    log-probs are needed."""
 
     context: npt.NDArray[np.int32]
     """Token ids, at least as many as the stages cover."""

@@ -1,8 +1,8 @@
 """Rival histories of recorded spans: other versions, boundaries and KV that a tag could have named.
 
-The audit replays each rival beside the record, and asks which is nearer to the recorded log-probs.
-Neighbouring versions differ by less than any tolerance at a small learning rate; the differences of
-all tokens of a span together still tell them apart. Built on numpy.
+:func:`audit_run` replays each rival beside the record, and compares which one is closer to the
+recorded log-probs. Neighbouring versions differ by less than any tolerance at a small learning
+rate; the differences of all tokens of a span together still distinguish them. Built on numpy.
 
 The noise of a log-prob, between the engine's sums and the replay's, is taken as
 Laplace-distributed, whose tails are heavy enough for the outliers of real engines. A token's
@@ -12,9 +12,9 @@ q, the log-odds of the rival against the record are ::
 
     sum (|x - r| - |x - q|) / b
 
-in nats. s is estimated as the median of |x - r| / (1 - p) over the engine's tokens, divided by
-ln 2, which wrong tags on less than half of them do not move. Replays must have less noise than the
-engines, or rivals that are no different would seem nearer by chance: see :func:`replay.replay_all`.
+in nats. s is estimated as the median of |x - r| / (1 - p) over the engine's tokens, divided by ln
+2, which wrong tags on less than half of them do not move. Replays must have less noise than the
+engines, or rivals that do not differ would seem closer by chance: see :func:`replay.replay_all`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from tidegate.observability.audit.replay_plan import PassChange, Replay, Segment
 from tidegate.transport.messages import KvSpan
 
 LOG_ODDS_MIN = math.log(1e6)
-"""Log-odds, in nats, from which one history counts as nearer than another. With odds of a million,
+"""Log-odds, in nats, from which one history counts as closer than another. With odds of a million,
 an audit of 10,000 spans has a false alarm in a hundred audits."""
 
 NOISE_MIN = 1e-7
@@ -46,8 +46,8 @@ DIFFERENCE_MAX = 20.0
 """Nats at which a difference is cut off, such as that of a token that a filter would exclude."""
 
 Kind = Literal["version", "boundary", "kv"]
-"""What a rival changes: the version of a span, the place of a boundary by one token, or whose KV a
-span attended to."""
+"""Part of the history that a rival changes: the version of a span, the place of a boundary by one
+token, or whose KV a span attended to."""
 
 Archived = set[tuple[int, str]]
 """Pairs (version, adapter name) that can be replayed; the empty name means no adapter."""
@@ -101,12 +101,12 @@ class RivalVerdict:
 
     @property
     def is_decided(self) -> bool:
-        """Whether either history is nearer by :data:`LOG_ODDS_MIN`."""
+        """Whether either history is closer by :data:`LOG_ODDS_MIN`."""
         return abs(self.log_odds) >= LOG_ODDS_MIN
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the rival is nearer, so that the tag is wrong."""
+        """Whether the rival is closer, so that the tag is wrong."""
         return self.log_odds >= LOG_ODDS_MIN
 
 

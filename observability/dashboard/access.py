@@ -1,4 +1,5 @@
-"""Access rules of the dashboard: its address, its token, and where a request may carry the token.
+"""Access rules of the dashboard: its address, its token, and the places where a request may carry
+the token.
 
 A loopback address needs no token; any other address does. :class:`http_server.AccessGuard` calls
 these rules, and checks ``Host`` and ``Origin`` itself. Depends on ``serving/listening.py`` only.
@@ -70,7 +71,7 @@ def token_for(address: Address, environment: Mapping[str, str] = os.environ) -> 
     """Return the token that requests must carry; empty on loopback unless one is configured.
 
     Raises:
-        ConfigError: the token in the environment is short enough to guess.
+        ConfigError: the token in the environment is too short to be secret.
     """
     token = environment.get(DASHBOARD_TOKEN_VARIABLE, "")
     if token and len(token) < TOKEN_CHARACTERS_MIN:

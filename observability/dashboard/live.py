@@ -52,7 +52,7 @@ class EndedRollout:
 
 @dataclass(frozen=True, slots=True)
 class _EndedBatch:
-    """Rollouts that ended together, stored without conversion: most are never looked at."""
+    """Rollouts that ended together, stored without conversion, because most are never viewed."""
 
     rows: Sequence[tuple[Rollout, object]]
     advantages: Sequence[float | None]

@@ -46,13 +46,13 @@ from tidegate.orchestrator.telemetry.statistics import RunStatistics
 log = logging.getLogger("tidegate")
 
 ROLLOUTS_READ_MAX = 200_000
-"""Number of listed rollouts, about 400 bytes each, after which later ones are left out. Rows
-are added ``ROWS_PER_READ`` at a time, so a few more may be listed."""
+"""Number of listed rollouts, about 400 bytes each, after which later ones are omitted. Rows are
+added ``ROWS_PER_READ`` at a time, so a few more may be listed."""
 
 ROWS_PER_READ = 2_048
 
 SEARCH_TIMEOUT_S = 10.0
-"""Longest search for a text, about 10 million tokens; what is left then is not searched."""
+"""Longest search for a text, about 10 million tokens; the rest is not searched."""
 
 
 class _RunFile(msgspec.Struct):
@@ -127,8 +127,9 @@ class RecordedSource:
         return RolloutList(page, len(found), note)
 
     def _search(self, text: str, task: str) -> tuple[set[int], str]:
-        """Return the ids of rollouts with these texts, and what was left out. The last search is
-        kept, because its pages and orders are asked for one after the other."""
+        """Return the ids of rollouts with these texts, and a note on rollouts that were not
+        searched. The last search is kept, because its pages and orders are asked for one after the
+        other."""
         if (text, task) != self._searched:
             self._matches = _search_rollouts(self._directory, self.tokenizer, text, task)
             self._searched = (text, task)
@@ -139,7 +140,7 @@ class RecordedSource:
         return find_trajectory(self._directory, rollout_id) if self._lines else None
 
     def story(self, subject: Subject) -> Story | None:
-        """Return what the run's files tell; see :meth:`Source.story`."""
+        """Return the story from the run's files; see :meth:`Source.story`."""
         about, statistics = self._snapshot.about, self._snapshot.statistics
         settings = about["settings"]
         assert isinstance(settings, dict)
@@ -212,7 +213,7 @@ def _search_rollouts(
     directory: Path, tokenizer: Tokenizer | None, text: str, task: str
 ) -> tuple[set[int], str]:
     """Return the ids of recorded rollouts with ``text`` in their context and ``task`` in their
-    task, and what was left out."""
+    task, and a note on rollouts that were not searched."""
     if text and tokenizer is None:
         return set(), "the model's tokenizer is gone, so texts can't be searched"
     found: set[int] = set()

@@ -62,7 +62,7 @@ class RolloutList:
     total: int
     """Number of all matches."""
     note: str = ""
-    """What was left out of the search; empty if nothing was."""
+    """Note on rollouts that were not searched; empty if all were."""
 
 
 class Source(Protocol):

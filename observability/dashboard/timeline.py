@@ -23,7 +23,7 @@ SLICES_KEPT = 480
 MARKS_KEPT = 2_000
 TRAINER_INTERVALS_KEPT = 1_000
 ENGINES_MAX = 1_024
-"""Limit of engines drawn; later ones are left out."""
+"""Largest number of engines drawn; later ones are omitted."""
 
 CLOCK_SHIFT_MIN_US = 1_000_000
 """Engines on other hosts have clocks with another origin. If an engine's messages seem more than

@@ -41,7 +41,7 @@ class Updates:
         self._task: asyncio.Task[None] | None = None
         self._is_over = False
         self.last: bytes | None = None
-        """What viewers get after the last frame, as event ``ended``; None if nothing."""
+        """Data that viewers get after the last frame, as event ``ended``; None if nothing."""
         self.frames_made = 0
 
     @property

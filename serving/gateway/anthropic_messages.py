@@ -1,9 +1,9 @@
 """Anthropic's Messages API, ``POST /v1/messages``: request bodies as chats, and answers of turns.
 
-Called by the gateway's handlers. A request becomes a chat request of the model's template, so the
-tokens are those of the same conversation in OpenAI's form, and what the model generated is sent
-back as content blocks that the next request maps to the same message.
-https://docs.anthropic.com/en/api/messages, and the types of the ``anthropic`` package.
+Called by the gateway's handlers. A request is converted to a chat request of
+:mod:`openai_requests`, so its tokens are those of the same conversation in OpenAI's form. The
+model's message is returned as content blocks, which the next request converts back to the same
+message. https://docs.anthropic.com/en/api/messages, and the types of the ``anthropic`` package.
 """
 
 import json
@@ -26,8 +26,8 @@ TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "n
 class MessagesRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/messages``.
 
-    ``metadata``, ``service_tier``, ``cache_control`` and the like are ignored: they mean nothing to
-    an engine. ``thinking.budget_tokens`` has no effect.
+    ``metadata``, ``service_tier``, ``cache_control`` and the like are ignored, because they have no
+    meaning for an engine. ``thinking.budget_tokens`` has no effect.
     """
 
     max_tokens: int
@@ -45,7 +45,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     output_config: dict[str, Any] | None = None
     """``effort``, and the ``format`` of structured outputs."""
     output_format: dict[str, Any] | None = None
-    """Older place of ``output_config.format``."""
+    """Former name of ``output_config.format``."""
 
     container: Any = None
     mcp_servers: Any = None
@@ -58,7 +58,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     }
 
     def chat(self) -> GatewayChatRequest:
-        """Return the chat request that this is.
+        """Return the request as a chat request.
 
         Raises:
             ApiError: a field or a content block can't be honoured.
@@ -133,8 +133,7 @@ def chat_messages(
     messages of their own here.
 
     Raises:
-        ApiError: a content block is of a kind that the model can't be shown, or there is no
-            message.
+        ApiError: a content block is of an unsupported kind, or there is no message.
     """
     if not messages:
         raise ApiError(400, "messages must not be empty", param="messages")
@@ -200,7 +199,7 @@ def _user_messages(role: str, blocks: list[Any], where: str) -> Iterator[dict[st
 
 
 def _part(block: Any, where: str) -> dict[str, Any]:
-    """Return a block of text or an image as a part of OpenAI's."""
+    """Return a block of text or an image as a message part of OpenAI's API."""
     match _kind(block, where):
         case "text":
             return {"type": "text", "text": _block_text(block, where)}
@@ -361,7 +360,7 @@ def _shows_thinking(active: ActiveCompletion) -> bool:
 
 
 def _thinking_block(reasoning: str) -> dict[str, Any]:
-    """Return a block of reasoning; nobody signs it here."""
+    """Return a block of reasoning, without a signature."""
     return {"type": "thinking", "thinking": reasoning, "signature": ""}
 
 

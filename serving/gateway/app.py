@@ -1,7 +1,7 @@
 """ASGI application of the gateway: OpenAI's and Anthropic's paths, sessions and rewards.
 
-Keys and sessions are checked in :mod:`sessions`; :mod:`completions` answers requests, in the form
-of their API. Built on ``api_app.py``.
+Constructed by :class:`Gateway`. Keys and sessions are checked in :mod:`sessions`;
+:mod:`completions` generates the answers, in the form of each API. Built on ``api_app.py``.
 """
 
 from collections.abc import Sequence
@@ -236,7 +236,7 @@ class _Handlers:
         return {"status": "ok", "sessions": self._gateway.num_sessions}
 
     async def open_session(self, http: HttpRequest) -> Response:
-        """Answer ``POST /sessions`` with a task for an agent from outside."""
+        """Answer ``POST /sessions`` with a task for an agent in another process."""
         await _body(http)  # after the body, only a disconnect is received
         session = await unless_gone(http, self._gateway.claim(key_of(http)))
         if await http.is_disconnected():

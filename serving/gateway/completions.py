@@ -1,7 +1,7 @@
 """One completion request of the gateway in progress, and its answer, whole or as an SSE stream.
 
-The HTTP handlers in :mod:`app` begin requests and answer them. Each choice is a turn of a row of
-the session's rollout. An :class:`AnswerForm` writes the answer as one API has it: OpenAI's
+The HTTP handlers in :mod:`app` call :func:`begin` and :func:`answer`. Each choice is a turn of a
+row of the session's rollout. An :class:`AnswerForm` writes the answer as one API has it: OpenAI's
 completions here, OpenAI's responses in :mod:`openai_responses`, Anthropic's messages in
 :mod:`anthropic_messages`. Streams poll the turns, because nothing reports single tokens.
 """
@@ -53,7 +53,7 @@ class GatewayChoice:
     """Text that a stream has sent."""
     has_sent_reasoning: bool = False
     detokenizer: IncrementalDetokenizer = field(init=False)
-    """Text of the turn so far; only streams keep it."""
+    """Detokenizer of the turn so far; used by streams only."""
 
     def __post_init__(self) -> None:
         is_chat = self.reply_format is not None
@@ -66,7 +66,7 @@ class GatewayChoice:
         return str((self.turn.result().message or {}).get("reasoning_content", ""))
 
     def reasoning_so_far(self) -> str:
-        """Return the reasoning before the text that has come so far."""
+        """Return the reasoning of the turn so far."""
         if self.reply_format is None:
             return ""
         return self.reply_format.parse(self.detokenizer.text).reasoning
@@ -74,7 +74,8 @@ class GatewayChoice:
     def settled_text(self, stops: list[str]) -> str:
         """Return the text of a running turn that no later token changes.
 
-        Of a turn that has ended, return what was sent: another request may continue its row.
+        For a turn that has ended, return the text already sent, because another request may
+        continue its row.
         """
         so_far = self.row.current_turn()
         if self.turn.done() or so_far is None or not so_far.is_running:
@@ -90,7 +91,7 @@ def choice_of(
     turn: "Coroutine[Any, Any, GeneratedTurn]",
     reply_format: ReplyFormat | None = None,
 ) -> GatewayChoice:
-    """Begin a turn that continues a row from its tokens of now."""
+    """Begin a turn that continues a row from its present tokens."""
     return GatewayChoice(row, row.num_tokens, asyncio.ensure_future(turn), reply_format)
 
 
@@ -148,7 +149,7 @@ class ActiveCompletion:
         return turn.text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token, as log-probs name it."""
+        """Return the text of a single token, for the names in log-probs."""
         if self.request.return_tokens_as_token_ids:
             return f"token_id:{token_id}"
         return self.session.episode.decode([token_id])
@@ -181,7 +182,7 @@ def begin(
 
 
 class AnswerForm:
-    """How one API writes the answer to a request; made for one request, so it may keep state."""
+    """Interface of one API's answer format. Made for one request, so it may keep state."""
 
     def body(self, active: ActiveCompletion) -> dict[str, Any]:
         """Return the whole answer, once all turns have ended."""
@@ -328,7 +329,7 @@ def _unsent_reasoning(choice: GatewayChoice, read: Callable[[], str]) -> str:
 
 
 def _unsent(choice: GatewayChoice, text: str) -> str:
-    """Return what was not sent of a text; empty while a new token changes what was sent."""
+    """Return the unsent rest of a text; empty while a new token changes text that was sent."""
     if not text.startswith(choice.sent):
         return ""
     more, choice.sent = text[len(choice.sent) :], text

@@ -9,7 +9,8 @@
 
     async for batch in rollouts.batches(tasks, episode=gateway.episode(agent)): ...
 
-Runs agents and collects rewards; :mod:`app` serves their requests.
+:class:`Gateway` runs agents as episodes and collects rewards; :mod:`app` serves their requests, on
+uvicorn.
 """
 
 import asyncio
@@ -109,7 +110,7 @@ class Gateway(GatewaySessions):
                 return _reward_of(session, await self._play(agent, endpoint, task))
             except Exception as error:
                 if session.refusal is not None:
-                    raise session.refusal from error  # names who has caused it
+                    raise session.refusal from error  # the failure's cause is recorded
                 raise
             finally:
                 self.end(session)

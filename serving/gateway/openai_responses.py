@@ -1,9 +1,9 @@
 """OpenAI's Responses API, ``POST /v1/responses``: request bodies as chats, and answers of turns.
 
-Called by the gateway's handlers. A request becomes a chat request of the model's template;
-``previous_response_id`` continues the conversation of an earlier answer of the same session.
-https://platform.openai.com/docs/api-reference/responses, and the types of the ``openai`` package.
-Answers are :class:`AnswerForm`'s of :mod:`completions`.
+Called by the gateway's handlers. A request is converted to a chat request of
+:mod:`openai_requests`; ``previous_response_id`` continues the conversation of an earlier answer of
+the same session. https://platform.openai.com/docs/api-reference/responses, and the types of the
+``openai`` package. :class:`ResponsesForm` implements :class:`AnswerForm` of :mod:`completions`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -69,7 +69,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     }
 
     def chat(self, earlier: list[Message]) -> GatewayChatRequest:
-        """Return the chat request that this is.
+        """Return the request as a chat request.
 
         Args:
             earlier: messages up to and including the answer that ``previous_response_id`` names.
@@ -112,7 +112,7 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[Message]:
     There, an assistant's text and its calls are one message; in the Responses API each is an item.
 
     Raises:
-        ApiError: an item is of a kind that the model can't be shown, or there is none.
+        ApiError: an item is of an unsupported kind, or there is none.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]

@@ -61,7 +61,7 @@ class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
 def completion_of(request: GenerateRequest) -> GatewayCompletionRequest:
     """Convert a request of ``/inference/v1/generate`` to the completion request of the same tokens.
 
-    Fields that only change a text are left out.
+    Fields that only affect the text are omitted.
 
     Raises:
         ApiError: a field can't be honoured.

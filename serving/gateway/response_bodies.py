@@ -1,6 +1,7 @@
 """Response bodies of OpenAI's completions, whole and as chunks of a stream.
 
-Pure functions of turns to dicts, called by :mod:`completions` and the forms of other APIs.
+Pure functions from :class:`GeneratedTurn` to dicts, called by :mod:`completions` and the answer
+forms of other APIs.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ def completion(
     }
     if not request.return_token_ids:
         return body
-    if isinstance(request, GatewayChatRequest):  # there vLLM's answer has it but once
+    if isinstance(request, GatewayChatRequest):  # vLLM's answer has it once only
         return {**body, "prompt_token_ids": answers[0].prompt_token_ids}
     for choice, answer in zip(choices, answers, strict=True):
         choice["prompt_token_ids"] = answer.prompt_token_ids
@@ -83,7 +84,7 @@ def _generated_choice(request: GatewayRequest, index: int, turn: GeneratedTurn) 
 
 
 def usage(request: GatewayRequest, answers: Sequence[FinishedChoice]) -> dict[str, int]:
-    """Return ``usage``; each prompt is counted once, whatever its choices."""
+    """Return ``usage``; each prompt is counted once, however many choices it has."""
     prompts = answers[:: request.choices_per_prompt]
     prompt = sum(answer.prompt_tokens for answer in prompts)
     output = sum(len(answer.turn.token_ids) for answer in answers)
@@ -144,7 +145,7 @@ def weight_versions(turn: GeneratedTurn) -> list[dict[str, Any]]:
 def chat_logprobs(
     request: GatewayRequest, turn: GeneratedTurn, text_of: TokenText
 ) -> dict[str, Any] | None:
-    """Return the log-probs of a chat's turn as OpenAI has them; None unless requested."""
+    """Return the log-probs of a chat's turn in OpenAI's form; None unless requested."""
     if request.num_top_logprobs is None:
         return None
     tops = turn.top_logprobs or [{}] * len(turn.token_ids)

@@ -1,6 +1,7 @@
 """Conversations of ``/v1/responses`` by the id of their last answer; one per session.
 
-The handler of ``/v1/responses`` reads and fills it. In memory only.
+The handler of ``/v1/responses`` reads and fills it. Kept in memory only; no dependencies but
+:class:`ApiError`.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ class ResponseStore:
         self._messages: dict[str, list[Message]] = {}
 
     def messages(self, response_id: str | None) -> list[Message]:
-        """Return the messages up to and including an answer; none without an id.
+        """Return the messages up to and including an answer; empty without an id.
 
         Raises:
             ApiError: the session has no such answer.

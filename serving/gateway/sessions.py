@@ -1,7 +1,7 @@
 """Sessions of the gateway: each gives one agent access to its rollout, by an API key.
 
-The gateway opens and ends a session with each episode of its run; :mod:`app` looks sessions up by
-their keys. In memory only, no HTTP.
+The gateway opens and ends a session with each episode of its run; :mod:`app` finds sessions by
+their keys. Kept in memory only; independent of HTTP. Built on :class:`Episode` and asyncio.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 
 REQUESTS_PER_SESSION_MAX = 256
-"""Requests of one session at a time: an agent with more sub-agents than that has lost count."""
+"""Requests of one session at a time: more indicates a defect of the agent."""
 
 CLAIM_TIMEOUT_S = 30.0
-"""Time that an agent waits for a task; proxies cut off what takes a minute."""
+"""Time for which a request waits for a task; proxies cut off requests of a minute."""
 
 
 @dataclass(eq=False, slots=True)

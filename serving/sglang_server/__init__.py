@@ -1,4 +1,5 @@
 """SGLang's HTTP API, as further routes of the vLLM-compatible server.
 
-The server imports it at start; the routes use the same run, pauses and weight updates.
+``vllm_server/server.py`` imports it at start; the routes use the same run, pauses and weight
+updates.
 """

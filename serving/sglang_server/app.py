@@ -70,7 +70,7 @@ async def health_generate(parts: ServerParts, http: HttpRequest) -> Answer:
         sampling = requests.SglangSampling(max_new_tokens=1, temperature=0.0)
         rid = f"HEALTH_CHECK_{secrets.token_hex(16)}"
         probe = requests.SglangGenerateRequest(input_ids=[0], sampling_params=sampling, rid=rid)
-        await http.body()  # an unread body would be taken for a client that leaves
+        await http.body()  # an unread body would be taken for a client that disconnects
         await generation.answer(parts, http, probe)
     return None
 
@@ -161,10 +161,10 @@ def _named(request: requests.WeightRequest) -> str:
 
 
 async def _prepare(parts: ServerParts, request: requests.WeightRequest) -> None:
-    """Do what an update asks for besides its weights.
+    """Carry out an update's options besides its weights: pauses, cache flush and aborts.
 
     Raises:
-        UpdateError: its format is another one.
+        UpdateError: the format of the weights is not supported.
     """
     if request.load_format not in (None, "auto", "safetensors", "direct"):
         raise UpdateError(

@@ -1,4 +1,4 @@
-"""Requests of ``/generate``: begins their outputs, and answers them whole or as a stream.
+"""SGLang's ``/generate``: begins a request's outputs, and answers them whole or as a stream.
 
 Called by the handlers of :mod:`app`. Prompts become choices by the vLLM-compatible server's
 :class:`Completer`; this module adds SGLang's checks and writes SGLang's bodies.
@@ -42,7 +42,7 @@ Entry = tuple[float | None, int, str | None]
 
 @dataclass(slots=True, eq=False)
 class BegunOutput:
-    """One output of a ``/generate`` request, and all that was read of it."""
+    """One output of a ``/generate`` request, with the tokens and text read so far."""
 
     request: PromptRequest
     body: SglangGenerateRequest
@@ -76,7 +76,7 @@ class BegunOutput:
             self.last = output
 
     def finish(self) -> None:
-        """Add all that is left of an output that has ended."""
+        """Add the unread rest of an output that has ended."""
         reader = self.reader
         reason = "abort" if self.begun.request.aborted_before_start else "length"
         self.add(Output(0, [], [], [], "", reason) if reader is None else reader.rest())
@@ -142,7 +142,7 @@ class BegunOutput:
         return fields
 
     def _prompt_logprobs(self) -> tuple[list[Entry], list[list[Entry] | None]]:
-        """Return entries of the prompt's tokens; of the first one SGLang reports no log-prob."""
+        """Return entries of the prompt's tokens; SGLang reports no log-prob for the first token."""
         prompt_logprobs = self.begun.facts.prompt_logprobs[0]
         if prompt_logprobs is None:
             return [], []
@@ -252,7 +252,7 @@ async def _checked(parts: ServerParts, prompt: PromptRequest) -> list[CheckedReq
 
 
 async def answer(parts: ServerParts, http: HttpRequest, body: SglangGenerateRequest) -> Response:
-    """Begin a request and answer it, whole or as a stream; a client that leaves aborts it.
+    """Begin a request and answer it, whole or as a stream; a client that disconnects aborts it.
 
     Raises:
         ApiError: the request can't be honoured.

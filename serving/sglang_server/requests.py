@@ -1,4 +1,4 @@
-"""Request bodies of SGLang's API, and the sampling parameters that they mean.
+"""Request bodies of SGLang's API, and their conversion to vLLM's sampling parameters.
 
 Decoded by the handlers of :mod:`app`. As in SGLang, unknown fields of a body are ignored, and
 unknown sampling parameters refused. Built on msgspec.
@@ -79,7 +79,8 @@ class SglangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def as_sampling(
         self, copy: int, *, top_logprobs: int | None, prompt_logprobs: int | None
     ) -> TokenSampling:
-        """Return vLLM's parameters of the ``copy``-th of ``n`` outputs; copies draw by own seeds.
+        """Return vLLM's parameters of the ``copy``-th of ``n`` outputs; each copy has a seed of its
+        own.
 
         Raises:
             ApiError: a parameter can't be honoured.
@@ -101,7 +102,7 @@ class SglangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             repetition_penalty=self.repetition_penalty,
             min_tokens=self.min_new_tokens,
             stop=self.stop,
-            # SGLang ignores these, too, if it ignores the model's own.
+            # SGLang ignores these too if it ignores the model's own.
             stop_token_ids=None if ignores_stops else self.stop_token_ids,
             ignore_eos=ignores_stops,
             skip_special_tokens=self.skip_special_tokens,
@@ -209,7 +210,7 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
 
     @property
     def is_list(self) -> bool:
-        """Whether the answer is a list: of several prompts, or of several outputs of one."""
+        """Whether the answer is a list: for several prompts, or several outputs of one prompt."""
         ids, params = self.input_ids, self.sampling_params
         has_prompts = isinstance(self.text, list) or bool(ids and isinstance(ids[0], list))
         return has_prompts or (isinstance(params, SglangSampling) and params.copies > 1)
@@ -273,7 +274,7 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
 
 
 class SglangAbortRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /abort_request``; a request that names nothing is ignored."""
+    """Body of ``POST /abort_request``; a request without an id is ignored."""
 
     rid: str | None = None
     abort_all: bool = False

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Scores = TypeVar("Scores")
 
 REWARD = 0.0
-"""Reward that these episodes return, because every episode returns one; nobody reads it."""
+"""Reward that these episodes return, because every episode must return one; it is never used."""
 
 
 @dataclass(slots=True, eq=False)

@@ -92,7 +92,7 @@ class ServerParts:
     """Unix time of the server's start."""
     instance_id: str
     longest_block_s: Callable[[], float]
-    """Longest time for which the run's event loop could do nothing else."""
+    """Longest time in seconds for which the run's event loop was blocked."""
     counts: RequestCounts = field(default_factory=RequestCounts)
 
 
@@ -200,7 +200,7 @@ def mode_of(http: HttpRequest) -> PauseMode:
 
 
 def flag(http: HttpRequest, name: str, *, default: bool) -> bool:
-    """Return a truth value in the query."""
+    """Return a boolean in the query."""
     value = http.query_params.get(name, str(default)).lower()
     if value in ("true", "1", "yes", "on"):
         return True
@@ -371,7 +371,7 @@ async def models(parts: ServerParts, http: HttpRequest) -> Answer:
 
 
 async def server_info(parts: ServerParts, http: HttpRequest) -> Answer:
-    """Report the parts of vLLM's configuration and of SGLang's that clients look for."""
+    """Report the parts of vLLM's and SGLang's configurations that clients read."""
     config = _config(parts)
     is_json = http.query_params.get("config_format") == "json"
     return {

@@ -88,7 +88,7 @@ RequestT = TypeVar("RequestT", CompletionRequest, VllmChatRequest)
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """The parts of a request of any kind that its choices are made of."""
+    """Validated parameters from which a request's choices begin, for requests of any kind."""
 
     request_id: str
     model: str | None
@@ -134,7 +134,7 @@ class Completer:
     ) -> None:
         """``adapter_of`` returns the adapter of a request's model name, empty for the model itself.
         ``max_logprobs``: log-probs reported beside each token. ``defaults``: values of sampling
-        fields that a request leaves out, by the names of generation_config.json."""
+        fields that a request omits, by the names of generation_config.json."""
         self._scheduler = scheduler
         self._model = model
         self._info = info
@@ -343,7 +343,7 @@ class Completer:
             )
 
     def _with_defaults(self, request: RequestT) -> RequestT:
-        """Fill in the fields that were left out from the model's generation_config.json."""
+        """Fill in omitted fields from the model's generation_config.json."""
         given = {k: v for k, v in self._defaults.items() if getattr(request, k) is None}
         return msgspec.structs.replace(request, **given) if given else request
 
@@ -489,7 +489,7 @@ class Completer:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose list of text parts is joined to one text, as templates take it."""
+    """Return a message whose list of text parts is joined to one text, as chat templates expect."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -554,7 +554,7 @@ async def answer(
     request: Streamable,
     beginning: Awaitable[tuple[BegunRequest, ResponseBodies]],
 ) -> Response:
-    """Begin a request and answer it, whole or as a stream; a client that leaves aborts it.
+    """Begin a request and answer it, whole or as a stream; a client that disconnects aborts it.
 
     Raises:
         ApiError: the request can't be honoured.

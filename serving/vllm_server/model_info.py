@@ -1,8 +1,8 @@
 """Facts of the served model: tensors and their names, adapters, versions, limits, defaults.
 
 All parts of the vLLM-compatible server read it. Read from configs and safetensors headers, without
-the weights. Imports torch only where a trainer names tensors otherwise than the model directory
-does.
+the weights. Imports torch and transformers only if a trainer uses other tensor names than the model
+directory.
 """
 
 import bisect
@@ -56,7 +56,7 @@ class TransformersNames:
     passed_over: tuple[str, ...]
     """Patterns of tensor names in directories that the model does not load."""
     prefix: str
-    """Prefix of the base model's tensor names; some directories leave it out."""
+    """Prefix of the base model's tensor names; some directories omit it."""
 
     def canonical(self, name: str) -> str:
         """Return the name of a tensor in transformers' model with its LM head."""

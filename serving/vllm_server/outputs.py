@@ -1,9 +1,8 @@
 """New output of a choice since the last read: tokens, log-probs, text, and how the choice ended.
 
-Called by completions and by SGLang's ``/generate``. The vLLM-compatible server makes its response
-bodies, streamed or not, of these parts. :class:`OutputReader` reads them from an
-:class:`ActiveChoice`. :class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop
-token or stop string.
+Called by :mod:`completions` and by SGLang's ``/generate``, which make response bodies, streamed or
+not, of these parts. :class:`OutputReader` reads them from an :class:`ActiveChoice`.
+:class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop token or stop string.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,7 @@ class StopConditions:
     includes_stop: bool = False
     """Whether the stop string or token itself is part of the text."""
     skips_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
+    """Whether special tokens are omitted from the text."""
 
     def ends_in_stop_token(self, token_ids: Sequence[int]) -> bool:
         """Whether the last token is a stop token."""
@@ -171,10 +170,11 @@ class Output:
     """Weight versions of the whole output; only in the last part."""
     is_first: bool = True
     kept_tokens: Sequence[Sequence[int]] | None = None
-    """For each token, the tokens it was sampled from; None unless the run asks for them."""
+    """For each token, the tokens it was sampled from; None unless the run's settings
+    request them."""
     routed_experts: "npt.NDArray[np.uint8 | np.uint16] | None" = None
     """Experts of all positions but the output's last token's; only in the last part, and None
-    unless the run asks for them."""
+    unless the run's settings request them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +194,7 @@ class OutputReader:
         self._text = IncrementalText(self.tokenizer, self.stops)
 
     def more(self) -> Output | None:
-        """Return what is new; None if nothing is."""
+        """Return the new output; None if there is none."""
         if self.choice.ended.done():
             return self.rest()
         if self.choice.num_tokens <= self._read or self.choice.row is None:
@@ -210,7 +210,7 @@ class OutputReader:
         return self._part(turn.token_ids, turn.logprobs, tops, text, kept_tokens=kept)
 
     def rest(self) -> Output:
-        """Return what was not read of an output that has ended, and how it ended."""
+        """Return the unread rest of an output that has ended, with its finish reason."""
         turn = self.choice.current_turn()
         if turn is None:
             return self._part([], [], None, "", finish_reason="abort")

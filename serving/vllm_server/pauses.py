@@ -160,7 +160,7 @@ class EnginePauses:
         is_idle = not len(self._requests)
         async with self._one_at_a_time:
             mode: PauseMode = "abort" if recomputes_running else "keep"
-            # This abort is internal: turns resume from their tokens, and clients notice nothing.
+            # This abort is internal: turns resume from their tokens, and clients see no difference.
             await self._control.pause(mode, clear_cache=True)
             if self.mode is None:
                 await self._control.pause(None)

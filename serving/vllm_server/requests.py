@@ -1,8 +1,8 @@
-"""Request bodies of vLLM's API, and the options of ``generate`` that they mean.
+"""Request bodies of vLLM's API, and their conversion to options of ``generate``.
 
-Adds to the models of :mod:`openai_requests` what vLLM's server alone has: token requests, batches
-of chats, and the bodies of paths that pause engines or change weights. Unknown fields are ignored,
-as in vLLM. Built on msgspec.
+Decoded by the handlers of :mod:`app`. Adds to the models of :mod:`openai_requests` the bodies that
+only vLLM's server has: token requests, batches of chats, and the bodies of paths that pause engines
+or change weights. Unknown fields are ignored, as in vLLM. Built on msgspec.
 """
 
 from collections.abc import Mapping
@@ -177,7 +177,7 @@ class VersionRequest(msgspec.Struct, kw_only=True):
 
     new_version: str
     abort_all_requests: bool = False
-    """Of SGLang's API, where it is true if left out; vLLM has no such field."""
+    """Field of SGLang's API, where it defaults to true; vLLM has no such field."""
 
 
 class CheckRequest(msgspec.Struct, kw_only=True):
@@ -221,7 +221,7 @@ def required_prefix(request: VllmChatRequest | VllmTokenizeRequest) -> list[int]
 def generate_options(sampling: Sampling, model_stops: tuple[int, ...]) -> dict[str, Any]:
     """Return sampling parameters as options of :meth:`Episode.generate`.
 
-    Seed and number of tokens are left out. ``model_stops`` are the model's own stop tokens.
+    Seed and number of tokens are not included. ``model_stops`` are the model's own stop tokens.
 
     Raises:
         ApiError: a field can't be honoured.

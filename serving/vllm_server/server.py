@@ -32,7 +32,7 @@ Backend = Literal["disk", "gloo", "nccl", "ipc"]
 """How trainers send new weights: as files, by broadcasts over TCP or NCCL, by CUDA IPC handles."""
 
 TOKEN_CHARACTERS_MIN = 16
-"""Length of a control token; a shorter one could be guessed."""
+"""Smallest length of a control token; a shorter one could be found by trial."""
 
 
 class VLLMServer(RunServer):
@@ -69,14 +69,13 @@ class VLLMServer(RunServer):
 
         Paths under /v1 require the ``api_key``, if there is one. Paths that pause engines or change
         weights require ``control_token``, drawn at random by default (:attr:`control_token`);
-        ``needs_control_token=False`` leaves them open to trainers that send none.
-        Requests may name weights and adapters below the model's directory and
-        ``weight_directories`` only. ``lora_directory``: an unknown model name that is a directory
-        in it is loaded as an adapter; the 32 that were named last stay loaded. ``allowed_hosts``:
-        names beside its address that requests without a key may call the server by.
-        ``max_logprobs``: most log-probs beside each token.
-        ``generation_config``: whether sampling fields that a request leaves out are those of the
-        model's generation_config.json (``auto``), or vLLM's own (``vllm``).
+        ``needs_control_token=False`` leaves them open to trainers that send none. Requests may name
+        weights and adapters below the model's directory and ``weight_directories`` only.
+        ``lora_directory``: an unknown model name that is a directory in it is loaded as an adapter;
+        the 32 that were named last stay loaded. ``allowed_hosts``: names beside its address that
+        requests without a key may call the server by. ``max_logprobs``: most log-probs beside each
+        token. ``generation_config``: whether sampling fields that a request omits default to the
+        model's generation_config.json (``auto``), or to vLLM's own values (``vllm``).
 
         Raises:
             ConfigError: a setting is out of range, a package is missing, or the address is taken.

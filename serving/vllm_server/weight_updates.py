@@ -36,8 +36,8 @@ RANK_NAME = "dp0:pp0:pcp0:tp0:"
 """Prefix that vLLM puts before a tensor's name in checksums; the server is one rank."""
 
 LORA_DIRECTORY_ADAPTERS_MAX = 32
-"""Adapters of the LoRA directory that stay loaded, as many as SkyRL's jax engine trains unless told
-otherwise. Of rank 32, one for a model of 8 billion parameters takes about 175 MB in each engine."""
+"""Adapters of the LoRA directory that stay loaded, SkyRL's jax engine trains as many by default. Of
+rank 32, one for a model of 8 billion parameters takes about 175 MB in each engine."""
 
 _ONLY_BELOW = (
     "files are read below the model's directory, and below those that the server was started with "
@@ -79,7 +79,7 @@ class WeightUpdates:
         self._lora_directory = lora_directory
         self._adapters_in_use = adapters_in_use
         self._on_demand: dict[str, None] = {}
-        """Loaded adapters of the LoRA directory; those that were named last are last."""
+        """Loaded adapters of the LoRA directory; in the order in which requests named them last."""
         self._run = run
         self._scheduler = scheduler
         self._info = info

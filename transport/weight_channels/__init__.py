@@ -31,7 +31,8 @@ CHANNELS = ("shm", "zmq", "relay", "collective", "disk")
 """Names of the available channels, the fastest first."""
 
 LOCAL_CONFIG = WeightReceiverConfig()
-"""Home of an engine that needs no network to fetch weights: the buffer is on its host."""
+"""Configuration of an engine that needs no network to fetch weights, because the buffer is on its
+host."""
 
 
 def sender(

@@ -1,8 +1,8 @@
 """Engine's end of the ``collective`` weight channel: joins rounds, receives into a buffer.
 
 Created by :func:`receiver` for the engine's staging thread. Requests a version over ZeroMQ and
-receives it through torch.distributed. :mod:`collective` describes the protocol; the receiver knows
-the sender, not the other members.
+receives it through torch.distributed. :mod:`collective` describes the protocol; the receiver
+connects to the sender only, not to the other members.
 """
 
 import time

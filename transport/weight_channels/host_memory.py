@@ -66,7 +66,7 @@ class ReadOnlyHostMemory:
         self.buffer = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
 
     def close(self) -> None:
-        """Close the descriptor; the mapping lives as long as a view of it. Idempotent."""
+        """Close the descriptor; the mapping stays while a view of it exists. Idempotent."""
         self.fd = _closed(self.fd)
 
 

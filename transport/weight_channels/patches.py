@@ -78,7 +78,7 @@ def decode_patch(spec: TensorSpec, frame: memoryview) -> ElementPatch:
         WeightsRefused: the bytes are damaged, or are no patch of such a tensor.
     """
     patch, item_bytes = spec.patch, ITEM_BYTES[spec.dtype]
-    assert patch is not None  # the caller has looked
+    assert patch is not None  # the caller has checked it
     size = patch.gap_bytes + patch.changed * item_bytes
     try:
         # The size is checked before anything is allocated: a frame may claim any.

@@ -154,7 +154,7 @@ class Clients:
         unregister: Callable[[int], None],
         slot: Callable[[str], Slot | None],
     ) -> None:
-        """``slot`` looks up the slot of a location; it returns None if there are too many."""
+        """``slot`` finds the slot of a location; it returns None if there are too many."""
         self._listener = listener
         self._register = register
         self._unregister = unregister
@@ -171,7 +171,7 @@ class Clients:
                 self._report_to(client, slot, again=again)
 
     def refuse(self, location: str, reason: str) -> None:
-        """Tell the engines that wait for a location that it cannot be fetched."""
+        """Notify the engines that wait for a location that it cannot be fetched."""
         for client in list(self._all.values()):
             if client.location == location:
                 client.location = ""

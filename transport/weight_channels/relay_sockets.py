@@ -1,6 +1,7 @@
 """ZeroMQ sockets of a relay, towards the sender and other relays, with or without CURVE keys.
 
-:class:`RelayNode` creates them, and polls them on its thread.
+:class:`RelayNode` creates them, and polls them on its thread. Built on pyzmq, with keys from
+``security.py``.
 """
 
 from dataclasses import dataclass

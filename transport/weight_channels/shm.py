@@ -133,7 +133,7 @@ class ShmReceiver:
         return views(update.tensors, self._buffer)
 
     def close(self) -> None:
-        """Close the segment; it stays mapped as long as a view of it lives. Idempotent."""
+        """Close the segment; it stays mapped while a view of it exists. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._buffer = memoryview(b"")
