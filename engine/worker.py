@@ -337,12 +337,14 @@ def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list
 def _options(
     arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits
 ) -> OptionReader:
+    scoring = model.scoring
     return OptionReader(
         vocab_size=limits.vocab_size,
         max_running_turns=limits.max_running_turns,
         tokenizer=ModelTokenizer(arguments.model),
         registry=ProcessorRegistry(arguments.logits_processors),
         routed_experts_refusal=model.routed_experts_refusal,
+        hidden_size=scoring.hidden_size if "hidden_states" in scoring.score_kinds else 0,
     )
 
 

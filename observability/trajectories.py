@@ -26,6 +26,7 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.token_attachments import RoutedExperts
 from tidegate.orchestrator.episodes.media_parts import recorded
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
+from tidegate.transport.attachments import ATTACHMENTS
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 TRAJECTORIES_FILE = "trajectories.parquet"
@@ -77,6 +78,10 @@ _TURN = pa.struct(
         ("media", pa.string()),
         ("kept_ids", pa.list_(pa.list_(pa.int32()))),
         ("routed_experts", pa.list_(_EXPERTS)),
+        ("hidden_states", pa.binary()),
+        ("teacher_logprobs", pa.list_(pa.float32())),
+        ("teacher_top_ids", pa.list_(pa.int32())),
+        ("teacher_top_logprobs", pa.list_(pa.float32())),
     ]
 )
 SCHEMA = pa.schema(
@@ -134,6 +139,14 @@ class RecordedTurn:
     """For each token, the tokens it was sampled from; empty means all. None if not requested."""
     routed_experts: tuple[RoutedExperts, ...] = ()
     """Reports of routed experts, in the order in which engines made them."""
+    hidden_states: bytes | None = None
+    """float32 [length, H], little-endian: states from which the tokens were sampled. None if not
+    requested."""
+    teacher_logprobs: list[float] | None = None
+    """Another model's log-probs of the tokens. This field and the next two are as in
+    ``transport/attachments.py``; None if not attached."""
+    teacher_top_ids: list[int] | None = None
+    teacher_top_logprobs: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,14 +286,15 @@ def _options_text(sampling: SamplingParams) -> str | None:
 
 def _attachment_columns(turn: Turn) -> dict[str, Any]:
     """Return the columns of a turn's attachments; None where not requested, or not known."""
-    names = ("raw_logprobs", "top_ids", "top_logprobs", "kept_ids", "routed_experts")
-    columns: dict[str, Any] = dict.fromkeys(names)
+    columns: dict[str, Any] = dict.fromkeys(ATTACHMENTS)
     if (attachments := turn.attachments) is None:
         return columns
-    if (raw := attachments.raw_logprobs(turn.length)) is not None:
-        columns["raw_logprobs"] = raw.tolist()
-    if (top := attachments.top_tokens(turn.length)) is not None:
-        columns["top_ids"], columns["top_logprobs"] = (column.ravel().tolist() for column in top)
+    for name, kind in ATTACHMENTS.items():
+        if kind.axis == "position" or kind.is_ragged:
+            continue
+        if (entries := attachments.entries(name, turn.length)) is not None:
+            is_binary = name == "hidden_states"
+            columns[name] = entries.tobytes() if is_binary else entries.ravel().tolist()
     if (kept := attachments.kept_ids(turn.length)) is not None:
         columns["kept_ids"] = [ids.tolist() for ids in kept]
     columns["routed_experts"] = [

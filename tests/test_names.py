@@ -1,6 +1,6 @@
 """Tests that public names are the field's words, and that a class name stands for one thing.
 
-docs/decisions/names.md lists the words that were replaced, and what replaced them.
+docs/decisions/names.md says why, and which settings were renamed.
 """
 
 import ast

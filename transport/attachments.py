@@ -13,10 +13,24 @@ import msgspec
 
 from tidegate.transport.limits import Count
 
-AttachmentName = Literal["raw_logprobs", "top_ids", "top_logprobs", "kept_ids", "routed_experts"]
+AttachmentName = Literal[
+    "raw_logprobs",
+    "top_ids",
+    "top_logprobs",
+    "kept_ids",
+    "routed_experts",
+    "hidden_states",
+    "teacher_logprobs",
+    "teacher_top_ids",
+    "teacher_top_logprobs",
+]
 
 ITEM_BYTES = {"float32": 4, "int32": 4, "uint8": 1, "uint16": 2}
 """Bytes of one value, by dtype; values are little-endian."""
+
+HIDDEN_STATES_BYTES_MAX = 64 * 1024 * 1024
+"""Limit of one turn's hidden states: 16,384 tokens of 1,024 values. Engines refuse turns whose
+``max_tokens`` exceed it."""
 
 ENTRY_DIMENSIONS_MAX = 3
 """Maximum length of ``Attachment.shape``."""
@@ -66,14 +80,24 @@ class AttachmentKind:
     """Length of ``Attachment.shape``."""
     is_ragged: bool = False
     """Whether entries have different numbers of values."""
+    is_added: bool = False
+    """Whether the orchestrator adds it to ended turns, from scores. Engines must not report it."""
+    is_logprob: bool = False
+    """Whether its values are natural logarithms of probabilities."""
 
 
 ATTACHMENTS: dict[AttachmentName, AttachmentKind] = {
-    "raw_logprobs": AttachmentKind("token", ("float32",)),
+    "raw_logprobs": AttachmentKind("token", ("float32",), is_logprob=True),
     "top_ids": AttachmentKind("token", ("int32",), 1),
-    "top_logprobs": AttachmentKind("token", ("float32",), 1),
+    "top_logprobs": AttachmentKind("token", ("float32",), 1, is_logprob=True),
     "kept_ids": AttachmentKind("token", ("int32",), is_ragged=True),
     "routed_experts": AttachmentKind("position", ("uint8", "uint16"), 2),
+    "hidden_states": AttachmentKind("token", ("float32",), 1),
+    "teacher_logprobs": AttachmentKind("token", ("float32",), is_added=True, is_logprob=True),
+    "teacher_top_ids": AttachmentKind("token", ("int32",), 1, is_added=True),
+    "teacher_top_logprobs": AttachmentKind(
+        "token", ("float32",), 1, is_added=True, is_logprob=True
+    ),
 }
 """Kind of each attachment.
 
@@ -83,4 +107,7 @@ ATTACHMENTS: dict[AttachmentName, AttachmentKind] = {
 * ``kept_ids``: tokens that the sampling options left to sample from, in ascending order. An empty
   entry means that all tokens were left.
 * ``routed_experts`` [L, k]: experts that each of L mixture layers chose for the position.
+* ``hidden_states`` [H]: normed last hidden state from which the token was sampled.
+* ``teacher_logprobs``, ``teacher_top_ids`` [k], ``teacher_top_logprobs`` [k]: another model's
+  log-prob of the token, and its most likely tokens.
 """

@@ -78,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     """Whether to report, for each token, the tokens that all of these steps left to sample from."""
     routed_experts: bool = False
     """Whether to report the experts that each mixture layer chose for every context position."""
+    hidden_states: bool = False
+    """Whether to report the normed last hidden state that each token was sampled from."""
     logits_processors: list[str] = []
     """Logits processors, as serialised by :meth:`LogitsProcessor.to_str`."""
     adapter: str = ""
@@ -92,7 +94,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     def requests_attachments(self) -> bool:
         """Whether any attachment of :mod:`~tidegate.transport.attachments` is requested."""
         return bool(
-            self.top_logprobs or self.raw_logprobs or self.kept_tokens or self.routed_experts
+            self.top_logprobs
+            or self.raw_logprobs
+            or self.kept_tokens
+            or self.routed_experts
+            or self.hidden_states
         )
 
     @classmethod

@@ -29,7 +29,12 @@ from tidegate.engine.models.model import ACTIVATIONS, head_logits
 from tidegate.engine.models.model_config import AttentionKind, ModelConfig
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_tables import make_rope_table
-from tidegate.engine.sampling.sampling import StepOutput
+from tidegate.engine.sampling.sampling import (
+    RowSampling,
+    StepOutput,
+    hidden_rows,
+    with_hidden_states,
+)
 from tidegate.engine.sampling.scoring import RowScore, RowScoring, score_rows
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.kernels.head_logprobs import head_logprobs_triton
@@ -225,31 +230,41 @@ class DeviceRunner:
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
+        sampling = [row.sampling for row in rows if row.sampling is not None]
         with on(self._device):
             try:
-                pending, scores = self._launch(rows)
+                pending, hidden, scores = self._launch(rows, sampling)
             finally:
                 # Also after a failed launch, because the next step overwrites the upload buffer.
                 synchronize(self._device)
         output = StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
         if pending is not None:
             output = pending.read()
+        if hidden is not None:
+            output = with_hidden_states(output, hidden_rows(sampling), hidden)
         return replace(output, scores=[read() for read in scores]) if scores else output
 
-    def _launch(self, rows: Sequence[Row]) -> tuple[PendingDraw | None, list[PendingScore]]:
-        """Upload the plan, and launch the step's kernels and copies without waiting."""
+    def _launch(
+        self, rows: Sequence[Row], sampling: Sequence[RowSampling]
+    ) -> tuple[PendingDraw | None, torch.Tensor | None, list[PendingScore]]:
+        """Upload the plan, and launch the step's kernels and copies without waiting.
+
+        Return the samples, the requested hidden states, None without any, and the scores.
+        """
         host = self._planner.plan(rows)
-        draw = HostDraw([row.sampling for row in rows if row.sampling is not None])
+        draw = HostDraw(sampling)
         uploaded = self._upload.send([*host.arrays, *draw.arrays])
         plan = host.on_device(uploaded[: len(host.arrays)])
         hidden = device_forward(self.weights, self._layer_attention, plan)
-        sampled = len(draw.sampling)
-        pending = None
+        sampled = len(sampling)
+        pending = reported = None
+        if chosen := hidden_rows(sampling):
+            reported = copy_to_host(hidden[chosen])
         if sampled:
             logits = head_logits(self.weights, hidden[:sampled])
             pending = draw.launch(logits, uploaded[len(host.arrays) :])
         scoring = [row.scoring for row in rows if row.scoring is not None]
-        return pending, launch_scores(self.weights, hidden[sampled:], scoring)
+        return pending, reported, launch_scores(self.weights, hidden[sampled:], scoring)
 
     def _make_layer_attention(self) -> list[LayerAttention]:
         config, dtype = self.config, self.weights.dtype

@@ -35,7 +35,13 @@ from tidegate.engine.execution.block_cache import (
 from tidegate.engine.execution.routed_experts import RoutedExpertsCache
 from tidegate.engine.execution.runner import Row, reported_experts
 from tidegate.engine.models.fallback_weights import FallbackWeights
-from tidegate.engine.sampling.sampling import RowSampling, StepOutput, sample_rows
+from tidegate.engine.sampling.sampling import (
+    RowSampling,
+    StepOutput,
+    hidden_rows,
+    sample_rows,
+    with_hidden_states,
+)
 from tidegate.engine.sampling.scoring import (
     RowScore,
     RowScoring,
@@ -72,6 +78,8 @@ class _Chunk:
     """Whether a token is sampled after the chunk's last one."""
     scoring: RowScoring | None
     records_experts: bool
+    reports_hidden: bool
+    """Whether the row's hidden state is reported with its token."""
 
 
 class FallbackRunner:
@@ -111,20 +119,27 @@ class FallbackRunner:
         """Run the rows; sample after rows with ``sampling``, score rows with ``scoring``."""
         logits: dict[int, torch.Tensor] = {}
         scores: dict[int, RowScore] = {}
+        hidden: dict[int, torch.Tensor] = {}
         for batch in self._batches(rows):
             first = batch[0]
             if first.scoring is not None:
                 scores[first.row] = self._score(first, first.scoring)
                 continue
-            computed = self._forward(batch)
-            for chunk, row_logits in zip(batch, computed, strict=True):
+            with _capture_head_inputs(self.weights.module, is_on=first.reports_hidden) as inputs:
+                computed = self._forward(batch)
+            for number, chunk in enumerate(batch):
                 if chunk.samples:
-                    logits[chunk.row] = row_logits[-1].float()
+                    logits[chunk.row] = computed[number, -1].float()
+                    if first.reports_hidden:
+                        hidden[chunk.row] = inputs[0][number, -1].float()
         row_scores = [scores[number] for number in sorted(scores)]
         if not logits:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=row_scores)
         sampling: list[RowSampling] = [row.sampling for row in rows if row.sampling is not None]
         output = sample_rows(torch.stack([logits[number] for number in sorted(logits)]), sampling)
+        if hidden:
+            states = torch.stack([hidden[row] for row in sorted(hidden)])
+            output = with_hidden_states(output, hidden_rows(sampling), states)
         routed_experts = reported_experts(self._routed_experts, rows)
         return replace(output, scores=row_scores, routed_experts=routed_experts)
 
@@ -162,6 +177,7 @@ class FallbackRunner:
                     row.sampling is not None and chunk_end == end,
                     row.scoring,
                     row.experts_from is not None,
+                    row.sampling is not None and bool(hidden_rows([row.sampling])),
                 )
                 start = chunk_end
 
@@ -176,7 +192,8 @@ class FallbackRunner:
         for chunk in wave:
             alone = chunk.row if chunk.scoring is not None or not self._is_batched else -1
             starts = self._memory.has_states and not chunk.context.start
-            kinds[len(chunk.tokens), starts, chunk.records_experts, alone].append(chunk)
+            reports = chunk.records_experts, chunk.reports_hidden
+            kinds[len(chunk.tokens), starts, *reports, alone].append(chunk)
         for chunks in kinds.values():
             chunks.sort(key=lambda chunk: chunk.context.end)
             batch: list[_Chunk] = []
@@ -224,9 +241,10 @@ class FallbackRunner:
             if scoring.reads == "logprobs":
                 pieces.append(score_logits(torch.cat(self._read_part(chunk, start, stop)), piece))
                 continue
-            with _capture_head_inputs(module) as hidden:
+            with _capture_head_inputs(module, is_on=True) as hidden:
                 self._read_part(chunk, start, stop)
-            pieces.append(score_hidden(torch.cat(hidden)[-piece.positions :], piece))
+            states = torch.cat([inputs[0] for inputs in hidden])
+            pieces.append(score_hidden(states[-piece.positions :], piece))
         return join_scores(pieces)
 
     def _read_part(self, chunk: _Chunk, start: int, stop: int) -> list[torch.Tensor]:
@@ -428,11 +446,14 @@ def _read(
 
 
 @contextmanager
-def _capture_head_inputs(module: Any) -> Iterator[list[torch.Tensor]]:
-    """Collect the inputs of the LM head, one tensor [T, H] per forward pass."""
+def _capture_head_inputs(module: Any, *, is_on: bool) -> Iterator[list[torch.Tensor]]:
+    """Collect the inputs of the LM head, one tensor [R, T, H] per forward pass, if ``is_on``."""
     inputs: list[torch.Tensor] = []
+    if not is_on:
+        yield inputs
+        return
     head = module.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0][0]))
+    hook = head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     try:
         yield inputs
     finally:

@@ -38,7 +38,12 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
-from tidegate.engine.sampling.sampling import sample_apart, sample_rows
+from tidegate.engine.sampling.sampling import (
+    hidden_rows,
+    sample_apart,
+    sample_rows,
+    with_hidden_states,
+)
 from tidegate.engine.sampling.scoring import RowScore, RowScoring, score_rows
 from tidegate.engine.weights.lora import Adapter, AdapterTokens
 from tidegate.engine.weights.weight_store import WeightStore
@@ -213,10 +218,12 @@ class ModelRunner:
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
         sampling = [row.sampling for row in rows if row.sampling is not None]
-        logits, scores = self._compute(rows, len(sampling))
+        hidden, logits, scores = self._compute(rows, len(sampling))
         if logits is None:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
         output = self._sample(logits, sampling)
+        if reported := hidden_rows(sampling):
+            output = with_hidden_states(output, reported, hidden[reported])
         if routed_experts := reported_experts(self._routed_experts, rows):
             output = replace(output, routed_experts=routed_experts)
         return replace(output, scores=scores) if scores else output
@@ -228,9 +235,9 @@ class ModelRunner:
 
     def _compute(
         self, rows: Sequence[Row], sampled: int
-    ) -> tuple[torch.Tensor | None, Sequence[RowScore]]:
-        """Return the logits [S, V] of the ``sampled`` rows, None if there are
-        none, and the scores."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Sequence[RowScore]]:
+        """Return the normed hidden states [S, H] of the ``sampled`` rows, their logits [S, V], None
+        if there are none, and the scores."""
         plan = self._plan(rows)
         hidden = forward(self.weights, self._caches, plan)
         if plan.routed_experts is not None and isinstance(plan.layers, LayerPlan):
@@ -239,7 +246,8 @@ class ModelRunner:
             self._routed_experts.write(slots.numpy(), plan.routed_experts.numpy())
         scoring = [row.scoring for row in rows if row.scoring is not None]
         scores = score_rows(self.weights, hidden[sampled:], scoring) if scoring else ()
-        return head_logits(self.weights, hidden[:sampled]) if sampled else None, scores
+        logits = head_logits(self.weights, hidden[:sampled]) if sampled else None
+        return hidden[:sampled], logits, scores
 
     def _sample(self, logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
         if self._is_deterministic:

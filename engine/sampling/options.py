@@ -22,6 +22,7 @@ from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.sampling.seen_tokens import SeenCounts
 from tidegate.engine.sampling.stop_strings import StopStrings
 from tidegate.errors import TurnRefused
+from tidegate.transport.attachments import HIDDEN_STATES_BYTES_MAX
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sampling import SamplingParams
@@ -55,6 +56,7 @@ class RowOptions:
         "banned",
         "bias_ids",
         "biases",
+        "hidden_states",
         "kept_tokens",
         "logits_processors",
         "min_p",
@@ -81,6 +83,7 @@ class RowOptions:
         self.top_logprobs = params.top_logprobs
         self.raw_logprobs = params.raw_logprobs
         self.kept_tokens = params.kept_tokens
+        self.hidden_states = params.hidden_states
         self.step_tokens_max: int | None = None
         """Limit of tokens per step so that their top log-probs fit the step's frame; None
         without a limit."""
@@ -135,9 +138,10 @@ class OptionReader:
         tokenizer: ModelTokenizer | None = None,
         registry: ProcessorRegistry | None = None,
         routed_experts_refusal: str = "",
+        hidden_size: int = 0,
     ) -> None:
         """``routed_experts_refusal``: why turns can't have routed experts reported; empty if they
-        can."""
+        can. ``hidden_size``: values of a hidden state; 0 if turns can't have them reported."""
         self._vocab_size = vocab_size
         self._step_top_logprobs = max(1, TOP_LOGPROBS_BYTES_MAX // (8 * max_running_turns))
         """One turn's share of the top log-probs of a step, in entries."""
@@ -145,6 +149,7 @@ class OptionReader:
         self._tokenizer = tokenizer or ModelTokenizer(None)
         self._registry = registry or ProcessorRegistry()
         self._routed_experts_refusal = routed_experts_refusal
+        self._hidden_size = hidden_size
 
     def prepare(self, message: SubmitTurn) -> list[Future[Any]]:
         """Start the grammar compilations that ``read`` would block on, in other threads; mostly
@@ -223,8 +228,21 @@ class OptionReader:
                 f"min_tokens must be in [0, {tokens_max}], the turn's limit of output tokens, got "
                 f"{params.min_tokens}"
             )
+        if params.hidden_states:
+            self._check_hidden_states(tokens_max)
         self._check_biases(params)
         _check_lists(params)
+
+    def _check_hidden_states(self, tokens_max: int) -> None:
+        if not self._hidden_size:
+            raise TurnRefused("this engine's model has no hidden states to report; leave them out")
+        nbytes = 4 * tokens_max * self._hidden_size
+        if nbytes > HIDDEN_STATES_BYTES_MAX:
+            tokens = HIDDEN_STATES_BYTES_MAX // (4 * self._hidden_size)
+            raise TurnRefused(
+                f"hidden states of {tokens_max} tokens are up to {nbytes} bytes, and a turn may "
+                f"have {HIDDEN_STATES_BYTES_MAX}; set max_tokens to at most {tokens}"
+            )
 
     def _check_biases(self, params: SamplingParams) -> None:
         token_ids = {bias.token_id for bias in params.logit_bias}
@@ -255,6 +273,7 @@ def _is_plain(params: SamplingParams) -> bool:
         or params.top_logprobs
         or params.raw_logprobs
         or params.kept_tokens
+        or params.hidden_states
         or params.logits_processors
         or _is_penalized(params)
     )

@@ -55,11 +55,13 @@ class TokenAttachments:
     top_logprobs: bytes = b""
     kept_ids: bytes | None = None
     """None if not requested; empty if all tokens were left."""
+    hidden_state: bytes = b""
 
     @property
     def is_finite(self) -> bool:
         """Whether no value is NaN; excluded tokens have -inf."""
-        values = np.frombuffer(self.raw_logprobs + self.top_logprobs, np.float32)
+        columns = self.raw_logprobs, self.top_logprobs, self.hidden_state
+        values = np.frombuffer(b"".join(columns), np.float32)
         return not np.isnan(values).any()
 
 
@@ -273,6 +275,24 @@ def _attachments(
                 kept_ids=b"" if kept_ids is None else kept_ids.numpy().astype(np.int32).tobytes(),
             )
     return attachments
+
+
+def hidden_rows(sampling: Sequence[RowSampling]) -> list[int]:
+    """Return the indices of the rows whose hidden states are requested."""
+    return [
+        row
+        for row, params in enumerate(sampling)
+        if params.options is not None and params.options.hidden_states
+    ]
+
+
+def with_hidden_states(output: StepOutput, rows: Sequence[int], hidden: torch.Tensor) -> StepOutput:
+    """Attach the normed last hidden states ``hidden`` [len(rows), H] of these sampling rows."""
+    attachments = dict(output.attachments)
+    for row, state in zip(rows, hidden.float().numpy(), strict=True):
+        known = attachments.get(row, TokenAttachments())
+        attachments[row] = replace(known, hidden_state=state.tobytes())
+    return replace(output, attachments=attachments)
 
 
 def _top_tokens(

@@ -170,6 +170,8 @@ class SampledRows:
         self._add(sequence, start, "top_ids", "int32", [t.top_ids for t in tokens], shape)
         logprobs = [t.top_logprobs for t in tokens]
         self._add(sequence, start, "top_logprobs", "float32", logprobs, shape)
+        states = [t.hidden_state for t in tokens]
+        self._add(sequence, start, "hidden_states", "float32", states, [len(states[0]) // 4])
         kept = [t.kept_ids for t in tokens if t.kept_ids is not None]
         if kept:
             counts = np.array([len(ids) // 4 for ids in kept], "<u4").tobytes()

@@ -1,4 +1,4 @@
-"""Columns of a batch for token attachments: routed experts and kept sampling sets.
+"""Columns of a batch for token attachments: routed experts, kept sampling sets, top log-probs.
 
 Called by ``batch_of_rows``; reads the :class:`TurnAttachments` of each rollout's turns. Most
 batches have none.
@@ -8,7 +8,7 @@ per token.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from math import inf, nan
 
 import numpy as np
 import torch
@@ -16,29 +16,31 @@ import torch
 from tidegate.orchestrator.batches.version_runs import Int64s
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.token_attachments import RoutedExperts
+from tidegate.transport.attachments import AttachmentName
+
+UNKNOWN: dict[AttachmentName, float] = {
+    "raw_logprobs": nan,
+    "top_ids": 0,
+    "top_logprobs": -inf,
+    "hidden_states": 0,
+    "teacher_logprobs": nan,
+    "teacher_top_ids": 0,
+    "teacher_top_logprobs": -inf,
+}
+"""Attachments by token that are not ragged, with the values of sampled tokens whose attachment is
+not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttachmentColumns:
-    """Attachments of a batch's tokens, row after row; None where no turn requested them."""
-
-    routed_experts: torch.Tensor | None = None
-    """[N, L, k], uint8, or int16 for more than 256 experts."""
-    routed_experts_mask: torch.Tensor | None = None
-    """[N] bool: positions whose routed experts are known."""
-    kept_ids: torch.Tensor | None = None
-    """[M] int32: ids of the kept tokens, one token's set after the other."""
-    kept_counts: torch.Tensor | None = None
-    """[N] int32: number of ``kept_ids`` of each token."""
-
-
-def attachment_columns(rollouts: Sequence[Rollout], lengths: Int64s) -> AttachmentColumns:
-    """Return the columns of rows whose contexts have ``lengths`` [R] tokens."""
+def attachment_columns(rollouts: Sequence[Rollout], lengths: Int64s) -> dict[str, torch.Tensor]:
+    """Return the columns of rows whose contexts have ``lengths`` [R] tokens, by their names in
+    :class:`PackedBatch`. Attachments that no turn requested are left out."""
     if not any(turn.attachments for row in rollouts for turn in row.turns):
-        return AttachmentColumns()
-    experts, known = _routed_experts(rollouts, lengths) or (None, None)
-    kept_ids, kept_counts = _kept_tokens(rollouts, lengths) or (None, None)
-    return AttachmentColumns(experts, known, kept_ids, kept_counts)
+        return {}
+    columns = _routed_experts(rollouts, lengths) | _kept_tokens(rollouts, lengths)
+    for name in UNKNOWN:
+        if (column := _entries(rollouts, lengths, name)) is not None:
+            columns[name] = column
+    return columns
 
 
 def _turns(rollouts: Sequence[Rollout], lengths: Int64s) -> Iterator[tuple[int, int, Turn]]:
@@ -50,10 +52,33 @@ def _turns(rollouts: Sequence[Rollout], lengths: Int64s) -> Iterator[tuple[int, 
                 yield first, length, turn
 
 
-def _routed_experts(
-    rollouts: Sequence[Rollout], lengths: Int64s
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the last report of each position, and which positions have one; None without any."""
+def _entries(
+    rollouts: Sequence[Rollout], lengths: Int64s, name: AttachmentName
+) -> torch.Tensor | None:
+    """Return an attachment of all tokens [N, *shape]; None if no turn has any. Where turns have
+    entries of different sizes, shorter ones are filled up."""
+    pieces = [
+        (first + turn.start, entries)
+        for first, _, turn in _turns(rollouts, lengths)
+        if turn.attachments is not None
+        and (entries := turn.attachments.entries(name, turn.length)) is not None
+    ]
+    if not pieces:
+        return None
+    shape = np.max([entries.shape[1:] for _, entries in pieces], axis=0).astype(int)
+    given = -inf if name.endswith("top_logprobs") else 0
+    out = np.full((int(lengths.sum()), *shape), given, pieces[0][1].dtype)
+    firsts = (np.cumsum(lengths) - lengths).tolist()
+    for row, first in zip(rollouts, firsts, strict=True):
+        for turn in row.turns:
+            out[first + turn.start : first + turn.start + turn.length] = UNKNOWN[name]
+    for start, entries in pieces:
+        out[start : start + len(entries), *map(slice, entries.shape[1:])] = entries
+    return torch.from_numpy(out)
+
+
+def _routed_experts(rollouts: Sequence[Rollout], lengths: Int64s) -> dict[str, torch.Tensor]:
+    """Return the last report of each position, and which positions have one."""
     reports: list[tuple[int, int, RoutedExperts]] = [
         (first, length, report)
         for first, length, turn in _turns(rollouts, lengths)
@@ -61,7 +86,7 @@ def _routed_experts(
         for report in turn.attachments.expert_reports()
     ]
     if not reports:
-        return None
+        return {}
     experts = reports[0][2].experts
     dtype = np.uint8 if experts.dtype == np.uint8 else np.int16
     out = np.zeros((int(lengths.sum()), *experts.shape[1:]), dtype)
@@ -72,13 +97,14 @@ def _routed_experts(
         part = experts[: max(0, length - start)]
         out[first + start : first + start + len(part)] = part
         known[first + start : first + start + len(part)] = True
-    return torch.from_numpy(out), torch.from_numpy(known)
+    return {
+        "routed_experts": torch.from_numpy(out),
+        "routed_experts_mask": torch.from_numpy(known),
+    }
 
 
-def _kept_tokens(
-    rollouts: Sequence[Rollout], lengths: Int64s
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return all kept sets, joined, and the size of each token's; None if no turn has any."""
+def _kept_tokens(rollouts: Sequence[Rollout], lengths: Int64s) -> dict[str, torch.Tensor]:
+    """Return all kept sets, joined, and the size of each token's."""
     counts = np.zeros(int(lengths.sum()), np.int32)
     pieces: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
     is_known = False
@@ -91,6 +117,9 @@ def _kept_tokens(
         start = first + turn.start
         counts[start : start + len(kept)] = [len(ids) for ids in kept]
     if not is_known:
-        return None
+        return {}
     ids = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-    return torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(counts)
+    return {
+        "kept_ids": torch.from_numpy(ids.astype(np.int32)),
+        "kept_counts": torch.from_numpy(counts),
+    }

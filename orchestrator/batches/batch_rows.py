@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tidegate.errors import BadFrame
+from tidegate.orchestrator.batches.attachment_columns import UNKNOWN
 from tidegate.orchestrator.batches.batches import Batch, BatchShard, PackedBatch
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
 from tidegate.policies.sharding import split_rows
@@ -38,7 +39,7 @@ TURN_REWARDS = "turn_rewards"
 
 KEPT_IDS, KEPT_COUNTS = "kept_ids", "kept_counts"
 
-ATTACHMENT_COLUMNS = ("routed_experts", "routed_experts_mask", KEPT_IDS, KEPT_COUNTS)
+ATTACHMENT_COLUMNS = ("routed_experts", "routed_experts_mask", KEPT_IDS, KEPT_COUNTS, *UNKNOWN)
 """Columns of :class:`PackedBatch` that are present only if a turn requested them. All but
 ``kept_ids`` [M] have an entry per token."""
 

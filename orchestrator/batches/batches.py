@@ -4,7 +4,7 @@ Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it o
 Advantages are computed by ``policies/advantages.py``, staleness by ``version_runs.py``.
 
 Shapes: R rows, T tokens of the longest row, N tokens of all rows, M kept tokens of all tokens, L
-mixture layers, k experts per token. A row is the whole context of a
+mixture layers, k experts per token, K top tokens, H hidden size. A row is the whole context of a
 rollout, or of one branch of a rollout that forked: prompts, sampled tokens and observations in the
 order the model saw them; ``loss_mask`` marks the sampled tokens to train on.
 """
@@ -47,6 +47,20 @@ class PackedBatch:
     """[M] int32: as :attr:`Batch.kept_ids`."""
     kept_counts: torch.Tensor | None = None
     """[N] int32: as :attr:`Batch.kept_counts`."""
+    raw_logprobs: torch.Tensor | None = None
+    """[N] float32: as :attr:`Batch.raw_logprobs`."""
+    top_ids: torch.Tensor | None = None
+    """[N, K] int32: as :attr:`Batch.top_ids`."""
+    top_logprobs: torch.Tensor | None = None
+    """[N, K] float32: as :attr:`Batch.top_logprobs`."""
+    hidden_states: torch.Tensor | None = None
+    """[N, H] float32: as :attr:`Batch.hidden_states`."""
+    teacher_logprobs: torch.Tensor | None = None
+    """[N] float32: as :attr:`Batch.teacher_logprobs`."""
+    teacher_top_ids: torch.Tensor | None = None
+    """[N, K] int32: as :attr:`Batch.teacher_top_ids`."""
+    teacher_top_logprobs: torch.Tensor | None = None
+    """[N, K] float32: as :attr:`Batch.teacher_top_logprobs`."""
 
     # Computed at first use, on the device of the other columns: training on padded rows never
     # needs them.
@@ -129,8 +143,8 @@ class Batch:
         """Number of tokens that the loss sees."""
         return int(self.loss_mask.sum())
 
-    # Token attachments, for turns generated with ``routed_experts=True`` or ``kept_tokens=True``;
-    # None if there are none. Padded when they are read.
+    # Token attachments; None if no turn requested them, as by ``generate(top_logprobs=8)``. Padded
+    # when they are read.
 
     @property
     def routed_experts(self) -> torch.Tensor | None:
@@ -156,11 +170,54 @@ class Batch:
         sampled from the whole vocabulary, or given."""
         return self._padded(self.packed.kept_counts)
 
-    def _padded(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Return values of packed tokens [N, …] as [R, T, …], with zeros on padding."""
+    @property
+    def raw_logprobs(self) -> torch.Tensor | None:
+        """[R, T] float32: log-prob of each sampled token before all sampling options, at
+        temperature 1; 0 on other tokens, NaN where an engine did not report it."""
+        return self._padded(self.packed.raw_logprobs)
+
+    @property
+    def top_ids(self) -> torch.Tensor | None:
+        """[R, T, K] int32: the K most likely tokens where each token was sampled, in descending
+        order."""
+        return self._padded(self.packed.top_ids)
+
+    @property
+    def top_logprobs(self) -> torch.Tensor | None:
+        """[R, T, K] float32: behaviour log-probs of ``top_ids``, after all sampling options; -inf
+        for excluded tokens, and where the top tokens are not known."""
+        return self._padded(self.packed.top_logprobs, float("-inf"))
+
+    @property
+    def hidden_states(self) -> torch.Tensor | None:
+        """[R, T, H] float32: normed last hidden state from which each token was sampled; 0 on other
+        tokens, and where it is not known."""
+        return self._padded(self.packed.hidden_states)
+
+    @property
+    def teacher_logprobs(self) -> torch.Tensor | None:
+        """[R, T] float32: log-prob of each sampled token by the model that
+        ``episode.attach_teacher`` asked; 0 on other tokens, NaN on sampled ones that were not
+        scored."""
+        return self._padded(self.packed.teacher_logprobs)
+
+    @property
+    def teacher_top_ids(self) -> torch.Tensor | None:
+        """[R, T, K] int32: the K tokens that the teacher finds most likely in each sampled token's
+        place, in descending order."""
+        return self._padded(self.packed.teacher_top_ids)
+
+    @property
+    def teacher_top_logprobs(self) -> torch.Tensor | None:
+        """[R, T, K] float32: the teacher's log-probs of ``teacher_top_ids``; -inf where they are
+        not known."""
+        return self._padded(self.packed.teacher_top_logprobs, float("-inf"))
+
+    def _padded(self, values: torch.Tensor | None, fill: float = 0) -> torch.Tensor | None:
+        """Return values of packed tokens [N, …] as [R, T, …], with ``fill`` on padding."""
         if values is None:
             return None
-        out = values.new_zeros((*self.attention_mask.shape, *values.shape[1:]))
+        out = values.new_full((*self.attention_mask.shape, *values.shape[1:]), fill)
         out[self.attention_mask] = values
         return out
 
@@ -287,7 +344,6 @@ def _pack(
     """Build by numpy, which takes a tenth of torch's time for thousands of small pieces."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
     weight_versions = sampled.of_tokens()
-    attachments = attachment_columns(rollouts, lengths)
     token_ids = np.frombuffer(b"".join(contexts), dtype=np.int32)
     joined_logprobs = bytearray().join([rollout.filed_logprobs for rollout in rollouts])
     logprobs = np.frombuffer(joined_logprobs, dtype=np.float32)
@@ -297,8 +353,5 @@ def _pack(
         loss_mask=torch.from_numpy(weight_versions >= sampled.oldest_trainable),
         logprobs=torch.from_numpy(logprobs),
         weight_versions=torch.from_numpy(weight_versions),
-        routed_experts=attachments.routed_experts,
-        routed_experts_mask=attachments.routed_experts_mask,
-        kept_ids=attachments.kept_ids,
-        kept_counts=attachments.kept_counts,
+        **attachment_columns(rollouts, lengths),
     )

@@ -36,6 +36,7 @@ ROLLOUT_EVENTS = (
     ev.RolloutCut,
     ev.RolloutForked,
     ev.TurnsRewarded,
+    ev.TurnsScored,
 )
 """Events that concern one rollout, and name it by its id."""
 
@@ -328,7 +329,13 @@ class Core:
         if type(event) is ev.StepArrived:
             return self._on_step(event)
         match event:
-            case ev.TurnAbandoned() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
+            case (
+                ev.TurnAbandoned()
+                | ev.RolloutCut()
+                | ev.RolloutForked()
+                | ev.TurnsRewarded()
+                | ev.TurnsScored()
+            ):
                 return self.groups.change_rollout(event)
             case ev.EpisodeFailed():
                 rollout = self.groups.running[event.rollout_id][0]

@@ -54,6 +54,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.AdapterTrainingEnded,
     ev.GenerationHalted,
     ev.ForAdapter,
+    ev.TurnsScored,
 )
 """An event's number in a record is its index in this tuple: add at the end, remove none."""
 

@@ -346,6 +346,14 @@ class TurnsRewarded(Struct, frozen=True, gc=False):
     """(turn number from 0, reward)"""
 
 
+class TurnsScored(Struct, frozen=True, gc=False):
+    """An episode adds scores of another model to turns of one row."""
+
+    rollout_id: int
+    attachments: Sequence[Attachment]
+    """For each turn, by its number from 0, the ``teacher_…`` attachments of all its tokens."""
+
+
 class RunResumed(Struct, frozen=True, gc=False):
     """Another process continues the run from the trainer's checkpoint."""
 
@@ -404,6 +412,7 @@ Event = (
     | RolloutCut
     | RolloutForked
     | TurnsRewarded
+    | TurnsScored
     | RunResumed
     | StateChecksum
     | RunEnded

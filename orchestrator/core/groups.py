@@ -443,7 +443,12 @@ class GroupTracker(OutstandingGroupIndex):
     # ------------------------------------------------------------ turns
 
     def change_rollout(
-        self, event: ev.TurnAbandoned | ev.RolloutCut | ev.RolloutForked | ev.TurnsRewarded
+        self,
+        event: ev.TurnAbandoned
+        | ev.RolloutCut
+        | ev.RolloutForked
+        | ev.TurnsRewarded
+        | ev.TurnsScored,
     ) -> list[ev.Command]:
         """Apply an episode's change to a row of its rollout, unless the rollout is settled."""
         if event.rollout_id not in self.running:
@@ -459,6 +464,10 @@ class GroupTracker(OutstandingGroupIndex):
                 turns = self.running[rollout_id][0].turns
                 for number, reward in rewards:
                     turns[number].reward = reward
+                return []
+            case ev.TurnsScored(rollout_id=rollout_id, attachments=attachments):
+                for attachment in attachments:
+                    self.running[rollout_id][0].turns[attachment.turn].attach(attachment)
                 return []
 
     def _fork(self, event: ev.RolloutForked) -> list[ev.Command]:

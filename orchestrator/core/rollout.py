@@ -15,6 +15,7 @@ from typing import Protocol
 from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun, VersionSpan, spans_of
 from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.core.token_attachments import TurnAttachments
+from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -150,6 +151,12 @@ class Turn:
         """Copy of the output tokens' log-probs, under the distribution they were sampled from."""
         self.settle()
         return self.filed_logprobs[self.start : self.start + self.filed]
+
+    def attach(self, attachment: Attachment) -> None:
+        """Add an attachment of all output tokens, which no engine has reported."""
+        if self.attachments is None:
+            self.attachments = TurnAttachments(self.sampling)
+        self.attachments.add(attachment)
 
     def append(self, token_id: int, logprob: float, version: int, engine: str) -> None:
         """Append one sampled token."""

@@ -25,6 +25,7 @@ from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.core.rules import record_of
 from tidegate.orchestrator.core.task_records import SavedTaskRecords
+from tidegate.orchestrator.core.token_attachments import TurnAttachments
 from tidegate.policies.filters import PromptHistory
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import Attachment, SamplingParams
@@ -643,6 +644,8 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
         finish_reason=saved.finish_reason,
         media=saved.media,
     )
+    if saved.attachments and turn.attachments is None:
+        turn.attachments = TurnAttachments(turn.sampling)
     if turn.attachments is not None:
         turn.attachments.restore(saved.attachments, tokens=saved.length)
     turn.reward = saved.reward

@@ -187,6 +187,8 @@ def _check_attachments(step: StepArrived, handles: list[int], vocab_size: int) -
 def _layout_fault(attachment: Attachment) -> str:
     """Return what is wrong with an attachment's dtype, shape or sizes; empty if nothing is."""
     kind, nbytes = ATTACHMENTS[attachment.name], len(attachment.values)
+    if kind.is_added:
+        return "are added by the orchestrator, and engines report none"
     if attachment.dtype not in kind.dtypes:
         return f"are {' or '.join(kind.dtypes)}, got {attachment.dtype}"
     if len(attachment.shape) != kind.dimensions or not all(attachment.shape):
@@ -214,6 +216,8 @@ def _value_fault(attachment: Attachment, vocab_size: int) -> str:
     values = np.frombuffer(attachment.values, attachment.dtype)
     if attachment.dtype == "int32" and _highest(values.view(np.uint32)) >= vocab_size:
         return f"hold a token outside of the vocabulary [0, {vocab_size})"
+    if attachment.dtype == "float32" and not ATTACHMENTS[attachment.name].is_logprob:
+        return "" if np.isfinite(values).all() else "hold NaN or infinity"
     if attachment.dtype == "float32" and not (
         np.all(values <= LOGPROB_MAX)
         and (attachment.name == "top_logprobs" or np.all(values >= LOGPROB_MIN))

@@ -118,6 +118,7 @@ class TurnAttachments:
             ("top_ids", bool(sampling.top_logprobs)),
             ("top_logprobs", bool(sampling.top_logprobs)),
             ("kept_ids", sampling.kept_tokens),
+            ("hidden_states", sampling.hidden_states),
         ]
         self._unusable.update(name for name, is_requested in requested if not is_requested)
 
@@ -128,11 +129,17 @@ class TurnAttachments:
         elif attachment.name not in self._unusable:
             self._append_to_tokens(attachment, tokens_before + attachment.start)
 
+    def add(self, attachment: Attachment) -> None:
+        """Store an attachment that is added to an ended turn, in place of an earlier one."""
+        column = self._columns[attachment.name] = AttachmentColumn(attachment, attachment.start)
+        column.extend(attachment)
+
     def _append_to_tokens(self, attachment: Attachment, start: int) -> None:
         column = self._columns.get(attachment.name)
         if column is None:
             column = self._columns[attachment.name] = AttachmentColumn(attachment, 0)
-        is_requested = not attachment.shape or attachment.shape == [self.top_per_token]
+        is_top = attachment.name in ("top_ids", "top_logprobs")
+        is_requested = not is_top or attachment.shape == [self.top_per_token]
         if start > column.end or not column.has_type_of(attachment) or not is_requested:
             self._unusable.add(attachment.name)
             del self._columns[attachment.name]
@@ -162,7 +169,10 @@ class TurnAttachments:
     def restore(self, saved: Sequence[Attachment], *, tokens: int) -> None:
         """Restore what :meth:`saved` returned for a turn of ``tokens`` tokens."""
         for attachment in saved:
-            self.append(attachment, tokens_before=0)
+            if ATTACHMENTS[attachment.name].is_added:
+                self.add(attachment)
+            else:
+                self.append(attachment, tokens_before=0)
         if tokens:
             self._unusable.update(ATTACHMENTS.keys() - self._columns.keys())
 
@@ -173,19 +183,18 @@ class TurnAttachments:
         column = self._columns.get(name)
         return column if column is not None and column.end >= tokens else None
 
-    def raw_logprobs(self, tokens: int) -> "npt.NDArray[np.float32] | None":
-        """Return one raw log-prob per token [C], if known for all ``tokens`` tokens."""
-        column = self._complete("raw_logprobs", tokens)
+    def entries(self, name: AttachmentName, tokens: int) -> "npt.NDArray[Any] | None":
+        """Return the entries [C, *shape] of an attachment by token that is not ragged, if known for
+        all ``tokens`` tokens."""
+        column = self._complete(name, tokens)
         return None if column is None else column.array()[:tokens]
 
     def top_tokens(
         self, tokens: int
     ) -> "tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None":
         """Return ids and log-probs of the top tokens [C, k], if known for all ``tokens`` tokens."""
-        ids, logprobs = self._complete("top_ids", tokens), self._complete("top_logprobs", tokens)
-        if ids is None or logprobs is None:
-            return None
-        return ids.array()[:tokens], logprobs.array()[:tokens]
+        ids, logprobs = self.entries("top_ids", tokens), self.entries("top_logprobs", tokens)
+        return None if ids is None or logprobs is None else (ids, logprobs)
 
     def top_logprobs(self, tokens: int, *, start: int = 0) -> list[dict[int, float]] | None:
         """Return the top tokens and their log-probs for each token from ``start`` on; None unless

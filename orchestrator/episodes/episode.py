@@ -21,7 +21,7 @@ from typing import Any, Protocol, Unpack, cast
 import msgspec
 
 from tidegate.errors import ConfigError, ContextFull, RunClosed, TurnRefused, TurnTimeout
-from tidegate.orchestrator.core.events import TurnsRewarded
+from tidegate.orchestrator.core.events import TurnsRewarded, TurnsScored
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import SCORE
 from tidegate.orchestrator.episodes.chat_template import Message
@@ -686,18 +686,51 @@ class Episode(ScoringEpisode):
         if self._pending_scores:
             self._cancel_scores()
 
-    def turn_rewards(self) -> list[TurnsRewarded]:
-        """Return the rewards of single turns, of this row and its branches."""
-        events: list[TurnsRewarded] = []
+    def turn_events(self) -> list[TurnsRewarded | TurnsScored]:
+        """Return the rewards and teacher's scores of turns, of this row and its branches."""
+        events: list[TurnsRewarded | TurnsScored] = []
         rewards: list[tuple[int, float]] = []
         for turn in self._turns:
             if turn.given_reward is not None:
                 rewards.append((turn.number, turn.given_reward))
         if rewards:
             events.append(TurnsRewarded(self._rollout.rollout_id, tuple(rewards)))
+        scored = [
+            attachment
+            for turn in self._turns
+            if turn.teacher_scores is not None
+            for attachment in turn.teacher_scores.attachments(turn.number)
+        ]
+        if scored:
+            events.append(TurnsScored(self._rollout.rollout_id, scored))
         for branch in self.branches:
-            events += branch.turn_rewards()
+            events += branch.turn_events()
         return events
+
+    async def attach_teacher(
+        self, by: ScoringClient, *, top_logprobs: int = 0, temperature: float = 1.0
+    ) -> None:
+        """Score the tokens of all turns so far with another model, and attach the log-probs.
+
+        The trainer finds them as ``Batch.teacher_logprobs``, and with ``top_logprobs`` the
+        teacher's most likely tokens as ``teacher_top_ids`` and ``teacher_top_logprobs``. Call it
+        when the rollout is complete, before the episode returns; turns of branches are scored too.
+        A later call replaces an earlier one's scores.
+
+        ``by``: a scorer, such as ``tidegate.score_server(model=teacher)`` or its sync variant.
+
+        Raises:
+            ConfigError, ScoreRefused, EngineLost: as :meth:`score`.
+        """
+        rows = [row for row in self.rows if row._turns]
+        starts = [max(1, row._turns[0].start) for row in rows]
+        contexts = [row.token_ids for row in rows]
+        scores = await self.score(
+            contexts, start=starts, top_logprobs=top_logprobs, temperature=temperature, by=by
+        )
+        for row, of_row in zip(rows, scores, strict=True):
+            for turn in row._turns:
+                turn.teacher_scores = of_row.part(turn.start, len(turn.token_ids))
 
     def _next_seed(self) -> int:
         """Return the sampling seed of the next turn.

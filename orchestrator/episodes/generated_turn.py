@@ -15,6 +15,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.provenance import VersionSpan
 from tidegate.orchestrator.core.rollout import Turn
 from tidegate.orchestrator.core.token_attachments import RoutedExperts, newest_experts
+from tidegate.orchestrator.fleet.scores import TokenScores
 
 REWARD_TYPES = (float, int)
 """Types checked first, because a lookup of ``__float__`` takes longer."""
@@ -31,6 +32,8 @@ class GeneratedTurn:
         self._tokenizer = tokenizer
         self.given_reward: float | None = None
         """The value of :attr:`reward` without the property's cost: every turn is read."""
+        self.teacher_scores: TokenScores | None = None
+        """Another model's scores of the turn's tokens, from :meth:`Episode.attach_teacher`."""
         self.message: dict[str, Any] | None = None
         """The turn as an OpenAI message, to be sent back with the next messages; None unless the
         turn was generated from messages."""
@@ -61,7 +64,7 @@ class GeneratedTurn:
         attachments = self._turn.attachments
         if attachments is None:
             return None
-        values = attachments.raw_logprobs(len(self.token_ids))
+        values = attachments.entries("raw_logprobs", len(self.token_ids))
         return None if values is None else values.tolist()
 
     @cached_property
@@ -87,6 +90,15 @@ class GeneratedTurn:
             return None
         kept = attachments.kept_ids(len(self.token_ids))
         return None if kept is None else [ids.tolist() for ids in kept]
+
+    @cached_property
+    def hidden_states(self) -> "npt.NDArray[np.float32] | None":
+        """Normed last hidden states [C, H] from which the C tokens were sampled. None unless
+        ``hidden_states=True`` was requested and the engine can report them."""
+        attachments = self._turn.attachments
+        if attachments is None:
+            return None
+        return attachments.entries("hidden_states", len(self.token_ids))
 
     @property
     def routed_experts(self) -> "npt.NDArray[np.uint8 | np.uint16] | None":

@@ -489,7 +489,7 @@ class EpisodeRunner:
             self._failures.succeed()
             self._end_episode(rollout, episode)
             if not is_ignored:
-                self._report_turn_rewards(episode)
+                self._report_turns(episode)
                 of_agents = tuple((name, rewards[name]) for name in rollout.agents if rewards)
                 self._handle(ev.EpisodeReturned(rollout.rollout_id, result, of_agents))
         elif is_interrupt(result):
@@ -513,7 +513,7 @@ class EpisodeRunner:
         may_be_retried = failure.cause is FailureCause.INFRASTRUCTURE
         self._end_episode(rollout, episode, keeps_unrepeated=may_be_retried)
         if not may_be_retried:
-            self._report_turn_rewards(episode)
+            self._report_turns(episode)
         self._fail(rollout, error, failure)
 
     def _fail(
@@ -534,10 +534,11 @@ class EpisodeRunner:
         key = FailureKey(failure.cause, reason, outcome_of(rollout, reason))
         self._failures.fail(rollout.rollout_id, rollout.group_id, error, key)
 
-    def _report_turn_rewards(self, episode: Episode) -> None:
+    def _report_turns(self, episode: Episode) -> None:
+        """Report the rewards and scores that the episode gave to single turns."""
         for each in (episode, *episode.agents.values()):
-            for rewarded in each.turn_rewards():
-                self._handle(rewarded)
+            for event in each.turn_events():
+                self._handle(event)
 
     def _end_episode(
         self, rollout: Rollout, episode: Episode, *, keeps_unrepeated: bool = False

@@ -67,6 +67,8 @@ class SamplingOptions(TypedDict, total=False):
     """Whether to return ``GeneratedTurn.kept_tokens``, the sets that tokens were sampled from."""
     routed_experts: bool
     """Whether to return ``GeneratedTurn.routed_experts``; for mixture-of-experts models."""
+    hidden_states: bool
+    """Whether to return ``GeneratedTurn.hidden_states``, from which the tokens were sampled."""
     logits_processors: Sequence[LogitsProcessor | str]
     """Logits processors to apply, in order, by the names under which the engines registered
     them."""

@@ -8,7 +8,7 @@ messages are ``transport/scoring.py``'s.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError, ScoreRefused
+from tidegate.transport.attachments import Attachment
 from tidegate.transport.scoring import TOP_LOGPROBS_MAX, ScoreKind, ScoreResult, ScoreTokens
 
 TOKENS_MAX = 2**21
@@ -55,6 +56,31 @@ class TokenScores:
     ranks: npt.NDArray[np.int32] | None = None
     """[N - start]: rank of each token, 1 for the likeliest; None without ``top_logprobs``, or if
     the engine doesn't report it."""
+
+    def part(self, start: int, tokens: int) -> "TokenScores":
+        """Return the scores of the ``tokens`` tokens from position ``start`` on."""
+        chosen = slice(start - self.start, start - self.start + tokens)
+        return replace(
+            self,
+            start=start,
+            logprobs=self.logprobs[chosen],
+            top_ids=self.top_ids[chosen],
+            top_logprobs=self.top_logprobs[chosen],
+            ranks=None if self.ranks is None else self.ranks[chosen],
+        )
+
+    def attachments(self, turn: int) -> list[Attachment]:
+        """Return the scores as ``teacher_…`` attachments of a turn whose tokens these are."""
+        logprobs = self.logprobs.astype("<f4").tobytes()
+        made = [Attachment(turn, "teacher_logprobs", 0, "float32", logprobs)]
+        if shape := list(self.top_ids.shape[1:]) if self.top_ids.size else []:
+            ids = self.top_ids.astype("<i4").tobytes()
+            top_logprobs = self.top_logprobs.astype("<f4").tobytes()
+            made += [
+                Attachment(turn, "teacher_top_ids", 0, "int32", ids, shape),
+                Attachment(turn, "teacher_top_logprobs", 0, "float32", top_logprobs, shape),
+            ]
+        return made
 
 
 @dataclass(frozen=True, slots=True)

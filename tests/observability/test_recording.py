@@ -108,6 +108,7 @@ def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Pat
         top_logprobs=2,
         kept_tokens=True,
         routed_experts=True,
+        hidden_states=True,
     )
     rollout = Rollout(1, group_id=0, index=0)
     rollout.extend([5, 6])
@@ -126,8 +127,12 @@ def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Pat
                     0, "kept_ids", 0, "int32", ids.tobytes(), counts=array("I", [2]).tobytes()
                 ),
                 Attachment(0, "routed_experts", 0, "uint8", expert_ids, [3, 2]),
+                Attachment(0, "hidden_states", 0, "float32", floats.tobytes(), [2]),
             ):
                 turn.attachments.append(reported, tokens_before=0)
+        else:
+            scored = array("f", [-3.0]).tobytes()
+            turn.attach(Attachment(0, "teacher_logprobs", 0, "float32", scored))
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
         recorder.rollout(rollout, task=None, advantage=None, consumed_version=None)
 
@@ -143,6 +148,8 @@ def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Pat
     assert first.kept_ids == [[10, 11]]
     [(start, experts)] = first.routed_experts
     assert (start, experts.shape, experts.ravel().tolist()) == (0, (2, 3, 2), list(range(12)))
+    assert first.hidden_states == array("f", [-0.5, -1.5]).tobytes()
+    assert (first.teacher_logprobs, second.teacher_logprobs) == (None, [-3.0])
     assert second.options is None
     assert (second.raw_logprobs, second.top_ids, second.top_logprobs) == (None, None, None)
     assert (second.kept_ids, second.routed_experts) == (None, ())

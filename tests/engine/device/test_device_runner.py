@@ -135,7 +135,7 @@ def test_every_sampling_option_draws_and_tells_what_an_engine_on_a_cpu_does(mode
         RowSampling(1.0, 0, 1.0, 5, 0, options(prompt, min_p=0.2)),
         RowSampling(1.0, 9, 0.9, 6, 0, options(prompt, repetition_penalty=1.7)),
         RowSampling(0.9, 0, 1.0, 7, 0, options(prompt, logit_bias=bias, top_logprobs=3)),
-        RowSampling(0.9, 4, 1.0, 8, 0, options(prompt, raw_logprobs=True)),
+        RowSampling(0.9, 4, 1.0, 8, 0, options(prompt, raw_logprobs=True, hidden_states=True)),
     ]
     rows = [row(prompt, n, one) for n, one in enumerate(requested)]
 
@@ -152,6 +152,12 @@ def test_every_sampling_option_draws_and_tells_what_an_engine_on_a_cpu_does(mode
         for reported in (output, expected)
     ]
     assert raw[0] == pytest.approx(raw[1], abs=TOLERANCE_NATS)
+    states = [
+        np.frombuffer(reported.attachments[7].hidden_state, np.float32)
+        for reported in (output, expected)
+    ]
+    assert len(states[0]) == SMALL["hidden_size"]
+    np.testing.assert_allclose(*states, atol=TOLERANCE_NATS, rtol=TOLERANCE_NATS)
 
 
 def test_scores_beside_a_decoding_turn_are_those_of_an_engine_on_a_cpu(model: Path) -> None:

@@ -10,7 +10,9 @@ import torch
 from tests.engine.models.test_model_parity import load_peer, load_runner
 from tests.models import make_model_directory
 from tidegate.engine.drafts.lookup import LookupDrafts
+from tidegate.engine.execution.fallback import FallbackRunner
 from tidegate.engine.execution.runner import Runner
+from tidegate.engine.models.fallback_weights import load_fallback
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduling import step_columns
 from tidegate.engine.scheduling.scheduler import EngineScheduler
@@ -23,6 +25,7 @@ from tidegate.transport.attachments import Attachment
 from tidegate.transport.messages import FinishWeightUpdate, SamplingParams, SubmitTurn
 
 BLOCK_TOKENS = 8
+HIDDEN_SIZE = 64
 SAMPLING = SamplingParams(max_tokens=14, routed_experts=True)
 
 
@@ -39,7 +42,10 @@ class Engine:
             context_tokens_max=256,
             vocab_size=96,
         )
-        self.scheduler = EngineScheduler(limits, drafts=LookupDrafts() if drafts else None)
+        options = OptionReader(vocab_size=96, max_running_turns=8, hidden_size=HIDDEN_SIZE)
+        self.scheduler = EngineScheduler(
+            limits, options=options, drafts=LookupDrafts() if drafts else None
+        )
         self.contexts: dict[int, list[int]] = {}
         self.attachments: dict[int, TurnAttachments] = {}
         self.steps = 0
@@ -145,6 +151,56 @@ def test_new_weights_with_recompute_report_the_prefix_again(mixture: Path) -> No
     engine.check(mixture, [0])
     # The same weights route alike, so the second report repeats the first.
     assert len(list(engine.attachments[0].expert_reports())) == 1
+
+
+def runners(path: Path) -> list[Runner]:
+    weights = load_fallback(path, torch.float32)
+    return [load_runner(path), FallbackRunner(weights, num_blocks=64, block_tokens=BLOCK_TOKENS)]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("code", [0, 1], ids=["tidegate", "transformers"])
+def test_each_token_has_the_hidden_state_it_was_sampled_from(
+    mixture: Path, code: int, drafts: bool
+) -> None:
+    engine = Engine(mixture, drafts=drafts)
+    engine.runner = runners(mixture)[code]
+    asking = SamplingParams(max_tokens=9, hidden_states=True, top_logprobs=1)
+    for turn, prompt in enumerate(prompts(5, 41)):
+        engine.submit(turn, prompt, asking if turn != 2 else SamplingParams(max_tokens=9))
+    engine.run()
+    peer = load_peer(mixture)
+    for turn in range(5):
+        states = engine.attachments[turn].entries("hidden_states", 9)
+        if turn == 2:
+            assert states is None
+            continue
+        with torch.no_grad():
+            context = torch.tensor(engine.contexts[turn])[None]
+            expected = peer(context, output_hidden_states=True).hidden_states[-1][0, 40:-1]
+        assert states is not None
+        np.testing.assert_allclose(states, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "hidden_size", "reason"),
+    [
+        (5, 0, "model has no hidden states to report"),
+        (
+            20_000,
+            1024,
+            "81920000 bytes, and a turn may have 67108864; set max_tokens to at most 16",
+        ),
+    ],
+)
+def test_hidden_states_that_exceed_their_limit_are_refused_before_the_turn_runs(
+    max_tokens: int, hidden_size: int, reason: str
+) -> None:
+    reader = OptionReader(vocab_size=9, max_running_turns=2, hidden_size=hidden_size)
+    ids = np.array([1], "<i4").tobytes()
+    asking = SamplingParams(max_tokens=max_tokens, hidden_states=True)
+    with pytest.raises(TurnRefused, match=reason):
+        reader.read(SubmitTurn(turn=0, token_ids=ids, sampling=asking), np.empty(9, np.int32))
 
 
 def test_a_model_without_a_mixture_refuses_with_the_reason() -> None:

@@ -11,7 +11,7 @@ from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire, batch_to_wire
 from tidegate.orchestrator.trainer.remote.columns import from_frames
-from tidegate.transport.attachments import Attachment
+from tidegate.transport.attachments import ATTACHMENTS, Attachment, AttachmentName
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.trainer_messages import Column
 
@@ -56,6 +56,17 @@ def batch_of(*rollouts: Rollout) -> Batch:
     return build_batch(groups, trainer_version=3)
 
 
+def floats(turn: Turn, name: AttachmentName, values: list[float], *shape: int) -> None:
+    column = np.array(values, "<f4").tobytes()
+    made = Attachment(0, name, 0, "float32", column, list(shape))
+    turn.attach(made) if ATTACHMENTS[name].is_added else attach(turn, made)
+
+
+def top(turn: Turn, k: int, ids: list[int]) -> None:
+    attach(turn, Attachment(0, "top_ids", 0, "int32", np.array(ids, "<i4").tobytes(), [k]))
+    floats(turn, "top_logprobs", [-0.5] * len(ids), k)
+
+
 def some_batch(dtype: str = "uint8") -> Batch:
     request_of = SamplingParams(max_tokens=9, kept_tokens=True, routed_experts=True)
     first = rollout(0, [3, 2], request_of)
@@ -63,10 +74,12 @@ def some_batch(dtype: str = "uint8") -> Batch:
     routed(first.turns[1], 0, 8, 100, dtype)
     kept(first.turns[0], [50, 51], [], [50, 52])
     kept(first.turns[1], [50], [51, 52, 53])
+    floats(first.turns[1], "teacher_logprobs", [-1, -2])
     second = rollout(1, [1], SamplingParams(max_tokens=9))  # asks for nothing
     third = rollout(2, [2], request_of)
     routed(third.turns[0], 0, 3, 200, dtype)
     kept(third.turns[0], [50], [51])
+    floats(third.turns[0], "teacher_logprobs", [-3, -4])
     return batch_of(first, second, third)
 
 
@@ -118,10 +131,33 @@ def test_rows_and_ranks_get_their_own_attachments() -> None:
 def test_a_batch_arrives_at_a_trainer_with_the_same_attachments(dtype: str) -> None:
     batch = some_batch(dtype)
     received = batch_from_wire(*batch_to_wire(batch))
-    for name in ("routed_experts", "routed_experts_mask", "kept_ids", "kept_counts"):
+    columns = ("routed_experts", "routed_experts_mask", "kept_ids", "kept_counts")
+    for name in (*columns, "teacher_logprobs"):
         sent, got = getattr(batch, name), getattr(received, name)
-        assert torch.equal(sent, got)
-        assert sent.dtype == got.dtype
+        torch.testing.assert_close(sent, got, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_sampled_token_without_a_teachers_log_prob_is_not_taken_for_a_certain_one() -> None:
+    logprobs = some_batch().teacher_logprobs
+    assert logprobs is not None
+    expected = torch.zeros(3, 9)
+    expected[0, 2:5] = expected[1, 2:3] = torch.nan  # turns that nobody scored
+    expected[0, 7:], expected[2, 2:4] = torch.tensor([-1, -2]), torch.tensor([-3, -4])
+    torch.testing.assert_close(logprobs, expected, equal_nan=True)
+
+
+def test_turns_that_asked_for_fewer_top_tokens_are_filled_up_with_impossible_ones() -> None:
+    first = rollout(0, [1], SamplingParams(max_tokens=9, top_logprobs=3))
+    top(first.turns[0], 3, [50, 51, 52])
+    second = rollout(1, [2], SamplingParams(max_tokens=9, top_logprobs=1))
+    top(second.turns[0], 1, [50, 51])
+    batch = batch_of(first, second)
+    assert batch.top_ids is not None
+    assert batch.top_logprobs is not None
+    assert batch.top_ids[0, 2].tolist() == [50, 51, 52]
+    assert batch.top_ids[1, 2:, 0].tolist() == [50, 51]
+    is_possible = batch.top_logprobs.isfinite().sum(-1)
+    assert is_possible.tolist() == [[0, 0, 3, 0], [0, 0, 1, 1]]
 
 
 def test_a_column_whose_values_are_no_whole_entries_is_refused() -> None:

@@ -89,6 +89,29 @@ def test_attachments_are_stored_with_the_turn_wherever_it_continued() -> None:
     assert turn.top_logprobs_from(3) == [{10: -1.0}]
 
 
+def by_teacher(*logprobs: float) -> Attachment:
+    values = np.array(logprobs, "<f4").tobytes()
+    return Attachment(0, "teacher_logprobs", 0, "float32", values)
+
+
+def test_a_teachers_scores_are_stored_with_a_turn_that_requested_no_attachments() -> None:
+    driver = Driver()
+    rollout = asking_rollout(driver, SamplingParams(max_tokens=8))
+    sample(driver, rollout, [1, 2], [], STOP)
+    driver.do(ev.TurnsScored(rollout.rollout_id, [by_teacher(-1.0, -2.0)]))
+    driver.do(ev.TurnsScored(rollout.rollout_id, [by_teacher(-3.0, -4.0)]))
+    core = driver.new_core()
+    core_state.load(core_state.save(driver.core), core)
+    for each in (driver.core, core):
+        restored = each.rollout(rollout.rollout_id)
+        assert restored is not None
+        attachments = restored.turns[0].attachments
+        assert attachments is not None
+        values = attachments.entries("teacher_logprobs", 2)
+        assert values is not None
+        assert values.tolist() == [-3.0, -4.0]
+
+
 @pytest.mark.parametrize("sampling", [ASKING, ROUTED])
 def test_a_journal_and_a_snapshot_restore_them(sampling: SamplingParams) -> None:
     driver = Driver()
@@ -97,6 +120,7 @@ def test_a_journal_and_a_snapshot_restore_them(sampling: SamplingParams) -> None
     sample(driver, rollout, [1], attachments)
     if sampling is ROUTED:
         sample(driver, rollout, [2], [of_positions(0, 7, 8, 9)])
+    driver.do(ev.TurnsScored(rollout.rollout_id, [by_teacher(-2.0)]))
     core = driver.new_core()
     for record in driver.records:
         replay(record, core)
@@ -108,6 +132,8 @@ def test_a_journal_and_a_snapshot_restore_them(sampling: SamplingParams) -> None
     assert restored is not None
     if sampling is ASKING:
         assert of(restored).raw_logprobs == [-0.5]
+        assert restored.turns[0].attachments is not None
+        assert restored.turns[0].attachments.entries("teacher_logprobs", 1) == [-2.0]
         assert of(restored).top_logprobs == [{0: 0.5}]
     else:
         reports = of(restored).routed_expert_reports
@@ -240,6 +266,7 @@ async def test_generate_takes_every_option_by_name() -> None:
         raw_logprobs=True,
         kept_tokens=True,
         routed_experts=True,
+        hidden_states=True,
         logits_processors=[LogitsProcessor("x", {"b": 1, "a": 2}), '{"name": "y"}'],
     )
     assert asked == SamplingParams(
@@ -258,6 +285,7 @@ async def test_generate_takes_every_option_by_name() -> None:
         raw_logprobs=True,
         kept_tokens=True,
         routed_experts=True,
+        hidden_states=True,
         logits_processors=[
             '{"name":"x","arguments":{"b":1,"a":2}}',
             '{"name":"y","arguments":{}}',

@@ -91,6 +91,8 @@ IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
     (attached("kept_ids", b"", "int32", counts=ints(-1)), "counts for 4294967295 values"),
     (attached("routed_experts", b"\0\1\2", "uint8", shape=[2, 1]), "have 3 bytes, no whole"),
     (attached("routed_experts", floats(1), shape=[1, 1]), "are uint8 or uint16, got float32"),
+    (attached("hidden_states", floats(math.nan), shape=[1]), "turn 0 hold NaN or infinity"),
+    (attached("teacher_logprobs", floats(-1)), "are added by the orchestrator, and engines report"),
     (prefill(KvSpan(0, 0, 3), turn=7), "a prefill of turn 7, which has no token in it"),
     (prefill(KvSpan(0, 1, 3)), "turn 0 can't have been prefilled"),
     (prefill(KvSpan(0, 0, 2), KvSpan(0, 3, 4)), "turn 0 can't have been prefilled"),

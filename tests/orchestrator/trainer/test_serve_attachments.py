@@ -183,6 +183,77 @@ async def test_log_probs_over_a_batchs_kept_tokens_are_the_engines(tmp_path: Pat
         shutil.rmtree(copy)
 
 
+async def test_a_batch_has_top_tokens_hidden_states_and_a_teachers_log_probs(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "qwen3")
+    teacher_model = make_model_directory(tmp_path / "teacher", "qwen3", seed=5)
+    module, teacher_module = load(model), load(teacher_model)
+    head = module.get_output_embeddings().weight.detach().clone()
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([10 + task, 11, 12])
+        await episode.generate(max_tokens=60, stop_token_ids=[], top_logprobs=3, hidden_states=True)
+        branch = episode.branch([20, 21], "another try")
+        await branch.generate(max_tokens=4, stop_token_ids=[])
+        await episode.attach_teacher(teacher, top_logprobs=2)
+        return float(task % 2)
+
+    run = tmp_path / "run"
+    mixed = 0
+    async with (
+        tidegate.score_server(model=teacher_model) as teacher,
+        tidegate.serve(model=model, **SMALL, pause_mode="abort", run_directory=run) as rollouts,
+    ):
+        async for batch in rollouts.batches(range(12), episode=solve):
+            versions = batch.weight_versions.masked_fill(~batch.loss_mask, 99)
+            mixed += int((versions.amin(1) < batch.weight_versions.amax(1)).sum())
+            check_scores(batch, teacher_module, head)
+            await rollouts.publish(perturbed(module, 0.0) | {"model.norm.weight": norm(module)})
+    assert mixed  # turns that continued after an abort, perhaps on the other engine
+    recorded = [turn for row in read_trajectories(run) for turn in row.turns if turn.length == 60]
+    assert recorded
+    for turn in recorded:
+        assert turn.teacher_logprobs is not None
+        assert turn.teacher_top_ids is not None
+        assert turn.top_ids is not None
+        assert turn.hidden_states is not None
+        counts = len(turn.teacher_logprobs), len(turn.teacher_top_ids), len(turn.top_ids)
+        assert counts == (60, 120, 180)
+        assert len(turn.hidden_states) == 60 * 4 * head.shape[1]
+
+
+def norm(module: Any) -> torch.Tensor:
+    """Return a changed last norm, so that versions differ and the head stays."""
+    module.model.norm.weight.data *= 1.2
+    return module.model.norm.weight.data.clone()
+
+
+def check_scores(batch: tidegate.Batch, teacher: Any, head: torch.Tensor) -> None:
+    """Compare a batch's columns with the teacher's forward pass, and with the head's product."""
+    with torch.no_grad():
+        logits = teacher(batch.token_ids, attention_mask=batch.attention_mask).logits
+    logprobs = logits[:, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, batch.token_ids[:, 1:, None])[..., 0]
+    mask = batch.loss_mask[:, 1:]
+    assert batch.teacher_logprobs is not None
+    assert batch.teacher_top_logprobs is not None
+    assert batch.top_logprobs is not None
+    assert batch.hidden_states is not None
+    torch.testing.assert_close(
+        batch.teacher_logprobs[:, 1:][mask], expected[mask], atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(
+        batch.teacher_top_logprobs[:, 1:][mask], logprobs.topk(2).values[mask], atol=1e-4, rtol=0
+    )
+    asked = batch.top_logprobs.isfinite().all(-1)
+    assert asked.sum(1).max() == 60
+    own = (batch.hidden_states[asked] @ head.T).log_softmax(-1)
+    torch.testing.assert_close(own.topk(3).values, batch.top_logprobs[asked], atol=1e-4, rtol=0)
+    sampled = own.gather(-1, batch.token_ids[asked][:, None])[:, 0]
+    torch.testing.assert_close(sampled, batch.logprobs[asked], atol=1e-4, rtol=0)
+
+
 def falsify_a_set(change: Callable[[list[int]], list[int]], row: dict[str, Any]) -> None:
     """Change the kept set of the first token whose set has several tokens."""
     for turn in row["turns"]:
