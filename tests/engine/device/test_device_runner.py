@@ -157,7 +157,7 @@ def test_every_sampling_option_draws_and_tells_what_an_engine_on_a_cpu_does(mode
         for reported in (output, expected)
     ]
     assert len(states[0]) == SMALL["hidden_size"]
-    np.testing.assert_allclose(*states, atol=TOLERANCE_NATS, rtol=TOLERANCE_NATS)
+    np.testing.assert_allclose(states[0], states[1], atol=TOLERANCE_NATS, rtol=TOLERANCE_NATS)
 
 
 def test_scores_beside_a_decoding_turn_are_those_of_an_engine_on_a_cpu(model: Path) -> None:

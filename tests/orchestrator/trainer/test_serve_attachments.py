@@ -225,8 +225,9 @@ async def test_a_batch_has_top_tokens_hidden_states_and_a_teachers_log_probs(
 
 def norm(module: Any) -> torch.Tensor:
     """Return a changed last norm, so that versions differ and the head stays."""
-    module.model.norm.weight.data *= 1.2
-    return module.model.norm.weight.data.clone()
+    weight: torch.Tensor = module.model.norm.weight.data
+    weight *= 1.2
+    return weight.clone()
 
 
 def check_scores(batch: tidegate.Batch, teacher: Any, head: torch.Tensor) -> None:
