@@ -112,8 +112,11 @@ inline void score(const float* query, const float* keys, int64_t count, float* s
 // The scores of one query head over a context, and their softmax weights, unnormalised.
 inline float softmax_shares(float* scores, int64_t n, float scale, float soft_cap) {
     if (soft_cap > 0.0f)
-        for (int64_t i = 0; i < n; i++)
-            scores[i] = soft_cap * std::tanh(scores[i] * scale / soft_cap) / scale;
+        for (int64_t i = 0; i < n; i++) {
+            const float x = scores[i] * scale / soft_cap;
+            const float e = exp_of_negative(-2.0f * std::fabs(x));
+            scores[i] = std::copysign(soft_cap * (1.0f - e) / (1.0f + e), x) / scale;  // tanh
+        }
     float peaks[8], lanes[8] = {};
     std::fill(peaks, peaks + 8, scores[0]);
     int64_t i = 0;
@@ -259,11 +262,22 @@ void attend_last(const T* query, const T* cache, const int64_t* tables, const in
     switch (head_dim) {  // HEAD_DIMS in native.py: as constants, so that a head stays in registers
         WITH_HEADS_OF(8);
         WITH_HEADS_OF(16);
+        WITH_HEADS_OF(24);
         WITH_HEADS_OF(32);
+        WITH_HEADS_OF(40);
+        WITH_HEADS_OF(48);
+        WITH_HEADS_OF(56);
         WITH_HEADS_OF(64);
+        WITH_HEADS_OF(72);
         WITH_HEADS_OF(80);
+        WITH_HEADS_OF(88);
         WITH_HEADS_OF(96);
+        WITH_HEADS_OF(104);
+        WITH_HEADS_OF(112);
+        WITH_HEADS_OF(120);
         WITH_HEADS_OF(128);
+        WITH_HEADS_OF(160);
+        WITH_HEADS_OF(192);
         WITH_HEADS_OF(256);
     }
 #undef WITH_HEADS_OF

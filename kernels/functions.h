@@ -12,15 +12,16 @@
     extern "C" int64_t NAME##_bfloat16 ARGUMENTS;
 
 DECLARE_FOR_BOTH(tg_norm, (const void* x, const void* weight, void* out, int64_t rows, int64_t n,
-                           float epsilon))
+                           float epsilon, int64_t adds_one))
 
-DECLARE_FOR_BOTH(tg_gate, (const void* gate_up, void* out, int64_t rows, int64_t inner))
+DECLARE_FOR_BOTH(tg_gate, (const void* gate_up, void* out, int64_t rows, int64_t inner,
+                           int64_t activation))
 
 DECLARE_FOR_BOTH(tg_rotate_and_write,
                  (const void* qkv, const void* qk_norm, const void* table,
                   const int64_t* positions, const int64_t* blocks, const int64_t* offsets,
                   void* query, void* cache, int64_t tokens, int64_t heads, int64_t kv_heads,
-                  int64_t head_dim, int64_t block_tokens, float epsilon))
+                  int64_t head_dim, int64_t block_tokens, float epsilon, int64_t norm_adds_one))
 
 DECLARE_FOR_BOTH(tg_attend_last,
                  (const void* query, const void* cache, const int64_t* tables,

@@ -23,14 +23,14 @@ struct Product {
 };
 
 struct Layer {
-    const void *input_norm, *qk_norm, *mlp_norm, *rotations;
+    const void *input_norm, *qk_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm, *rotations;
     void* cache;
     Product qkv, output, gate_up, down;
     int64_t window;
 };
 
 struct Sizes {
-    int64_t layers, hidden, heads, kv_heads, head_dim, block_tokens, inner;
+    int64_t layers, hidden, heads, kv_heads, head_dim, block_tokens, inner, activation, norm_adds_one;
     float epsilon, scale, soft_cap;
 };
 
@@ -94,7 +94,8 @@ template <typename T> class Room {
         const int64_t heads_size = sizes.heads * sizes.head_dim;
         const int64_t qkv_size = heads_size + 2 * sizes.kv_heads * sizes.head_dim;
         const int64_t narrow_size = lines(std::max(sizes.hidden, heads_size) * tokens);
-        const int64_t wide_size = lines(std::max(qkv_size, 2 * sizes.inner) * tokens);
+        const int64_t wide_size =
+            lines(std::max({qkv_size, 2 * sizes.inner, sizes.hidden}) * tokens);
         const int64_t inner_size = lines(std::max(heads_size, sizes.inner) * tokens);
         held.reset(new Line[narrow_size + wide_size + inner_size]);
         narrow = (T*)held.get();
@@ -119,24 +120,32 @@ template <typename T>
 void add_layer(const Layer& layer, const Sizes& sizes, const Step& step, const Places& places,
                const Room<T>& room, T* hidden) {
     using F = Functions<T>;
-    const auto norm = [&](const void* weight) {
-        must(F::norm(hidden, weight, room.narrow, step.tokens, sizes.hidden, sizes.epsilon));
+    const auto norm = [&](const T* x, const void* weight) {
+        must(F::norm(x, weight, room.narrow, step.tokens, sizes.hidden, sizes.epsilon,
+                     sizes.norm_adds_one));
     };
-    norm(layer.input_norm);
+    const auto add_product = [&](const T* x, const Product& by, const void* post_norm) {
+        if (!post_norm) return multiply(x, by, hidden, true, step);
+        multiply(x, by, room.wide, false, step);
+        norm(room.wide, post_norm);
+        for (int64_t i = 0; i < step.tokens * sizes.hidden; i++)
+            narrow(widen(hidden[i]) + widen(room.narrow[i]), &hidden[i]);
+    };
+    norm(hidden, layer.input_norm);
     multiply(room.narrow, layer.qkv, room.wide, false, step);
     must(F::rotate_and_write(room.wide, layer.qk_norm, layer.rotations, step.positions,
                              places.blocks.data(), places.offsets.data(), room.inner, layer.cache,
                              step.tokens, sizes.heads, sizes.kv_heads, sizes.head_dim,
-                             sizes.block_tokens, sizes.epsilon));
+                             sizes.block_tokens, sizes.epsilon, sizes.norm_adds_one));
     must(F::attend_last(room.inner, layer.cache, step.tables, places.lengths.data(), room.narrow,
                         step.tokens, sizes.heads, sizes.kv_heads, sizes.head_dim,
                         sizes.block_tokens, step.row_blocks, sizes.scale, layer.window,
                         sizes.soft_cap));
-    multiply(room.narrow, layer.output, hidden, true, step);
-    norm(layer.mlp_norm);
+    add_product(room.narrow, layer.output, layer.attention_post_norm);
+    norm(hidden, layer.mlp_norm);
     multiply(room.narrow, layer.gate_up, room.wide, false, step);
-    must(F::gate(room.wide, room.inner, step.tokens, sizes.inner));
-    multiply(room.inner, layer.down, hidden, true, step);
+    must(F::gate(room.wide, room.inner, step.tokens, sizes.inner, sizes.activation));
+    add_product(room.inner, layer.down, layer.mlp_post_norm);
 }
 
 template <typename T>

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tidegate.kernels.compiled import FLOAT, INT, POINTER, function, library
+from tidegate.kernels.native import ACTIVATIONS
 from tidegate.kernels.weight_matrix import Matrix
 
 
@@ -46,12 +47,16 @@ class DenseLayer:
     """Number of positions that a token attends to, itself included; None: all."""
     output: Projection
     """Output projection of attention, [H, A * D]."""
+    attention_post_norm: torch.Tensor | None
+    """Gain of the norm of attention's output, [H]; None for no norm."""
     mlp_norm: torch.Tensor
     """Gain of the norm before the MLP, [H]."""
     gate_up: Projection
     """Gate and up projections, stacked, [2I, H]."""
     down: Projection
     """Down projection of the MLP, [H, I]."""
+    mlp_post_norm: torch.Tensor | None
+    """Gain of the norm of the MLP's output, [H]; None for no norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,11 @@ class SharedLayerParams:
 
     num_heads: int
     """Number of query heads, A."""
+    activation: str
+    """One of ``native.ACTIVATIONS``."""
     norm_epsilon: float
+    norm_adds_one: bool
+    """Whether norms multiply by 1 + gain."""
     attention_scale: float
     """Factor of the products of queries and keys."""
     attention_soft_cap: float | None
@@ -80,7 +89,9 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         ("input_norm", POINTER),
         ("qk_norm", POINTER),
+        ("attention_post_norm", POINTER),
         ("mlp_norm", POINTER),
+        ("mlp_post_norm", POINTER),
         ("rotations", POINTER),
         ("cache", POINTER),
         ("qkv", _Product),
@@ -100,6 +111,8 @@ class _Sizes(ctypes.Structure):
         ("head_dim", INT),
         ("block_tokens", INT),
         ("inner", INT),
+        ("activation", INT),
+        ("norm_adds_one", INT),
         ("epsilon", FLOAT),
         ("scale", FLOAT),
         ("soft_cap", FLOAT),
@@ -126,6 +139,8 @@ class Layers:
             head_dim,
             block_tokens,
             first.down.matrix.shape[1],
+            ACTIVATIONS.index(params.activation),
+            params.norm_adds_one,
             params.norm_epsilon,
             params.attention_scale,
             params.attention_soft_cap or 0.0,
@@ -168,7 +183,9 @@ def _layer(layer: DenseLayer) -> _Layer:
     return _Layer(
         input_norm=layer.input_norm.data_ptr(),
         qk_norm=_at(layer.qk_norm),
+        attention_post_norm=_at(layer.attention_post_norm),
         mlp_norm=layer.mlp_norm.data_ptr(),
+        mlp_post_norm=_at(layer.mlp_post_norm),
         rotations=layer.rotations.data_ptr(),
         cache=layer.cache.data_ptr(),
         qkv=_product(layer.qkv),

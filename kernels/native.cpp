@@ -32,29 +32,74 @@ template <typename T> float mean_square(const T* x, int64_t n) {
     return sum / float(n);
 }
 
+// A gain of 1 + weight is multiplied in float32 and rounded once, as in norm.py.
 template <typename T>
-void norm_row(const T* x, const T* weight, T* out, int64_t n, float epsilon) {
+void norm_row(const T* x, const T* weight, T* out, int64_t n, float epsilon, bool adds_one) {
     const float scale = 1.0f / std::sqrt(mean_square(x, n) + epsilon);
-    for (int64_t i = 0; i < n; i++)
-        narrow(rounded<T>(widen(x[i]) * scale) * widen(weight[i]), &out[i]);
+    if (adds_one)
+        for (int64_t i = 0; i < n; i++)
+            narrow(widen(x[i]) * scale * (1.0f + widen(weight[i])), &out[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            narrow(rounded<T>(widen(x[i]) * scale) * widen(weight[i]), &out[i]);
 }
 
 template <typename T>
-void norm(const T* x, const T* weight, T* out, int64_t rows, int64_t n, float epsilon) {
+void norm(const T* x, const T* weight, T* out, int64_t rows, int64_t n, float epsilon,
+          bool adds_one) {
     for (int64_t row = 0; row < rows; row++)
-        norm_row(x + row * n, weight, out + row * n, n, epsilon);
+        norm_row(x + row * n, weight, out + row * n, n, epsilon, adds_one);
 }
 
-template <typename T> void gate(const T* gate_up, T* out, int64_t rows, int64_t inner) {
+inline float sigmoid(float x) {
+    const float e = exp_of_negative(-std::fabs(x));
+    return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
+}
+
+inline float silu(float x) { return x * sigmoid(x); }
+
+// (1 + tanh(u)) / 2 is sigmoid(2u).
+inline float gelu_tanh(float x) {
+    constexpr float TWO_ROOT_2_OVER_PI = 1.59576912f;
+    return x * sigmoid(TWO_ROOT_2_OVER_PI * std::fma(0.044715f * x * x, x, x));
+}
+
+// x times the normal distribution function. erfc is Chebyshev's fit in Numerical Recipes, section
+// 6.2 (erfcc), to 1.2e-7 of its value.
+inline float gelu(float x) {
+    const float z = std::fabs(x) * 0.707106781f;
+    const float t = 1.0f / std::fma(0.5f, z, 1.0f);
+    float p = 0.17087277f;
+    p = std::fma(p, t, -0.82215223f);
+    p = std::fma(p, t, 1.48851587f);
+    p = std::fma(p, t, -1.13520398f);
+    p = std::fma(p, t, 0.27886807f);
+    p = std::fma(p, t, -0.18628806f);
+    p = std::fma(p, t, 0.09678418f);
+    p = std::fma(p, t, 0.37409196f);
+    p = std::fma(p, t, 1.00002368f);
+    p = std::fma(p, t, -1.26551223f);
+    const float tail = 0.5f * t * exp_of_negative(std::fma(-z, z, p));
+    return x * (x >= 0.0f ? 1.0f - tail : tail);
+}
+
+template <typename T, typename Activate>
+void gate_by(const T* gate_up, T* out, int64_t rows, int64_t inner, Activate activate) {
     for (int64_t row = 0; row < rows; row++) {
         const T* g = gate_up + row * 2 * inner;
         const T* up = g + inner;
-        for (int64_t i = 0; i < inner; i++) {
-            const float x = widen(g[i]);
-            const float e = exp_of_negative(-std::fabs(x));
-            const float sigmoid = (x >= 0.0f ? 1.0f : e) / (1.0f + e);
-            narrow(rounded<T>(x * sigmoid) * widen(up[i]), &out[row * inner + i]);
-        }
+        for (int64_t i = 0; i < inner; i++)
+            narrow(rounded<T>(activate(widen(g[i]))) * widen(up[i]), &out[row * inner + i]);
+    }
+}
+
+// ``activation``: an index of ACTIVATIONS in native.py.
+template <typename T>
+void gate(const T* gate_up, T* out, int64_t rows, int64_t inner, int64_t activation) {
+    switch (activation) {
+        case 0: return gate_by(gate_up, out, rows, inner, silu);
+        case 1: return gate_by(gate_up, out, rows, inner, gelu);
+        case 2: return gate_by(gate_up, out, rows, inner, gelu_tanh);
     }
 }
 
@@ -76,7 +121,7 @@ template <typename T>
 void rotate_and_write(const T* qkv, const T* qk_norm, const T* table, const int64_t* positions,
                       const int64_t* blocks, const int64_t* offsets, T* query, T* cache,
                       int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                      int64_t block_tokens, float epsilon) {
+                      int64_t block_tokens, float epsilon, bool norm_adds_one) {
     std::vector<T> normed(head_dim);
     for (int64_t t = 0; t < tokens; t++) {
         const T* cosines = table + positions[t] * 2 * head_dim;
@@ -85,7 +130,8 @@ void rotate_and_write(const T* qkv, const T* qk_norm, const T* table, const int6
         for (int64_t h = 0; h < heads + kv_heads; h++) {
             const T* x = row + h * head_dim;
             if (qk_norm) {
-                norm_row(x, qk_norm + h * head_dim, normed.data(), head_dim, epsilon);
+                norm_row(x, qk_norm + h * head_dim, normed.data(), head_dim, epsilon,
+                         norm_adds_one);
                 x = normed.data();
             }
             T* key = block + ((h - heads) * block_tokens + offsets[t]) * head_dim;
@@ -165,19 +211,22 @@ void draw_row(const float* logits, int64_t vocab, float temperature, double unif
 }  // namespace
 
 FOR_BOTH(tg_norm,
-         (const void* x, const void* weight, void* out, int64_t rows, int64_t n, float epsilon),
-         norm((const T*)x, (const T*)weight, (T*)out, rows, n, epsilon))
+         (const void* x, const void* weight, void* out, int64_t rows, int64_t n, float epsilon,
+          int64_t adds_one),
+         norm((const T*)x, (const T*)weight, (T*)out, rows, n, epsilon, adds_one != 0))
 
-FOR_BOTH(tg_gate, (const void* gate_up, void* out, int64_t rows, int64_t inner),
-         gate((const T*)gate_up, (T*)out, rows, inner))
+FOR_BOTH(tg_gate,
+         (const void* gate_up, void* out, int64_t rows, int64_t inner, int64_t activation),
+         gate((const T*)gate_up, (T*)out, rows, inner, activation))
 
 FOR_BOTH(tg_rotate_and_write,
          (const void* qkv, const void* qk_norm, const void* table, const int64_t* positions,
           const int64_t* blocks, const int64_t* offsets, void* query, void* cache, int64_t tokens,
-          int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, float epsilon),
+          int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, float epsilon,
+          int64_t norm_adds_one),
          rotate_and_write((const T*)qkv, (const T*)qk_norm, (const T*)table, positions, blocks,
                           offsets, (T*)query, (T*)cache, tokens, heads, kv_heads, head_dim,
-                          block_tokens, epsilon))
+                          block_tokens, epsilon, norm_adds_one != 0))
 
 extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const uint64_t* seeds,
                            const uint64_t* indices, int32_t* ids, float* logprobs, int64_t rows,

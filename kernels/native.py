@@ -21,13 +21,16 @@ from tidegate.kernels.compiled import DTYPES, FLOAT, INT, POINTER, function, lib
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
 
-HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+"""Activation functions of :meth:`Native.gate`, by transformers' names."""
+
+HEAD_DIMS = (*range(8, 129, 8), 160, 192, 256)
 """Head dims that :meth:`Native.attend_last` is compiled for."""
 
 ARGUMENTS: dict[str, list[Any]] = {
-    "tg_norm": [POINTER] * 3 + [INT] * 2 + [FLOAT],
-    "tg_gate": [POINTER] * 2 + [INT] * 2,
-    "tg_rotate_and_write": [POINTER] * 8 + [INT] * 5 + [FLOAT],
+    "tg_norm": [POINTER] * 3 + [INT] * 2 + [FLOAT, INT],
+    "tg_gate": [POINTER] * 2 + [INT] * 3,
+    "tg_rotate_and_write": [POINTER] * 8 + [INT] * 5 + [FLOAT, INT],
     "tg_attend_last": [POINTER] * 5 + [INT] * 6 + [FLOAT, INT, FLOAT],
 }
 
@@ -59,15 +62,26 @@ class LastTokens:
 
 
 class Native:
-    """The compiled functions, for CPU tensors of one dtype.
+    """The compiled functions, for CPU tensors of one dtype and models of one kind.
 
     Tensors are contiguous unless their docstring says otherwise.
     """
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        dtype: torch.dtype,
+        activation: str = "silu",
+        *,
+        norm_adds_one: bool = False,
+    ) -> None:
+        """``norm_adds_one``: all norms multiply by 1 + weight, as Gemma's do."""
+
         def bind(name: str) -> Callable[..., int]:
             return function(library, name, ARGUMENTS[name], dtype)
 
+        self._activation = ACTIVATIONS.index(activation)
+        self._norm_adds_one = norm_adds_one
         self._norm = bind("tg_norm")
         self._gate = bind("tg_gate")
         self._rotate_and_write = bind("tg_rotate_and_write")
@@ -75,17 +89,19 @@ class Native:
         self._draw = function(library, "tg_draw", [POINTER] * 6 + [INT] * 2)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Compute :func:`tidegate.kernels.norm.rms_norm` of ``x`` [T, H] with ``weight`` [H]."""
+        """Compute :func:`~tidegate.kernels.norm.rms_norm` or ``rms_norm_plus_one`` of ``x`` [T, H]
+        with ``weight`` [H]."""
         out = torch.empty_like(x)
         rows, size = x.shape
-        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, epsilon)
+        at = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        self._norm(*at, rows, size, epsilon, self._norm_adds_one)
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return ``silu(gate) * up`` [T, I] of the halves of ``gate_up`` [T, 2I]."""
+        """Return ``activation(gate) * up`` [T, I] of the halves of ``gate_up`` [T, 2I]."""
         rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, inner))
-        self._gate(gate_up.data_ptr(), out.data_ptr(), rows, inner)
+        self._gate(gate_up.data_ptr(), out.data_ptr(), rows, inner, self._activation)
         return out
 
     def rotate_and_write(
@@ -129,6 +145,7 @@ class Native:
             head_dim,
             block_tokens,
             epsilon,
+            self._norm_adds_one,
         )
         return query
 
@@ -204,10 +221,14 @@ class Native:
         return ids, logprobs
 
 
-def native(dtype: torch.dtype) -> Native | None:
-    """Return the compiled functions for ``dtype``.
+def native(
+    dtype: torch.dtype, activation: str = "silu", *, norm_adds_one: bool = False
+) -> Native | None:
+    """Return the compiled functions for ``dtype``, and models with these options.
 
     None if they cannot be compiled, or ``dtype`` is neither float32 nor bfloat16.
     """
     functions = library()
-    return None if functions is None or dtype not in DTYPES else Native(functions, dtype)
+    if functions is None or dtype not in DTYPES:
+        return None
+    return Native(functions, dtype, activation, norm_adds_one=norm_adds_one)

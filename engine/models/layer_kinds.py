@@ -36,15 +36,16 @@ def dense_layers(
 ) -> Layers | None:
     """Return all layers as one compiled call; None if compiled code cannot run the whole model.
 
-    It cannot run experts, norms of block outputs, tensor-parallel ranks, or matrices whose products
-    torch computes.
+    It cannot run experts, tensor-parallel ranks, or matrices whose products torch computes.
     """
     if weights.group is not None or not all(map(_is_dense, weights.layers)):
         return None
     config = weights.config
     params = SharedLayerParams(
         num_heads=config.num_heads,
+        activation=config.activation,
         norm_epsilon=config.norm_epsilon,
+        norm_adds_one=config.norm_adds_one,
         attention_scale=config.attention_scale or config.head_dim**-0.5,
         attention_soft_cap=config.attention_soft_cap,
     )
@@ -57,12 +58,7 @@ def dense_layers(
 
 def _is_dense(layer: LayerWeights) -> bool:
     matrices = layer.qkv, layer.output, *layer.gate_up, *layer.down
-    return (
-        layer.router is None
-        and layer.attention_post_norm is None
-        and layer.mlp_post_norm is None
-        and all(matrix.panels is not None for matrix in matrices)
-    )
+    return layer.router is None and all(matrix.panels is not None for matrix in matrices)
 
 
 def _dense(
@@ -76,7 +72,9 @@ def _dense(
         cache=cache,
         window_tokens=window_tokens,
         output=Projection(layer.output, layer.output_bias),
+        attention_post_norm=layer.attention_post_norm,
         mlp_norm=layer.mlp_norm,
         gate_up=Projection(layer.gate_up[0], layer.gate_up_bias),
         down=Projection(layer.down[0], layer.down_bias),
+        mlp_post_norm=layer.mlp_post_norm,
     )

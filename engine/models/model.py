@@ -9,6 +9,7 @@ heads, D head_dim, I intermediate size, B blocks of a context, P positions, V vo
 layers, k experts per token.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from tidegate.kernels.weight_matrix import Matrix
 
 if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
     from tidegate.engine.models.rank_group import RankGroup
+
+log = logging.getLogger("tidegate")
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -113,10 +116,17 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
 def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
     """Return compiled code for a model if it supports the model and the machine; else None.
 
-    Soft caps, windows, experts and post-norms are supported, because torch computes those parts.
+    Experts and the soft cap of the logits are supported, because torch computes those parts.
     """
-    plain = config.activation == "silu" and not config.norm_adds_one
-    return native(dtype) if plain and config.head_dim in HEAD_DIMS else None
+    if config.head_dim not in HEAD_DIMS:
+        log.warning(
+            "compiled code=none: attention is compiled for heads of %s, this model's have %d; "
+            "torch's operators are used, which are slower",
+            ", ".join(map(str, HEAD_DIMS)),
+            config.head_dim,
+        )
+        return None
+    return native(dtype, config.activation, norm_adds_one=config.norm_adds_one)
 
 
 def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
@@ -150,6 +160,7 @@ def _add_layers(
             layer.attention_post_norm,
             config,
             low_rank,
+            plan.native,
             group,
         )
         normed = _norm(hidden, layer.mlp_norm, config, plan.native)
@@ -172,6 +183,7 @@ def _add_layers(
             layer.mlp_post_norm,
             config,
             low_rank,
+            plan.native,
             group,
         )
 
@@ -215,7 +227,7 @@ def _rotate_and_write(
     heads, rotated_heads = config.num_heads, config.num_heads + config.num_kv_heads
     rotated = qkv[:, :rotated_heads]
     if layer.qk_norm is not None:
-        rotated = _norm(rotated, layer.qk_norm, config)
+        rotated = _norm(rotated, layer.qk_norm, config, None)
     rotated = apply_rope(rotated, attention.rotations[:, :1], attention.rotations[:, 1:])
     keys_values = torch.cat([rotated[:, heads:], qkv[:, rotated_heads:]], dim=1)
     write_kv(cache, plan.write_index, keys_values)
@@ -276,7 +288,7 @@ def _experts(
 
 
 def _norm(
-    x: torch.Tensor, weight: torch.Tensor, config: ModelConfig, compiled: Native | None = None
+    x: torch.Tensor, weight: torch.Tensor, config: ModelConfig, compiled: Native | None
 ) -> torch.Tensor:
     if compiled is not None:
         return compiled.norm(x, weight, config.norm_epsilon)
@@ -304,7 +316,8 @@ def _add(
     post_norm: torch.Tensor | None,
     config: ModelConfig,
     add_adapters: Callable[[torch.Tensor], None],
-    group: "RankGroup | None" = None,
+    compiled: Native | None,
+    group: "RankGroup | None",
 ) -> None:
     """Add a block's last projection, with its LoRA adapters, to the residual stream in place."""
     if group is not None:
@@ -313,7 +326,7 @@ def _add(
         projected = _summed(projected, group)
         if bias is not None:
             projected += bias
-        total += projected if post_norm is None else _norm(projected, post_norm, config)
+        total += projected if post_norm is None else _norm(projected, post_norm, config, compiled)
         return
     if post_norm is None:
         matrix.add_linear_(total, x, bias)
@@ -321,7 +334,7 @@ def _add(
         return
     projected = matrix.linear(x, bias)
     add_adapters(projected)
-    total += _norm(projected, post_norm, config)
+    total += _norm(projected, post_norm, config, compiled)
 
 
 def _summed(x: torch.Tensor, group: "RankGroup") -> torch.Tensor:

@@ -3,6 +3,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from tidegate.kernels.compiled import COMPILER
-from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, SlotMapping, native
-from tidegate.kernels.norm import rms_norm
+from tidegate.kernels.native import (
+    ACTIVATIONS,
+    HEAD_DIMS,
+    LastTokens,
+    Native,
+    SlotMapping,
+    native,
+)
+from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
 from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.sampling import sample
 from tidegate.kernels.uniforms import GOLDEN_GAMMA, uniforms
@@ -29,6 +38,15 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 EPSILON = 1e-6
 
+Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""torch's functions of the activations, by transformers' names."""
+
 SEEN = [(None, None), (3, None), (20, None), (None, 2.0)]
 """Windows and soft caps."""
 
@@ -38,8 +56,10 @@ def same_numbers_each_time() -> None:
     torch.manual_seed(0)
 
 
-def compiled(dtype: torch.dtype) -> Native:
-    found = native(dtype)
+def compiled(
+    dtype: torch.dtype, activation: str = "silu", *, norm_adds_one: bool = False
+) -> Native:
+    found = native(dtype, activation, norm_adds_one=norm_adds_one)
     assert found is not None
     return found
 
@@ -51,33 +71,49 @@ def tolerance(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 8, 65, 512])
-def test_a_norm_is_torchs(dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("norm", [rms_norm, rms_norm_plus_one])
+def test_a_norm_is_torchs(dtype: torch.dtype, size: int, norm: Norm) -> None:
     x, weight = torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
-    actual, reference = compiled(dtype).norm(x, weight, EPSILON), rms_norm(x, weight, EPSILON)
+    functions = compiled(dtype, norm_adds_one=norm is rms_norm_plus_one)
+    actual, reference = functions.norm(x, weight, EPSILON), norm(x, weight, EPSILON)
     torch.testing.assert_close(actual, reference, atol=tolerance(dtype), rtol=tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [1, 9, 192])
-def test_a_gate_is_torchs_however_large_its_numbers(dtype: torch.dtype, inner: int) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gate_is_torchs_however_large_its_numbers(
+    dtype: torch.dtype, inner: int, activation: str
+) -> None:
     gate_up = (torch.randn(6, 2 * inner) * torch.tensor([1e-3, 1, 10, 80, 200, 1e4])[:, None]).to(
         dtype
     )
     gate, up = gate_up.chunk(2, -1)
-    torch.testing.assert_close(
-        compiled(dtype).gate(gate_up), F.silu(gate) * up, atol=1e-6, rtol=4 * tolerance(dtype)
+    actual = compiled(dtype, activation).gate(gate_up)
+    reference = TORCH[activation](gate.double()).to(dtype) * up
+    torch.testing.assert_close(actual, reference, atol=1e-6, rtol=4 * tolerance(dtype))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gate_is_accurate_to_float32_over_its_whole_range(activation: str) -> None:
+    gate = torch.cat([torch.linspace(-12, 12, 100_001), torch.logspace(-30, 0, 1000)])
+    actual = compiled(torch.float32, activation).gate(
+        torch.stack([gate, torch.ones_like(gate)]).T.contiguous()
     )
+    exact = TORCH[activation](gate.double())
+    error = (actual.squeeze(1).double() - exact).abs()
+    assert (error / gate.abs().clamp(min=1e-30)).max() < 3e-7  # of a float32's 6e-8 for 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (6, 1, 64)])
-@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("norm", [rms_norm, rms_norm_plus_one, None])
 def test_queries_are_turned_and_keys_and_values_stand_where_they_belong(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, has_norm: bool
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, norm: Norm | None
 ) -> None:
     tokens, block_tokens = 7, 4
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
-    weight = torch.randn(heads + kv_heads, head_dim).to(dtype) if has_norm else None
+    weight = torch.randn(heads + kv_heads, head_dim).to(dtype) if norm else None
     table = rope_table(1.0 / 1e4 ** torch.linspace(0, 1, head_dim // 2), 40, dtype)
     positions = torch.tensor([0, 39, 3, 4, 5, 17, 1])
     places = torch.randperm(6 * block_tokens)[:tokens]
@@ -85,12 +121,12 @@ def test_queries_are_turned_and_keys_and_values_stand_where_they_belong(
     cache = torch.full((6, 2, kv_heads, block_tokens, head_dim), 7.0, dtype=dtype)
     untouched = cache.clone()
 
-    query = compiled(dtype).rotate_and_write(
+    query = compiled(dtype, norm_adds_one=norm is rms_norm_plus_one).rotate_and_write(
         qkv, weight, table, SlotMapping(positions, blocks, offsets), cache, EPSILON
     )
 
     turned = qkv[:, : heads + kv_heads]
-    turned = turned if weight is None else rms_norm(turned, weight, EPSILON)
+    turned = norm(turned, weight, EPSILON) if norm and weight is not None else turned
     turned = apply_rope(turned, table[positions, :1], table[positions, 1:])
 
     def assert_close(actual: torch.Tensor, reference: torch.Tensor) -> None:

@@ -58,6 +58,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         ("qwen3", BFLOAT16, True),
         ("qwen2", FLOAT32, True),
         ("mistral", BFLOAT16, False),
+        ("gemma3_text", FLOAT32, False),
         ("qwen3_moe", FLOAT32, False),
         ("qwen3_moe", BFLOAT16, False),
     ],
@@ -120,9 +121,9 @@ def test_turns_with_options_get_the_same_bits_too(tmp_path: Path) -> None:
 
 
 def test_models_whose_bits_depend_on_the_batch_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    gemma = make_model_directory(tmp_path / "gemma", "gemma2")
-    with pytest.raises(ConfigError, match=r"no compiled code for Gemma2ForCausalLM.*leave"):
-        open_model(gemma, "auto", is_deterministic=True)
+    odd = make_model_directory(tmp_path / "odd", "qwen3", head_dim=20)
+    with pytest.raises(ConfigError, match=r"no compiled code for Qwen3ForCausalLM.*head_dim=20"):
+        open_model(odd, "auto", is_deterministic=True)
     other = make_model_directory(tmp_path / "other", "gpt_neox", num_key_value_heads=4)
     with pytest.raises(
         ConfigError, match="results of transformers depend on the chunking of a context"

@@ -27,6 +27,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "all-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "one-window": ("mistral", {"sliding_window": 3}),
     "two-kinds-of-layers": ("qwen2", HALF_SLIDES),
+    "norms-after-blocks": ("gemma2", {"sliding_window": 5}),
+    "norms-of-one-more-than-the-gain": ("gemma3_text", {}),
     "an-odd-inner-size": ("llama", {"intermediate_size": 97, "head_dim": 8}),
 }
 
