@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: test-slime test-prime-rl help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device simulate lint format bench page docs site clean
+.PHONY: test-slime test-prime-rl help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device wheelhouse bench-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -43,6 +43,8 @@ help:
 	@echo "make test-trackers     figures in TensorBoard, MLflow and W&B, offline (150 MB, 1 min)"
 	@echo "make screenshots       docs/pictures/dashboard*.png, of each state of the dashboard (100 MB, 5 min)"
 	@echo "make test-device       engines on a GPU if there is one; kernels compiled for an H100 (3 min)"
+	@echo "make bench-device      kernels and engines on a GPU, within 30 minutes, row by row: ARGS=..."
+	@echo "make wheelhouse        wheels for a GPU without a network: PYTHON_VERSION=3.12 (22 MB, 1 min)"
 	@echo "make test-namespaces   network namespaces, one cut off and brought back; needs root (2 min)"
 
 venv: $(READY)
@@ -113,9 +115,37 @@ test: lint
 test-environments: venv .venv-environments/.ready
 	TIDEGATE_ENVIRONMENTS_PYTHON=.venv-environments/bin/python $(BIN)/python -m pytest tests/environments
 
-# On a machine with CUDA put a CUDA build of torch into the environment first.
-test-device: venv
-	TIDEGATE_COMPILE=1 $(BIN)/python -m pytest tests/engine/test_on_a_gpu.py tests/engine/device tests/kernels
+# pip takes a platform's tag literally: a wheel for an older C library has a tag of its own.
+GLIBC_TAGS := $(foreach minor,$(shell seq 5 39),--platform manylinux_2_$(minor)_x86_64) \
+  --platform manylinux1_x86_64 --platform manylinux2010_x86_64 --platform manylinux2014_x86_64
+PYTHON_VERSION ?= 3.12
+
+wheelhouse:
+	$(PYTHON) -m pip --quiet --disable-pip-version-check --no-input download --no-deps --only-binary=:all: \
+	  --implementation cp --python-version $(PYTHON_VERSION) $(GLIBC_TAGS) \
+	  --constraint .ci/constraints.txt --requirement .ci/wheelhouse.txt --dest wheelhouse
+	du -sh wheelhouse
+
+# DEVICE_PYTHON=python3 names a Python that has torch, triton and transformers: the rest comes from
+# wheelhouse/, without a network. Without it put a CUDA build of torch into .venv first.
+ifdef DEVICE_PYTHON
+DEVICE := PYTHONPATH=$(CURDIR)/.venv-device:$(CURDIR)/src $(DEVICE_PYTHON)
+DEVICE_READY := .venv-device/.ready
+else
+DEVICE := $(BIN)/python
+DEVICE_READY := venv
+endif
+
+.venv-device/.ready: .ci/wheelhouse.txt
+	$(DEVICE_PYTHON) $(PIP_INSTALL) --no-index --find-links wheelhouse --no-deps --upgrade \
+	  --target .venv-device --requirement .ci/wheelhouse.txt
+	touch $@
+
+test-device: $(DEVICE_READY)
+	TIDEGATE_COMPILE=1 $(DEVICE) -m pytest tests/engine/test_on_a_gpu.py tests/engine/device tests/kernels
+
+bench-device: $(DEVICE_READY)
+	$(DEVICE) -m benchmarks.device $(ARGS)
 
 # TRL wants datasets, pandas and requests: a Python of its own, with torch's CPU build first.
 .venv-trl/.ready: pyproject.toml
@@ -288,4 +318,4 @@ site: venv
 	$(BIN)/python -m pytest -q tests/test_docs_reference.py tests/test_docs_site.py
 
 clean:
-	rm -rf $(VENV) .venv-axe .venv-environments .venv-trl .venv-skyrl .venv-agents .venv-vllm .venv-sglang .venv-ray .venv-verl build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-axe .venv-environments .venv-trl .venv-skyrl .venv-agents .venv-vllm .venv-sglang .venv-ray .venv-verl .venv-device wheelhouse build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -55,6 +55,21 @@ REAL = Sizes(
 """Shape of an 8-billion-parameter Llama with Qwen's vocabulary, at 128 turns."""
 
 
+TINY = Sizes(
+    rows=3,
+    context_tokens=48,
+    chunk_tokens=7,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    hidden=64,
+    vocab=300,
+    scored_tokens=5,
+    dtype=torch.float32,
+)
+"""Shape for Triton's interpreter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One piece of work, done by two implementations from equal inputs."""

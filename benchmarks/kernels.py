@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from benchmarks.kernel_cases import REAL, Case, cases
 
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 RUNS = 50
+CPU_RUNS = 3
+"""Runs on a CPU, in Triton's interpreter, where times mean nothing."""
 WARMUP_RUNS = 5
 """Runs before timing; the first compiles."""
 COPY_BYTES = 2**30
@@ -55,8 +58,10 @@ class Row:
     torch: str
 
 
-def times_us(work: Callable[[], torch.Tensor]) -> list[float]:
-    """Return the GPU time of each run, with a cold cache."""
+def times_us(work: Callable[[], torch.Tensor], device: str = "cuda") -> list[float]:
+    """Return the GPU time of each run, with a cold cache; on a CPU the wall time of a few."""
+    if device == "cpu":
+        return [_wall_us(work) for _ in range(CPU_RUNS)]
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for _ in range(WARMUP_RUNS):
         work()
@@ -70,24 +75,31 @@ def times_us(work: Callable[[], torch.Tensor]) -> list[float]:
     return [1e3 * begun.elapsed_time(ended) for begun, ended in marks]
 
 
+def _wall_us(work: Callable[[], torch.Tensor]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return 1e6 * (time.perf_counter() - began_s)
+
+
 def _mark() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def rates() -> Rates:
-    """Measure this GPU's copy and GEMM rates."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.int8, device="cuda")
+def rates(device: str = "cuda", dtype: torch.dtype = REAL.dtype) -> Rates:
+    """Measure a device's copy and GEMM rates."""
+    copied_bytes, side = (2**24, 256) if device == "cpu" else (COPY_BYTES, GEMM_SIDE)
+    source = torch.zeros(copied_bytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    copy_us = statistics.median(times_us(lambda: target.copy_(source)))
-    matrix = torch.randn(GEMM_SIDE, GEMM_SIDE, device="cuda").to(REAL.dtype)
-    gemm_us = statistics.median(times_us(lambda: matrix @ matrix))
-    return Rates(2 * COPY_BYTES / copy_us, 2 * GEMM_SIDE**3 / gemm_us)
+    copy_us = statistics.median(times_us(lambda: target.copy_(source), device))
+    matrix = torch.randn(side, side, device=device).to(dtype)
+    gemm_us = statistics.median(times_us(lambda: matrix @ matrix, device))
+    return Rates(2 * copied_bytes / copy_us, 2 * side**3 / gemm_us)
 
 
-def measure(case: Case, limits: Rates) -> Row:
+def measure(case: Case, limits: Rates, device: str = "cuda") -> Row:
     """Compare the results, then time both."""
     error_max = float((case.ours().float() - case.peer().float()).abs().max())
-    ours, peer = times_us(case.ours), statistics.median(times_us(case.peer))
+    ours, peer = times_us(case.ours, device), statistics.median(times_us(case.peer, device))
     value = statistics.median(ours)
     low, _, high = statistics.quantiles(ours, n=4)
     least = max(case.moved_bytes / limits.bytes_per_us, case.flops / limits.flops_per_us)
@@ -100,7 +112,7 @@ def measure(case: Case, limits: Rates) -> Row:
         spread=(high - low) / value,
         roofline_share=least / value,
         error_max=error_max,
-        device=torch.cuda.get_device_name(),
+        device=device if device == "cpu" else torch.cuda.get_device_name(device),
         torch=torch.__version__,
     )
 

@@ -48,6 +48,9 @@ CREDIT_STEPS = 256
 FULL_TOKENS = 64
 """Length of the equal answers, in tokens."""
 
+GPU_STEP_TOKENS = 8192
+"""Tokens of a step on a GPU, so that prefills fill it."""
+
 TIMEOUT_S = 3600.0
 
 
@@ -157,7 +160,7 @@ def measure(model: Path, requests: Sequence[Request], device: str = "cpu") -> di
     """Start a worker, measure it, and stop it."""
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryFile("w+") as errors:
-        started = [*command(socket.address, model, len(requests)), "--device", device]
+        started = command(socket.address, model, len(requests), device)
         worker = subprocess.Popen(started, stderr=errors)
         try:
             return asyncio.run(drive(socket, worker, errors, requests))
@@ -195,11 +198,14 @@ async def drive(
     return measured | {"full_step_us": statistics.median(full)}
 
 
-def command(address: str, model: Path, concurrent: int) -> list[str]:
-    """Return the command that starts a worker."""
+def command(address: str, model: Path, concurrent: int, device: str = "cpu") -> list[str]:
+    """Return the command that starts a worker; on a GPU it has the GPU for itself."""
     started = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
     started += ["--model", str(model), "--engine", "engine-0", "--threads", "1"]
-    return [*started, "--max-running-turns", str(concurrent)]
+    started += ["--max-running-turns", str(concurrent), "--device", device]
+    if device != "cpu":
+        started += ["--memory-sharers", "1", "--max-step-tokens", str(GPU_STEP_TOKENS)]
+    return started
 
 
 async def until(event: asyncio.Event, worker: subprocess.Popen[bytes], errors: IO[str]) -> None:

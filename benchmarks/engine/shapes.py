@@ -101,8 +101,13 @@ def requests(shape: Shape, count: int, seed: int = 0) -> list[Request]:
     ]
 
 
-def make_directory(path: Path, shape: Shape, dtype: str, *, tied: bool = True) -> Path:
-    """Write a random Hugging Face model directory, which all competitors read."""
+def make_directory(
+    path: Path, shape: Shape, dtype: str, *, tied: bool = True, device: str = "cpu"
+) -> Path:
+    """Write a random Hugging Face model directory, which all competitors read.
+
+    ``device`` draws the weights.
+    """
     import torch
     import transformers
 
@@ -117,7 +122,8 @@ def make_directory(path: Path, shape: Shape, dtype: str, *, tied: bool = True) -
         pad_token_id=0,
     )
     classes: Any = transformers.AutoModelForCausalLM
-    model = classes.from_config(config, dtype=getattr(torch, dtype))
+    with torch.device(device):
+        model = classes.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(path)
     return path
 

@@ -107,7 +107,7 @@ def measure(
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
         noted = Path(directory) / "marks.json"
-        started = [*command(socket.address, model, len(requests)), "--device", device]
+        started = command(socket.address, model, len(requests), device)
         started[2:3] = [WATCHED, str(noted)]
         worker = subprocess.Popen(started, stderr=errors)
         try:

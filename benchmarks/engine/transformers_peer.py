@@ -25,6 +25,7 @@ def static(model: Any, requests: Sequence[Request]) -> int:
     mask = torch.tensor(
         [[0] * (width - len(one.prompt)) + [1] * len(one.prompt) for one in requests]
     )
+    ids, mask = ids.to(model.device), mask.to(model.device)
     longest = max(one.output_tokens for one in requests)
     model.generate(
         ids,
@@ -41,10 +42,12 @@ def continuous(model: Any, requests: Sequence[Request]) -> int:
     """Run transformers' continuous batching over a paged cache."""
     classes: Any = transformers
     config = classes.GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
-    blocks = sum(-(-(len(one.prompt) + one.output_tokens) // 16) + 1 for one in requests)
-    batching = classes.ContinuousBatchingConfig(
-        return_logprobs=True, num_blocks=blocks, max_batch_tokens=1024, use_cuda_graph=False
-    )
+    batching = classes.ContinuousBatchingConfig(return_logprobs=True)  # sized by a GPU's memory
+    if model.device.type == "cpu":
+        blocks = sum(-(-(len(one.prompt) + one.output_tokens) // 16) + 1 for one in requests)
+        batching = classes.ContinuousBatchingConfig(
+            return_logprobs=True, num_blocks=blocks, max_batch_tokens=1024, use_cuda_graph=False
+        )
     with model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=batching
     ) as manager:
@@ -73,6 +76,7 @@ def main() -> None:
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("model", type=Path)
     parser.add_argument("requests", type=Path)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options = parser.parse_args()
     torch.set_num_threads(1)
     attention = "paged|sdpa" if options.mode == "continuous" else "sdpa"
@@ -80,7 +84,7 @@ def main() -> None:
     model = classes.from_pretrained(
         options.model, dtype="auto", attn_implementation=attention, local_files_only=True
     )
-    model.eval()
+    model.to(options.device).eval()
     requests, run = load(options.requests.read_text()), MODES[options.mode]
     run(model, requests[: len(requests) // 4])
     cpu_s, wall_s = time.process_time(), time.perf_counter()

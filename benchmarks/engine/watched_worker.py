@@ -112,18 +112,22 @@ def watch_kernels(watch: Watch) -> None:
 
 def watch_steps(watch: Watch) -> None:
     """Record every step, and time torch's products."""
+    from tidegate.engine.device.runner import DeviceRunner
     from tidegate.engine.execution.runner import ModelRunner
     from tidegate.kernels.weight_matrix import PlainMatrix
 
     for name in ("linear", "add_linear_"):
         setattr(PlainMatrix, name, watch.timed(getattr(PlainMatrix, name)))
-    step = ModelRunner.step
+    for runner, step in ((ModelRunner, ModelRunner.step), (DeviceRunner, DeviceRunner.step)):
+        setattr(runner, "step", _marked(watch, step))  # noqa: B010  (to mypy a method is no field)
 
-    def marked(runner: ModelRunner, rows: Sequence[Any]) -> Any:
+
+def _marked(watch: Watch, step: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(runner: object, rows: Sequence[Any]) -> Any:
         watch.mark(rows)
         return step(runner, rows)
 
-    setattr(ModelRunner, "step", marked)  # noqa: B010  (a method, to mypy not to be assigned to)
+    return marked
 
 
 def main() -> int:

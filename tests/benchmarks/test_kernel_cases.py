@@ -5,22 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kernel_cases import Sizes, cases
+from benchmarks.kernel_cases import TINY, cases
 
 pytestmark = pytest.mark.wire
-
-TINY = Sizes(
-    rows=3,
-    context_tokens=48,
-    chunk_tokens=7,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    hidden=64,
-    vocab=300,
-    scored_tokens=5,
-    dtype=torch.float32,
-)
 
 
 def test_each_kernel_case_equals_torchs_result() -> None:
