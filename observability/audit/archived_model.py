@@ -273,6 +273,8 @@ def load_weights(directory: Path) -> Any:
             f"{directory} lacks {len(faults)} tensors that its config.json describes, "
             f"{sorted(faults)[0]} first; was a file removed or replaced?"
         )
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # transformers 5.17's default leaves the cap out
     return model.eval()
 
 

@@ -66,6 +66,8 @@ class PeftTraining:
     def __init__(self, model: Path, *, device: str = "cpu") -> None:
         """Load the base model, in the dtype of its directory."""
         base: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        if getattr(base.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            base.set_attn_implementation("eager")  # transformers 5.17's default leaves the cap out
         base.requires_grad_(False)
         linear = {n.rpartition(".")[2] for n, m in base.named_modules() if _is_linear(m)}
         self._attention = [name for name in ATTENTION if name in linear]

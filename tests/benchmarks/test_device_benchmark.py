@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.device import STAGES
 
-pytestmark = [pytest.mark.wire, pytest.mark.slow]
+pytestmark = [pytest.mark.wire, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [*command, "--models", str(tmp_path / "models"), *arguments],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1500,
         check=False,
         cwd=ROOT,
     )

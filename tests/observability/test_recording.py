@@ -1,5 +1,6 @@
 """RunRecorder: what is recorded reads back, also when called from several threads."""
 
+import importlib.metadata
 import json
 import threading
 from array import array
@@ -251,7 +252,7 @@ def test_run_json_has_settings_packages_and_the_end(tmp_path: Path, model: Path)
     run = json.loads((tmp_path / "run" / "run.json").read_text())
 
     assert run["settings"] == {"max_staleness": 2, "model": str(model)}
-    assert run["packages"]["torch"] == torch.__version__
+    assert run["packages"]["torch"] == importlib.metadata.version("torch")
     assert run["extra"] == {"reward_before": 0.25, "reward_after": 0.75}
     assert run["statistics"]["staleness_histogram"] == {"2": 1}
     assert run["statistics"]["ledger"]["discarded"] == {"episode_error": 2}
