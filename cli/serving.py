@@ -169,6 +169,10 @@ def tinker(
             help="Directory of checkpoints and of what a restart continues; default: temporary."
         ),
     ] = None,
+    run_directory: Annotated[
+        Path | None,
+        typer.Option(help="Directory of records: every sample and adapter version, for audits."),
+    ] = None,
     api_key: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_key)] = None,
     tenant_models: Annotated[int, typer.Option(min=1, help="Models in training, per key.")] = 16,
     tenant_samples: Annotated[
@@ -205,6 +209,7 @@ def tinker(
         limits=TenantLimits(models=tenant_models, samples=tenant_samples),
         max_running_turns=max_num_seqs,
         threads_per_engine=threads_per_engine,
+        run_directory=run_directory,
     ) as server:
         echo(f"serving the Tinker API for {model} at {server.url}")
         server.wait()

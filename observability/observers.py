@@ -4,7 +4,6 @@ The composition root (``tidegate.runs``) creates :class:`Observers`; the run ope
 creates :class:`RunRecorder`, :class:`LiveRecorder` and :class:`Dashboard`.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,12 @@ from tokenizers import Tokenizer
 from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed
-from tidegate.observability.run_directories import RUN_FILE
+from tidegate.observability.run_directories import (
+    ADAPTERS,
+    RUN_FILE,
+    directory_name,
+    next_part,
+)
 from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.core.rules import describe, record_of
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -39,9 +43,6 @@ POLICIES = {
     "migration_policy",
 }
 """Settings that may be user-defined objects; they are recorded in words, not as JSON."""
-
-ADAPTERS_DIRECTORY = Path("adapters")
-"""Directory in a run's that has the records of its trained adapters, each as those of a run."""
 
 FAILURE_SHOWN_MAX = 300
 """Limit of the text of the error that ended a run, in characters, on the dashboard."""
@@ -80,6 +81,7 @@ class RecorderGroup(Recorder):
     trained_lags = _forwarded(Recorder.trained_lags)
     off_policy = _forwarded(Recorder.off_policy)
     weights = _forwarded(Recorder.weights)
+    adapter_weights = _forwarded(Recorder.adapter_weights)
     statistics = _forwarded(Recorder.statistics)
     sync = _forwarded(Recorder.sync)
     finish = _forwarded(Recorder.finish)
@@ -153,10 +155,10 @@ class Observers:
         directory = self._settings.records.run_directory
         if directory is None:
             return None
-        directory = directory / ADAPTERS_DIRECTORY / name
+        directory = directory / ADAPTERS / directory_name(name)
         # Records of this name may be there, of a process before a resume or of an earlier training.
         if (directory / RUN_FILE).exists():
-            directory = _next_part(directory)
+            directory = next_part(directory)
         return self._new_recorder(directory, settings, resumed_batches, self._on_failure)
 
     def show(
@@ -218,7 +220,7 @@ class Observers:
         if directory is None:
             return None
         if resumed is not None:
-            directory = _next_part(directory)
+            directory = next_part(directory)
         batches = None if resumed is None else resumed.batches
         return self._new_recorder(directory, self._settings, batches, on_failure)
 
@@ -251,12 +253,6 @@ class Observers:
             points = [p for p in read_evaluations(directory) if p.batches <= resumed.batches]
             recorder.recall(read_batches(directory, batches=resumed.batches), points)
         return recorder
-
-
-def _next_part(directory: Path) -> Path:
-    """Return the directory, inside a run's, of the next process that records the run."""
-    parts = (directory / f"part-{number}" for number in itertools.count(1))
-    return next(part for part in parts if not part.exists())
 
 
 def _settings_as_json(settings: RunSettings) -> dict[str, Any]:

@@ -7,6 +7,7 @@
     trajectories.parquet  the same rows, with the provenance of each token; complete after close()
     trace.json            Chrome trace for ui.perfetto.dev; written by close()
     weights/v00012/       one directory per version; a full set loads with transformers
+    weights/adapters/     NAME/v00003/ of adapters that count their own versions
 
 The run calls it through the :class:`Recorder` interface, from several threads. One background
 thread writes the files (:mod:`run_files`). If its queue is full, callers block: nothing is dropped
@@ -25,7 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tidegate.errors import ConfigError, RecordingFailed, RunClosed
-from tidegate.observability.run_directories import RUN_FILE, is_part, process_directories
+from tidegate.observability.run_directories import (
+    ADAPTERS,
+    RUN_FILE,
+    directory_name,
+    is_part,
+    process_directories,
+    read_run_file,
+)
 from tidegate.observability.run_files import (
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -77,6 +85,11 @@ def weights_path(directory: Path, version: int) -> Path:
     return Path(directory) / "weights" / f"v{version:05d}"
 
 
+def adapter_weights_path(directory: Path, name: str, version: int) -> Path:
+    """Return the directory of an archived version of an adapter that counts its own."""
+    return Path(directory) / "weights" / ADAPTERS / directory_name(name) / f"v{version:05d}"
+
+
 def archives(directory: Path) -> list[Path]:
     """Return where a process's weights may be: its own archive, then the run's other ones."""
     parts = (
@@ -92,6 +105,32 @@ def archived_weights(directory: Path, version: int) -> Path:
     name = weights_path(directory, version).name
     found = (archive / name for archive in archives(directory) if (archive / name).is_dir())
     return next(found, weights_path(directory, version))
+
+
+def archived_adapter(directory: Path, name: str) -> dict[int, Path]:
+    """Return the directories of an adapter's archived versions, for one process's records.
+
+    The process may have recorded the run, in which the adapter may be trained, or the trained
+    adapter itself. Versions of other processes count only if this one has resumed the run: else it
+    numbered them anew.
+    """
+    processes = [directory]
+    if (directory / RUN_FILE).exists() and read_run_file(directory)["resumed_batches"] is not None:
+        processes += process_directories(directory.parent if is_part(directory) else directory)
+    own_name = directory_name(name)
+    found: dict[int, Path] = {}
+    for process in processes:
+        is_own = own_name in (process.name, process.parent.name)
+        for archive in (
+            adapter_weights_path(process, name, 0).parent,
+            *archives(process / ADAPTERS / own_name),
+            *(archives(process) if is_own else ()),
+        ):
+            for path in sorted(archive.glob("v*")):
+                entry = WeightParts.read(path).adapters.get(name)
+                if entry is not None and path.name == f"v{entry.version:05d}":
+                    found.setdefault(entry.version, path)
+    return found
 
 
 class RunRecorder(Recorder):
@@ -240,17 +279,35 @@ class RunRecorder(Recorder):
         parts: WeightParts = WHOLE,
     ) -> None:
         """Archive a version, copied before this returns; ``parts``: what else it consists of."""
+        self._archive(weights_path(self.directory, version), state_dict, parts)
+
+    def adapter_weights(
+        self,
+        name: str,
+        version: int,
+        tensors: "Mapping[str, torch.Tensor]",
+        parts: WeightParts,
+    ) -> None:
+        """Archive a version of an adapter that counts its own, copied before this returns.
+
+        One thread writes all files in order, so rows of its tokens are written after it.
+        """
+        self._archive(adapter_weights_path(self.directory, name, version), tensors, parts)
+
+    def _archive(
+        self, target: Path, state_dict: "Mapping[str, torch.Tensor]", parts: WeightParts
+    ) -> None:
         self._refuse_if_closed()
-        tensors = _detached_copies(state_dict)
+        tensors = _detached_copies(state_dict, keeps_shared=parts.is_adapter)
         self._weights_slots.acquire()
 
         def write() -> None:
             try:
-                self._archive_tensors(version, tensors, parts)
+                self._archive_tensors(target, tensors, parts)
             finally:
                 self._weights_slots.release()
 
-        self._files.submit(write, f"weights/v{version:05d}")
+        self._files.submit(write, str(target.relative_to(self.directory)))
 
     @property
     def wants_statistics(self) -> bool:
@@ -346,23 +403,26 @@ class RunRecorder(Recorder):
                     shutil.copy(file, target / file.name)
 
     def _archive_tensors(
-        self, version: int, tensors: "dict[str, torch.Tensor]", parts: WeightParts
+        self, directory: Path, tensors: "dict[str, torch.Tensor]", parts: WeightParts
     ) -> None:
         from safetensors.torch import save_file  # imports torch, which takes a second
 
-        with appearing_whole(weights_path(self.directory, version)) as target:
+        with appearing_whole(directory) as target:
             save_file(tensors, target / parts.file_name, metadata={"format": "pt"})
             shutil.copy(self._model / "config.json", target / "config.json")
             parts.write(target)
 
 
-def _detached_copies(state_dict: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Copy tensors to the host; of tensors that share memory (tied embeddings), only the first."""
+def _detached_copies(
+    state_dict: "Mapping[str, torch.Tensor]", *, keeps_shared: bool
+) -> "dict[str, torch.Tensor]":
+    """Copy tensors to the host; of tensors that share memory (tied embeddings), only the first
+    unless ``keeps_shared``."""
     copies: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     for name, tensor in state_dict.items():
         identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        if tensor.numel() and identity in seen:
+        if tensor.numel() and identity in seen and not keeps_shared:
             continue
         seen.add(identity)
         # Copy CPU tensors too: the trainer keeps changing the originals.

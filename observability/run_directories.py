@@ -5,7 +5,10 @@ directory of its own, so that nothing written before a crash is touched. Files a
 ``transport/regular_files.py``.
 """
 
+import hashlib
+import itertools
 import json
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,30 @@ from tidegate.errors import AuditError
 from tidegate.transport.regular_files import read_regular
 
 RUN_FILE = "run.json"
+
+ADAPTERS = "adapters"
+"""Directory in a run's that has the records of its trained adapters, each as those of a run; and in
+``weights`` that has the versions of the others."""
+
+NAME_CHARACTERS_MAX = 200
+"""Characters of an escaped name; file systems take 255."""
+
+
+def directory_name(name: str) -> str:
+    """Return the name of the directory that has something of an adapter, whose name is any text."""
+    escaped = urllib.parse.quote(name, safe=" :@+,=")
+    if escaped.startswith("."):
+        escaped = f"%2E{escaped[1:]}"
+    if len(escaped) > NAME_CHARACTERS_MAX:
+        digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        escaped = f"{escaped[:NAME_CHARACTERS_MAX]}-{digest}"
+    return escaped
+
+
+def next_part(directory: Path) -> Path:
+    """Return the directory, inside a run's, of the next process that records the run."""
+    parts = (directory / f"part-{number}" for number in itertools.count(1))
+    return next(part for part in parts if not part.exists())
 
 
 def process_directories(directory: Path) -> list[Path]:

@@ -272,7 +272,7 @@ def _recorded_sampling(sampling: SamplingParams, trained_adapter: str) -> Sampli
     """Return a turn's parameters as recorded. In the records of a trained adapter, versions are
     the adapter's own, so a turn that followed the live version is recorded without an adapter
     version."""
-    if trained_adapter and sampling.adapter_version == LIVE_ADAPTER:
+    if sampling.adapter == trained_adapter != "" and sampling.adapter_version == LIVE_ADAPTER:
         return msgspec.structs.replace(sampling, adapter_version=None)
     return sampling
 

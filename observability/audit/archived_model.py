@@ -46,28 +46,38 @@ class VersionFiles:
     """File and scale of each LoRA adapter of the version, by name."""
 
     @classmethod
-    def find(cls, version: int, weights_directory: Callable[[int], Path]) -> "VersionFiles":
+    def find(
+        cls,
+        version: int,
+        weights_directory: Callable[[int], Path],
+        own_version: Path | None = None,
+    ) -> "VersionFiles":
         """Return the files of a version; ``weights_directory`` returns where each version lies.
+
+        ``own_version``: where the version lies if it is one that an adapter counts itself.
 
         Raises:
             AuditError: a version's list of parts can't be read.
         """
-        adapters = WeightParts.read(weights_directory(version)).adapters
-        overlays: list[Path] = []
+        file_name = WeightParts(is_adapter=True).file_name
+        parts = WeightParts.read(own_version or weights_directory(version))
         base = version
+        adapters = {
+            name: (weights_directory(entry.version) / file_name, entry.scale)
+            for name, entry in parts.adapters.items()
+        }
+        if own_version is not None:
+            base = parts.over or 0
+            adapters = {
+                name: (own_version / file_name, entry.scale)
+                for name, entry in parts.adapters.items()
+            }
+        overlays: list[Path] = []
         while (parts := WeightParts.read(weights_directory(base))).over is not None:
             if not parts.is_adapter and (weights_directory(base) / parts.file_name).is_file():
                 overlays.append(weights_directory(base) / parts.file_name)
             base = parts.over
-        file_name = WeightParts(is_adapter=True).file_name
-        return cls(
-            base=weights_directory(base),
-            overlays=tuple(reversed(overlays)),
-            adapters={
-                name: (weights_directory(entry.version) / file_name, entry.scale)
-                for name, entry in adapters.items()
-            },
-        )
+        return cls(weights_directory(base), tuple(reversed(overlays)), adapters)
 
 
 def load_version(
@@ -75,16 +85,18 @@ def load_version(
     weights_directory: Callable[[int], Path],
     adapter: str = "",
     *,
+    own_version: Path | None = None,
     quantization: str = "",
 ) -> Any:
     """Load a version in float32; if ``adapter`` is not empty, merge that adapter into it.
 
-    With a ``quantization``, weights are rounded as engines with that setting round them.
+    ``own_version``: where the version lies if it is one that the adapter counts itself. With a
+    ``quantization``, weights are rounded as engines with that setting round them.
 
     Raises:
         AuditError: a part is missing, damaged, or does not fit.
     """
-    files = VersionFiles.find(version, weights_directory)
+    files = VersionFiles.find(version, weights_directory, own_version)
     model = load_weights(files.base)
     if files.overlays:
         _untie_as_first(model, weights_directory(0))

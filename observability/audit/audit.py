@@ -21,6 +21,7 @@ from tidegate.observability.audit.replay_plan import (
     EngineBuild,
     Problem,
     Replay,
+    ReplayedAdapter,
     ReplayPlan,
     Segment,
     plan_rollout,
@@ -35,6 +36,7 @@ from tidegate.observability.audit.rivals import (
 )
 from tidegate.observability.recording import (
     QUEUED_WEIGHTS_MAX,
+    archived_adapter,
     archived_weights,
     archives,
 )
@@ -175,7 +177,7 @@ class AuditReport:
             lines.append(
                 f"{self.tokens_unreplayable} tokens were not replayed: they were drawn with "
                 f"user-defined logits processors or a grammar, from images, audio or video, or by "
-                f"adapters with versions of their own"
+                f"adapters with versions of their own, before Tidegate archived these"
             )
         if self.tokens_unarchived:
             lines.append(
@@ -257,10 +259,9 @@ def audit_run(
     replays: list[Replay] = []
     verdicts: list[RivalVerdict] = []
     other_dtypes: dict[str, str] = {}
-    unarchived = row = 0
+    unarchived = unreplayable = row = 0
     rollouts_wanted = _rollouts_wanted(recorded, rollouts_max)
     for part in parts:
-        archive = _archive_of(part)
         bookkeeping = Bookkeeping(part)
         plans_of_part: list[ReplayPlan] = []
         for rollout in read_trajectories_of_one(part):
@@ -279,13 +280,15 @@ def audit_run(
             segment.tolerance = dtype_tolerance if tolerance is None else tolerance
             if dtype_tolerance > TOLERANCE:
                 other_dtypes[segment.engine] = dtype
-        replayable, tokens_lost = _replayable(planned, archive, problems)
-        unarchived += tokens_lost
+        archive = _archive_of(part, planned)
+        replayable = _replayable(planned, archive, problems)
+        unarchived += archive.tokens_lost
+        unreplayable += archive.tokens_unreplayable
         changes = [change for plan in plans_of_part for change in plan.changes]
         rivals = rivals_of(replayable, changes, archive.archived)
         if replayable:
             rival_replays = {id(rival.replay): rival.replay for rival in rivals}.values()
-            _replay(part, [*replayable, *rival_replays], progress, exact=exact)
+            _replay(part, archive, [*replayable, *rival_replays], progress, exact=exact)
         replays += replayable
         segments_of_part = [segment for replay in replayable for segment in replay.segments]
         verdicts += judge_exactly(rivals) if exact else judge(rivals, segments_of_part)
@@ -309,11 +312,11 @@ def audit_run(
         tolerance=max((s.tolerance for s in segments), default=tolerance or TOLERANCE),
         rollouts=len(plans),
         rollouts_recorded=recorded,
-        versions=len({segment.version for segment in segments}),
+        versions=len({_weights_of(replay, s) for replay in replays for s in replay.segments}),
         tokens=tokens,
         tokens_agreeing=sum(agreeing),
         tokens_unknown=sum(plan.tokens_unknown for plan in plans),
-        tokens_unreplayable=sum(plan.tokens_unreplayable for plan in plans),
+        tokens_unreplayable=unreplayable + sum(plan.tokens_unreplayable for plan in plans),
         tokens_unarchived=unarchived,
         spans=sum(plan.spans for plan in plans),
         spans_mixed=sum(plan.spans_mixed for plan in plans),
@@ -327,26 +330,45 @@ def audit_run(
     )
 
 
+def _weights_of(replay: Replay, segment: Segment) -> tuple[str, int]:
+    """Return what a segment's version is one of, and the version."""
+    return replay.adapter.name if replay.adapter.has_own_versions else "", segment.version
+
+
 def _replay(
-    part: Path, replays: list[Replay], progress: Callable[[int], None], *, exact: bool
+    part: Path,
+    archive: "_Archive",
+    replays: list[Replay],
+    progress: Callable[[int], None],
+    *,
+    exact: bool,
 ) -> None:
     """Compute one process's log-probs again, with transformers or with the engine's own code."""
 
     def weights(version: int) -> Path:
         return archived_weights(part, version)
 
+    def own_weights(adapter: str, version: int) -> Path:
+        return archive.adapters[adapter][version]
+
     # Imported here because both import torch, which takes a second.
     if exact:
         from tidegate.observability.audit.exact import replay_exactly
 
-        replay_exactly(replays, weights, progress, build=_engine_build(part, replays))
+        build = _engine_build(part, replays)
+        replay_exactly(replays, weights, progress, own_weights=own_weights, build=build)
     else:
         from tidegate.observability.audit.replay import replay_all
 
         dtypes = _dtypes(part).values()
         in_double = all(TOLERANCES.get(dtype, TOLERANCE) <= TOLERANCE for dtype in dtypes)
         replay_all(
-            replays, weights, progress, quantization=_quantization(part), in_double=in_double
+            replays,
+            weights,
+            progress,
+            own_weights=own_weights,
+            quantization=_quantization(part),
+            in_double=in_double,
         )
 
 
@@ -420,13 +442,19 @@ def _run_of(directory: Path) -> dict[str, Any]:
     return read_run_file(directory) if (directory / RUN_FILE).exists() else {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Archive:
     """Weights that are available for one process's records."""
 
     archived: Archived
     lost_versions: frozenset[int]
     """Versions that a process may have published but was killed before archiving."""
+    adapters: Mapping[str, Mapping[int, Path]]
+    """Directories of the versions of adapters that count their own, by name and version."""
+    tokens_lost: int = 0
+    """Tokens of replays that need lost versions."""
+    tokens_unreplayable: int = 0
+    """Tokens of adapters with versions of their own none of which was archived."""
 
 
 def _refuse_without_weights(directory: Path) -> None:
@@ -441,11 +469,15 @@ def _refuse_without_weights(directory: Path) -> None:
         )
 
 
-def _archive_of(directory: Path) -> _Archive:
+def _archive_of(directory: Path, replays: Iterable[Replay]) -> _Archive:
+    """Return the weights of one process's records, and of the adapters that its replays need."""
     versions = {v for archive in archives(directory) for v in _versions_in(archive)}
     parts = {v: WeightParts.read(archived_weights(directory, v)) for v in versions}
-    archived = {(v, adapter) for v in versions for adapter in ("", *parts[v].adapters)}
-    return _Archive(archived, frozenset(_lost_versions(directory) - versions))
+    archived = {(v, ReplayedAdapter(name)) for v in versions for name in ("", *parts[v].adapters)}
+    names = {replay.adapter.name for replay in replays if replay.adapter.has_own_versions}
+    adapters = {name: archived_adapter(directory, name) for name in names}
+    archived |= {(v, ReplayedAdapter(name, True)) for name in names for v in adapters[name]}
+    return _Archive(archived, frozenset(_lost_versions(directory) - versions), adapters)
 
 
 def _lost_versions(directory: Path) -> set[int]:
@@ -479,31 +511,33 @@ def _rollouts_wanted(recorded: int, rollouts_max: int | None) -> int:
     return min(recorded, rollouts_max or recorded)
 
 
-def _replayable(
-    replays: list[Replay], archive: _Archive, problems: list[Problem]
-) -> tuple[list[Replay], int]:
-    """Return the replays whose weights are archived, and the number of tokens lost to a kill.
+def _replayable(replays: list[Replay], archive: _Archive, problems: list[Problem]) -> list[Replay]:
+    """Return the replays whose weights are archived.
 
     A replay whose weights are missing is added to ``problems``, unless a process may have been
-    killed before it archived them: then the replay's tokens are counted as lost.
+    killed before it archived them, or an older one archived no version of the adapter: then the
+    replay's tokens are counted in the archive.
     """
     replayable = []
-    tokens_lost = 0
     for replay in replays:
-        unknown = {(stage.version, replay.adapter) for stage in replay.stages} - archive.archived
+        adapter = replay.adapter
+        unknown = {(stage.version, adapter) for stage in replay.stages} - archive.archived
+        tokens = sum(len(segment.token_ids) for segment in replay.segments)
         if not unknown:
             replayable.append(replay)
-        elif {version for version, _ in unknown} <= archive.lost_versions:
-            tokens_lost += sum(len(segment.token_ids) for segment in replay.segments)
-            continue
-        for segment in replay.segments if unknown else ():
-            adapter = f" with adapter {replay.adapter!r}" if replay.adapter else ""
-            message = (
-                f"tokens from {segment.first_token} on need weights v{min(unknown)[0]}{adapter}, "
-                f"which are not in the archive"
-            )
-            problems.append(Problem(segment.rollout_id, segment.turn, message))
-    return replayable, tokens_lost
+        elif adapter.has_own_versions and not archive.adapters[adapter.name]:
+            archive.tokens_unreplayable += tokens
+        elif not adapter.has_own_versions and {v for v, _ in unknown} <= archive.lost_versions:
+            archive.tokens_lost += tokens
+        else:
+            of = f" with adapter {adapter.name!r}" if adapter.name else ""
+            for segment in replay.segments:
+                message = (
+                    f"tokens from {segment.first_token} on need weights v{min(unknown)[0]}{of}, "
+                    f"which are not in the archive"
+                )
+                problems.append(Problem(segment.rollout_id, segment.turn, message))
+    return replayable
 
 
 def _agreeing(segment: Segment) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":

@@ -26,7 +26,13 @@ from tidegate.engine.sampling.options import OptionReader, RowOptions
 from tidegate.engine.sampling.sampling import RowSampling
 from tidegate.errors import AuditError, ConfigError, ModelError, TurnRefused, WeightsRefused
 from tidegate.observability.audit.archived_model import VersionFiles
-from tidegate.observability.audit.replay_plan import EngineBuild, Replay, Segment
+from tidegate.observability.audit.replay_plan import (
+    NO_ADAPTER,
+    EngineBuild,
+    Replay,
+    ReplayedAdapter,
+    Segment,
+)
 from tidegate.transport.messages import KvSpan, SamplingParams, SubmitTurn
 from tidegate.transport.regular_files import check_regular
 
@@ -45,6 +51,7 @@ def replay_exactly(
     weights: Callable[[int], Path],
     progress: Callable[[int], None],
     *,
+    own_weights: Callable[[str, int], Path],
     build: EngineBuild,
 ) -> None:
     """Fill in ``replayed`` of every segment by the engine's own code.
@@ -55,6 +62,7 @@ def replay_exactly(
         replays: contexts whose weights are archived.
         weights: returns the directory of a version.
         progress: called with each version before it is loaded.
+        own_weights: returns the directory of a version that the named adapter counts itself.
         build: how the run's engines computed.
 
     Raises:
@@ -62,7 +70,7 @@ def replay_exactly(
             deterministically.
     """
     todo = list(replays)
-    engine = _ReplayEngine(todo, weights, build)
+    engine = _ReplayEngine(todo, weights, own_weights, build)
     for batch in engine.batches(todo):
         engine.replay(batch, progress)
 
@@ -71,11 +79,15 @@ class _ReplayEngine:
     """An engine's runner whose weights are exchanged for each stage of the replays."""
 
     def __init__(
-        self, replays: list[Replay], weights: Callable[[int], Path], build: EngineBuild
+        self,
+        replays: list[Replay],
+        weights: Callable[[int], Path],
+        own_weights: Callable[[str, int], Path],
+        build: EngineBuild,
     ) -> None:
         self._weights_directory = weights
-        base = VersionFiles.find(_stage(replays[0]).version, weights).base
-        self._model = _open_model(base, build)
+        self._own_weights = own_weights
+        self._model = _open_model(self._files(_weights_due(replays[0])).base, build)
         self._block_tokens = build.block_tokens
         block_bytes = self._model.kv_token_bytes() * build.block_tokens
         needed = [self._blocks(replay) for replay in replays]
@@ -112,25 +124,31 @@ class _ReplayEngine:
         for replay in batch:
             tables[id(replay)] = list(range(first_block, first_block + self._blocks(replay)))
             first_block += self._blocks(replay)
-        due: defaultdict[int, list[Replay]] = defaultdict(list)
+        due: defaultdict[tuple[ReplayedAdapter, int], list[Replay]] = defaultdict(list)
         for replay in batch:
-            due[_stage(replay).version].append(replay)
-        version = -1
+            due[_weights_due(replay)].append(replay)
+        key = (NO_ADAPTER, -1)
         while due:
-            version = min((v for v in due if v > version), default=min(due))
-            progress(version)
-            ready = due.pop(version)
-            self._load(version)
+            key = min((each for each in due if each > key), default=min(due))
+            progress(key[1])
+            ready = due.pop(key)
+            self._load(key)
             samples = [s for r in ready for s in self._samples(r, tables[id(r)])]
             self._compute(samples)
             for replay in ready:
                 replay.stages_done += 1
                 if replay.stages_done < len(replay.stages):
-                    due[_stage(replay).version].append(replay)
+                    due[_weights_due(replay)].append(replay)
 
-    def _load(self, version: int) -> None:
+    def _files(self, key: tuple[ReplayedAdapter, int]) -> VersionFiles:
+        adapter, version = key
+        own = self._own_weights(adapter.name, version) if adapter.name else None
+        return VersionFiles.find(version, self._weights_directory, own)
+
+    def _load(self, key: tuple[ReplayedAdapter, int]) -> None:
         """Fill the runner's weights with an archived version and all of its adapters."""
-        files = VersionFiles.find(version, self._weights_directory)
+        adapter, version = key
+        files = self._files(key)
         weights = self._runner.weights
         assert isinstance(weights, Weights)
         try:
@@ -145,7 +163,10 @@ class _ReplayEngine:
                 adapters[name] = weights.make_adapter(load_file(path), scale)
             weights.adapters = adapters
         except (ModelError, WeightsRefused, OSError) as error:
-            raise AuditError(f"the archived weights v{version} can't be loaded: {error}") from error
+            of = f" of adapter {adapter.name!r}" if adapter.name else ""
+            raise AuditError(
+                f"the archived weights v{version}{of} can't be loaded: {error}"
+            ) from error
         self._runner.swap(weights)
 
     def _samples(self, replay: Replay, table: list[int]) -> Iterator["_Sample"]:
@@ -161,7 +182,7 @@ class _ReplayEngine:
         for position in sorted(drawn):
             yield from self._chunks(replay, table, start, position)
             row = Row(replay.context[position : position + 1], position, table, None)
-            row.adapter = replay.adapter
+            row.adapter = replay.adapter.name
             for segment, token in drawn[position]:
                 sampling = self._sampling(replay, segment, token)
                 yield _Sample(replace(row, sampling=sampling), segment, token)
@@ -174,7 +195,7 @@ class _ReplayEngine:
         """Yield rows that compute the KV of positions ``[start, end)`` and sample nothing."""
         for first in range(start, end, STEP_TOKENS_MAX):
             tokens = replay.context[first : min(end, first + STEP_TOKENS_MAX)]
-            yield _Sample(Row(tokens, first, table, None, adapter=replay.adapter))
+            yield _Sample(Row(tokens, first, table, None, adapter=replay.adapter.name))
 
     def _sampling(self, replay: Replay, segment: Segment, token: int) -> RowSampling:
         turn = segment.sampling
@@ -247,6 +268,13 @@ class _Sample:
 
 def _stage(replay: Replay) -> KvSpan:
     return replay.stages[replay.stages_done]
+
+
+def _weights_due(replay: Replay) -> tuple[ReplayedAdapter, int]:
+    """Return what reads the context next: a version, and the adapter only if it is the adapter's
+    own, because the weights of a version of the run include all of its adapters."""
+    adapter = replay.adapter if replay.adapter.has_own_versions else NO_ADAPTER
+    return adapter, _stage(replay).version
 
 
 def _end(segment: Segment) -> int:

@@ -26,7 +26,12 @@ from tidegate.engine.execution.block_cache import (
     has_recurrent_layers,
 )
 from tidegate.observability.audit.archived_model import load_version
-from tidegate.observability.audit.replay_plan import Replay, Segment
+from tidegate.observability.audit.replay_plan import (
+    NO_ADAPTER,
+    Replay,
+    ReplayedAdapter,
+    Segment,
+)
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -107,6 +112,7 @@ def replay_all(
     weights: Callable[[int], Path],
     progress: Callable[[int], None] = lambda version: None,
     *,
+    own_weights: Callable[[str, int], Path],
     quantization: str = "",
     in_double: bool = False,
 ) -> None:
@@ -115,6 +121,7 @@ def replay_all(
     Args:
         replays: are processed together, version by version.
         weights: returns the directory of a version.
+        own_weights: returns the directory of a version that the named adapter counts itself.
         progress: called with each version before it is loaded.
         quantization: format to which the engines quantized the weights; empty for none.
         in_double: compute in float64 if the model's code can, so that replays by equal weights are
@@ -124,17 +131,20 @@ def replay_all(
     Raises:
         AuditError: weights can't be loaded.
     """
-    due: defaultdict[tuple[int, str], list[Replay]] = defaultdict(list)
+    due: defaultdict[tuple[int, ReplayedAdapter], list[Replay]] = defaultdict(list)
     pasts: dict[int, Any] = {}
     for replay in replays:
         due[_weights_due(replay)].append(replay)
-    key = (-1, "")
+    key = (-1, NO_ADAPTER)
     while due:
         # Versions mostly increase along a context, so one ascending sweep finishes nearly all.
         key = min((v for v in due if v > key), default=min(due))
         version, adapter = key
         progress(version)
-        model = load_version(version, weights, adapter, quantization=quantization)
+        own = own_weights(adapter.name, version) if adapter.has_own_versions else None
+        model = load_version(
+            version, weights, adapter.name, own_version=own, quantization=quantization
+        )
         noise_factor = 1.0
         is_recurrent = has_recurrent_layers(model)  # computes its states in float32 in any dtype
         if in_double:
@@ -191,7 +201,7 @@ def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
         yield batch
 
 
-def _weights_due(replay: Replay) -> tuple[int, str]:
+def _weights_due(replay: Replay) -> tuple[int, ReplayedAdapter]:
     """Return the version that reads the context next, and the adapter."""
     return replay.stages[replay.stages_done].version, replay.adapter
 

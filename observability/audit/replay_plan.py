@@ -40,6 +40,19 @@ class Problem:
         return f"rollout {self.rollout_id}{turn}: {self.message}"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class ReplayedAdapter:
+    """Adapter that a context was read with, and what its versions count."""
+
+    name: str = ""
+    """Empty for none."""
+    has_own_versions: bool = False
+    """Whether the versions of the context's stages are the adapter's own, not the run's."""
+
+
+NO_ADAPTER = ReplayedAdapter()
+
+
 @dataclass(slots=True)
 class Segment:
     """Output tokens of one span, whose log-probs a replay computes again."""
@@ -88,8 +101,7 @@ class Replay:
     stages: list[KvSpan]
     """Gapless from position 0; neighbouring stages differ in version."""
     segments: list[Segment]
-    adapter: str = ""
-    """Name of the adapter; empty for none."""
+    adapter: ReplayedAdapter = NO_ADAPTER
     stages_done: int = 0
     """Number of stages already computed."""
 
@@ -111,7 +123,7 @@ class PassChange:
     """Two consecutive passes of a turn: between them the KV was computed anew."""
 
     context: npt.NDArray[np.int32]
-    adapter: str
+    adapter: ReplayedAdapter
     earlier: list[KvSpan]
     """Stages of the earlier pass; they end where the later one samples its first token from."""
     later: list[KvSpan]
@@ -265,7 +277,9 @@ def _plan_pass(
                 engine=span.engine,
             )
         )
-    adapter = turn.options.adapter if turn.options is not None else ""
+    adapter = NO_ADAPTER
+    if (options := turn.options) is not None:
+        adapter = ReplayedAdapter(options.adapter, options.adapter_version is not None)
     plan.replays.append(Replay(turn_context.context, stages, segments, adapter=adapter))
 
 
@@ -280,12 +294,7 @@ def _changes(passes: list[Replay]) -> Iterator[PassChange]:
 
 
 def is_replayable(turn: RecordedTurn) -> bool:
-    """Return whether the turn's weights are archived, and its logits processors can be replayed.
-
-    Adapters with weight versions of their own are not archived.
-    """
-    if turn.options is not None and turn.options.adapter_version is not None:
-        return False
+    """Return whether the turn's logits processors can be replayed."""
     processors = turn.options.logits_processors if turn.options is not None else []
     return all(LogitsProcessor.from_str(text).name in PROCESSORS_REPLAYED for text in processors)
 

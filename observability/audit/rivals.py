@@ -28,7 +28,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.observability.audit.replay_plan import PassChange, Replay, Segment
+from tidegate.observability.audit.replay_plan import (
+    PassChange,
+    Replay,
+    ReplayedAdapter,
+    Segment,
+)
 from tidegate.transport.messages import KvSpan
 
 LOG_ODDS_MIN = math.log(1e6)
@@ -49,8 +54,8 @@ Kind = Literal["version", "boundary", "kv"]
 """Part of the history that a rival changes: the version of a span, the place of a boundary by one
 token, or whose KV a span attended to."""
 
-Archived = set[tuple[int, str]]
-"""Pairs (version, adapter name) that can be replayed; the empty name means no adapter."""
+Archived = set[tuple[int, ReplayedAdapter]]
+"""Pairs (version, adapter) that can be replayed."""
 
 
 @dataclass(slots=True)

@@ -23,8 +23,10 @@ from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder
+from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
 from tidegate.orchestrator.weight_sync.adapters import AdapterManager
 from tidegate.orchestrator.weight_sync.control import EngineControl
+from tidegate.orchestrator.weight_sync.parts import ArchivedAdapter, WeightParts
 from tidegate.transport.messages import (
     AdapterLive,
     Hello,
@@ -230,6 +232,15 @@ class EngineSide:
     async def wait_until_writable(self) -> None:
         """Return once no publish of the run's weights is writing to the channel."""
         await self._pending.until(lambda: not self.control.state.is_reserved)
+
+    def archive_adapter(self, name: str, version: int, adapter: LoadedAdapter) -> None:
+        """Add an adapter's version to the run's records, if there are any. Blocks."""
+        if self._recorder is not None:
+            # The base can't be published while engines hold the adapter, so that this stays true.
+            base = self.core.trainer_version
+            adapters = {name: ArchivedAdapter(version, adapter.scale)}
+            parts = WeightParts(over=base, is_adapter=True, adapters=adapters)
+            self._recorder.adapter_weights(name, version, adapter.tensors, parts)
 
     def hello_of(self, engine: str) -> Hello | None:
         """Return an engine's hello; None if the engine has left again."""

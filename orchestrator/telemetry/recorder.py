@@ -120,6 +120,15 @@ class Recorder:
         ``parts`` is the :class:`WeightParts` that says what else the version is made of.
         """
 
+    def adapter_weights(
+        self, name: str, version: int, tensors: "Mapping[str, torch.Tensor]", parts: Any
+    ) -> None:
+        """Archive a version of an adapter that counts its own, copied before this returns.
+
+        Called before any engine has the version, so that no token of it is recorded earlier.
+        ``parts`` has the adapter's scale, and the version of the weights below it.
+        """
+
     @property
     def failure(self) -> RecordingFailed | None:
         """The first record that the disk refused; None while all was written."""

@@ -54,6 +54,9 @@ Do = Callable[[Callable[[Scheduler], Awaitable[Any]]], Awaitable[Any]]
 class AdapterHandle:
     """One adapter of a run, for its trainer. Turns select it by ``generate(adapter=name)``."""
 
+    _is_archived_by_run = True
+    """Whether the run's records have its versions, instead of records of its own."""
+
     def __init__(self, run: Run, name: str, do: Do) -> None:
         self._run = run
         self._work = do
@@ -94,7 +97,9 @@ class AdapterHandle:
                     f"adapter {self.name!r} is a part of the run's weights, because "
                     f"publish_adapter published it; unload it first, or use another name"
                 )
-            return await scheduler.engines.adapters.publish(self.name, loaded.scale, write)
+            return await scheduler.engines.adapters.publish(
+                self.name, loaded, write, is_archived=self._is_archived_by_run
+            )
 
         version: int = await self._work(work)
         self._version = max(self._version, version)
@@ -150,6 +155,8 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
     adapter's live version, and every token of its batches is tagged with the adapter's own version
     number. Publish a first version before the first batch.
     """
+
+    _is_archived_by_run = False
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from tidegate.orchestrator.core.adapter_control import AdapterControl
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, resolve
 from tidegate.orchestrator.settings.config import WeightSettings
+from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 from tidegate.transport.messages import (
     AdapterLive,
@@ -71,6 +72,9 @@ class AdapterCallbacks(Protocol):
 
     async def wait_until_writable(self) -> None:
         """Return once no publish of the run's weights is writing to the channel."""
+
+    def archive_adapter(self, name: str, version: int, adapter: LoadedAdapter) -> None:
+        """Add an adapter's version to the run's records, if there are any. Blocks."""
 
 
 class AdapterManager:
@@ -130,8 +134,12 @@ class AdapterManager:
         publishing = [name for name, lock in self._publishing.items() if lock.locked()]
         return {*self.state.loaded, *publishing}
 
-    async def publish(self, name: str, scale: float, write: Write) -> int:
+    async def publish(
+        self, name: str, adapter: LoadedAdapter, write: Write, *, is_archived: bool = True
+    ) -> int:
         """Bring a version of an adapter to every engine; return its number once all serve it.
+
+        ``write`` writes the adapter's tensors. ``is_archived``: add them to the run's records.
 
         Raises:
             ConfigError: the run's weight channel or one of its engines cannot do this.
@@ -149,9 +157,15 @@ class AdapterManager:
             try:
                 async with self._writing:
                     chunks = await self._write(buffer, write)
-                    request = ac.AdapterPublishRequested(call, name, version, scale, chunks, buffer)
                     _refuse_too_large(chunks)
-                    self._handle(request)
+                    if is_archived:
+                        archive = self._callbacks.archive_adapter
+                        await asyncio.to_thread(archive, name, version, adapter)
+                    self._handle(
+                        ac.AdapterPublishRequested(
+                            call, name, version, adapter.scale, chunks, buffer
+                        )
+                    )
                 await result
             finally:
                 self._pending.others.discard(result)

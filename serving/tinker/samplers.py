@@ -128,7 +128,7 @@ class EngineAdapters:
 
     async def _publish(self, name: str, loaded: LoadedAdapter, step: int) -> int:
         write = functools.partial(_write, self.run, loaded)
-        version = await self.scheduler.engines.adapters.publish(name, loaded.scale, write)
+        version = await self.scheduler.engines.adapters.publish(name, loaded, write)
         self.steps[name, version] = step
         return version
 

@@ -22,13 +22,15 @@ from tidegate.serving.tinker.tenants import TenantLimits, Tenants
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.telemetry.recorder import Recorder
     from tidegate.serving.tinker.futures import Spawn
     from tidegate.serving.tinker.models import ModelTrainer
     from tidegate.serving.tinker.parts import TinkerParts
     from tidegate.serving.tinker.training import TrainingBackend
 
 SWEEP_INTERVAL_S = 15.0
-"""Time between two searches for sessions and results that are over."""
+"""Time between two searches for sessions and results that are over, and the longest time for which
+a run's records are only in memory."""
 
 
 class TinkerServer(RunServer):
@@ -121,7 +123,7 @@ class TinkerServer(RunServer):
 
             parts = self._parts(scheduler, spawn)
             await recover(parts)
-            sweeping = spawn(_sweep(parts), "tinker-sweep")
+            sweeping = spawn(_sweep(parts, self._rollouts._running.recorder), "tinker-sweep")
             app = tinker_app(parts, bound_host=self._host, allowed_hosts=self._allowed_hosts)
             try:
                 await serve_app(
@@ -180,8 +182,9 @@ def reported_name(directory: Path) -> str:
     return f"{name}/" if name.count("/") == 2 else name
 
 
-async def _sweep(parts: "TinkerParts") -> None:
-    """End silent sessions, and forget results that were kept for long enough, from time to time."""
+async def _sweep(parts: "TinkerParts", recorder: "Recorder | None") -> None:
+    """End silent sessions, forget results that were kept for long enough, and write the run's
+    records to the disk, from time to time."""
     from tidegate.serving.tinker.app import end_session
 
     while True:
@@ -189,3 +192,5 @@ async def _sweep(parts: "TinkerParts") -> None:
         parts.futures.forget_expired()
         for session in parts.sessions.silent(asyncio.get_running_loop().time()):
             await end_session(parts, session)
+        if recorder is not None:
+            await asyncio.to_thread(recorder.sync)

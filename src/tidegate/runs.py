@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
+from tidegate.observability.run_directories import RUN_FILE, next_part
 from tidegate.orchestrator.fleet.launcher import EngineLauncher, LocalEngineLauncher
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.settings.config import RunOptions, RunSettings, run_settings
@@ -134,7 +135,8 @@ def tinker_server(
     """Start engines and a trainer behind the Tinker API, as a context manager.
 
     The named arguments are those of :class:`~tidegate.TinkerServer`; ``settings`` are those of
-    :class:`~tidegate.RunSettings`.
+    :class:`~tidegate.RunSettings`. With a ``state_directory``, a ``run_directory`` may hold the
+    records of earlier servers: this one's go into its next ``part-N``.
 
     Raises:
         ConfigError: a setting is out of range, a package is missing, or the address is taken.
@@ -144,6 +146,9 @@ def tinker_server(
     checked = run_settings(**settings)
     if "kv_policy" not in checked.weights.model_fields_set:
         settings["kv_policy"] = "keep"  # what the API promises of in-flight samplers
+    records = checked.records.run_directory
+    if state_directory is not None and records is not None and (records / RUN_FILE).exists():
+        settings["run_directory"] = next_part(records)  # a restart continues the records, too
     return TinkerServer(
         _serve_requests(checked, settings),
         host=host,

@@ -1,6 +1,7 @@
 """Adapters with weight versions of their own, published one by one to real engines."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import tidegate
 from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import ConfigError, TurnRefused, WeightsRefused
+from tidegate.observability.audit.audit import audit_run
+from tidegate.observability.recording import adapter_weights_path
 
 pytestmark = pytest.mark.wire
 
@@ -141,3 +144,47 @@ async def test_a_restarted_engine_gets_the_adapters_that_its_turns_need(model: P
         engines.kill("engine-0")
         await rollouts.evaluate([("solver", None)], episode=after)
         assert after.sampled == before.sampled
+
+
+async def test_tokens_of_live_and_pinned_versions_are_audited_and_wrong_tags_are_found(
+    model: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    async with tidegate.serve(
+        model=model,
+        engines=2,
+        group_size=2,
+        pause_mode="keep",
+        kv_policy="keep",
+        step_time_min_s=0.002,
+        deterministic=True,
+        run_directory=run,
+    ) as rollouts:
+        await rollouts.publish(load_file(model / "model.safetensors"))
+        handles = [rollouts.adapter(name) for name in ("solver", "../a b: \u00e9." + 90 * "n")]
+        for seed, handle in enumerate(handles):
+            await handle.publish(random_adapter(model, seed), config=CONFIG)
+        await handles[0].pin(1)
+        sampler = Sampler(max_tokens=150)
+        tasks = [(handle.name, version) for handle in handles for version in (None, None)]
+        running = asyncio.ensure_future(
+            rollouts.evaluate([*tasks, ("solver", 1), ("", None)], episode=sampler)
+        )
+        for seed in range(2, 6):
+            await handles[seed % 2].publish(random_adapter(model, seed), config=CONFIG)
+        await running
+    for exact in (False, True):
+        report = audit_run(run, exact=exact)
+        assert report.agrees, report.lines()
+        assert report.tokens_agreeing == report.tokens
+        assert report.spans_mixed > 0
+        assert report.version_power.unnoticed_share < 0.5
+
+    archive = adapter_weights_path(run, "solver", 1)
+    shutil.rmtree(archive)
+    assert any("with adapter 'solver', which are not" in str(p) for p in audit_run(run).problems)
+    shutil.copytree(adapter_weights_path(run, "solver", 2), archive)
+    (archive / "parts.json").write_text(
+        (archive / "parts.json").read_text().replace('"version":2', '"version":1')
+    )
+    assert not audit_run(run).agrees

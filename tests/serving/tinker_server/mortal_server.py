@@ -1,6 +1,6 @@
 """A Tinker server for tests to kill: slow at training, with a snapshot every few requests.
 
-python mortal_server.py MODEL STATE PORT [DEATHS]
+python mortal_server.py MODEL STATE PORT [DEATHS [RUN]]
 
 The file DEATHS names the phases in which the server kills itself (kill -9), once in each: a line
 each, of :data:`PHASES`.
@@ -18,6 +18,7 @@ from typing import Any
 
 import tidegate
 from tidegate.serving.tinker import checkpoints, journal, sampling, sessions
+from tidegate.serving.tinker import server as server_module
 from tidegate.serving.tinker.peft_training import PeftTraining
 from tidegate.serving.tinker.training import AdamStep, BatchResult, LossBatch
 
@@ -95,11 +96,15 @@ def die_in(deaths: Path) -> None:
         setattr(owner, attribute, mortal(name, getattr(owner, attribute)))
 
 
-def main(model: str, state: str, port: str, deaths: str | None = None) -> None:
+def main(
+    model: str, state: str, port: str, deaths: str | None = None, run: str | None = None
+) -> None:
     journal.SNAPSHOT_REQUESTS = 5
+    server_module.SWEEP_INTERVAL_S = 0.2
     if deaths is not None:
         die_in(Path(deaths))
     settings: dict[str, Any] = {"model": model, "engines": 1, "port": int(port)}
+    settings["run_directory"] = run
     with tidegate.tinker_server(
         **settings, state_directory=state, make_backend=SlowTraining
     ) as server:

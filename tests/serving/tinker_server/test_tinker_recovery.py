@@ -44,7 +44,7 @@ DATUM = tinker.Datum(
 class MortalServer:
     """A server process on one port and one state directory, killed and started again."""
 
-    def __init__(self, model: Path, state: Path) -> None:
+    def __init__(self, model: Path, state: Path, run: Path | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self._port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
@@ -52,7 +52,7 @@ class MortalServer:
         """File of the phases in which the server is still to die."""
         self.deaths.touch()
         self._command = [sys.executable, str(PROGRAM), str(model), str(state), str(self._port)]
-        self._command.append(str(self.deaths))
+        self._command += [str(self.deaths), *([] if run is None else [str(run)])]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
