@@ -7,6 +7,7 @@ for. Paths, fields and answers are those of the SDK ``tinker``; docs/tinker-serv
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from tidegate.serving import api_app
 from tidegate.serving.api_app import Answer, ApiRoute, Body, as_json, key_of
 from tidegate.serving.api_errors import ApiError, ErrorForm, MalformedBody
 from tidegate.serving.http_server import JSON_TYPE, AccessPolicy, Headers, read_body
-from tidegate.serving.tinker import messages
+from tidegate.serving.tinker import messages, sessions
 from tidegate.serving.tinker.futures import RequestFailure, RequestSuccess, json_result
 from tidegate.serving.tinker.journal import (
     ModelCreated,
@@ -43,6 +44,8 @@ from tidegate.serving.tinker.training_requests import (
     submit,
 )
 from tidegate.serving.vllm_server.model_info import limits_of
+
+log = logging.getLogger("tidegate")
 
 SEED_BITS = 31
 """Bits of a seed that the server draws for an adapter; the journal has it, too."""
@@ -272,13 +275,37 @@ async def _created(parts: TinkerParts, session: TinkerSession, created: ModelCre
     """Begin a model, unless its client has sent the request again."""
     model = session.models.get(created.model_seq_id)
     if model is None:
-        owned = sum(each.tenant == session.tenant for each in parts.trainer.models.values())
-        parts.limits.check_models(owned)
+        await _make_room(parts, session.tenant)
         model = await begin_model(parts, session, created)
     else:
         async with model.journal_lock:  # the first one may be on its way to the disk
             pass
     return future_answer(f"{model.model_id}:create", model.model_id)
+
+
+async def _make_room(parts: TinkerParts, tenant: str) -> None:
+    """End sessions of killed clients if the tenant may have no other model.
+
+    Raises:
+        ApiError: 429, the clients of all the tenant's models live.
+    """
+    while True:
+        owned = sum(each.tenant == tenant for each in parts.trainer.models.values())
+        if owned < parts.limits.models:
+            return
+        now_s = asyncio.get_running_loop().time()
+        idle = (
+            each
+            for each in parts.sessions.silent(now_s, silent_s=sessions.SILENT_S)
+            if each.tenant == tenant
+            and any(model.model_id in parts.trainer.models for model in each.models.values())
+            and not parts.futures.has_running(f"{each.session_id}:")
+        )
+        if (session := next(idle, None)) is None:
+            parts.limits.check_models(owned)
+        else:
+            log.info("session=%s ended for another of its tenant; it is silent", session.session_id)
+            await end_session(parts, session)
 
 
 def _lora_spec(request: messages.CreateModelRequest) -> LoraSpec:

@@ -155,6 +155,14 @@ class FutureTable:
         """Return the number of a tenant's samples that have not ended."""
         return self._running[tenant]
 
+    def has_running(self, id_prefix: str) -> bool:
+        """Whether a request whose id begins so has begun and not ended."""
+        return any(
+            entry.has_begun and entry.outcome is None
+            for request_id, entry in self._entries.items()
+            if request_id.startswith(id_prefix)
+        )
+
     def forget_expired(self) -> None:
         """Drop results that were kept for long enough."""
         now_s = asyncio.get_running_loop().time()

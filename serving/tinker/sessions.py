@@ -15,6 +15,10 @@ SESSION_TIMEOUT_S = 600.0
 """Time without a heartbeat after which a session ends. The SDK sends one every 10 s, and warns its
 user after 120 s that the session will be ended."""
 
+SILENT_S = 60.0
+"""Time without a heartbeat after which a session without work makes room for another of its tenant:
+its client was probably killed."""
+
 
 @dataclass(slots=True, eq=False)
 class TinkerSession:
@@ -85,7 +89,8 @@ class SessionTable:
         """Return a tenant's sessions, the newest first."""
         return [each for each in reversed(self._sessions.values()) if each.tenant == tenant]
 
-    def silent(self, now_s: float) -> list[TinkerSession]:
-        """Return the sessions whose clients have been silent for too long."""
-        due_s = now_s - SESSION_TIMEOUT_S
-        return [session for session in self._sessions.values() if session.seen_s < due_s]
+    def silent(self, now_s: float, *, silent_s: float = SESSION_TIMEOUT_S) -> list[TinkerSession]:
+        """Return the sessions whose clients have been silent for too long, the longest first."""
+        due_s = now_s - silent_s
+        silent = [session for session in self._sessions.values() if session.seen_s < due_s]
+        return sorted(silent, key=lambda session: session.seen_s)

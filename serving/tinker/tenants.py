@@ -85,7 +85,8 @@ class TenantLimits:
             raise ApiError(
                 429,
                 f"{owned} models are in training, and a tenant may have {self.models}: end a "
-                f"session with ServiceClient.close(), or start the server with --tenant-models",
+                f"session with ServiceClient.close(), wait a minute after a client was killed, or "
+                f"start the server with --tenant-models",
             )
 
     def check_samples(self, running: int) -> None:

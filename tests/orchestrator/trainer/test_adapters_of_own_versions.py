@@ -1,6 +1,7 @@
 """Adapters with weight versions of their own, published one by one to real engines."""
 
 import asyncio
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import ConfigError, TurnRefused, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
-from tidegate.observability.recording import adapter_weights_path
+from tidegate.observability.recording import RunRecorder, adapter_weights_path
 
 pytestmark = pytest.mark.wire
 
@@ -116,6 +117,52 @@ async def test_a_publish_of_one_adapter_splits_no_other_turn_and_recomputes_noth
     [(_, following)] = versions.items()
     assert following <= {1, 2, 3, 4}
     assert len(following) >= 2
+
+
+async def test_no_step_leaves_out_turns_of_other_adapters_while_one_is_published(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a publish costs another's decode stream no step, whatever it costs the adapter's own."""
+    rows: list[int] = []
+    monkeypatch.setattr(RunRecorder, "engine_step", lambda _, step: rows.append(step.rows))
+    tensors = random_adapter(model, 1)
+    tokens = 200
+
+    async def sample(episode: tidegate.Episode, name: str) -> float:
+        episode.append(PROMPT)
+        turn = await episode.generate(max_tokens=tokens, adapter=name, stop_token_ids=[])
+        assert len(turn.token_ids) == tokens
+        return 0.0
+
+    async with tidegate.serve(
+        model=model,
+        engines=1,
+        group_size=2,
+        pause_mode="keep",
+        kv_policy="recompute",
+        step_time_min_s=0.002,
+        run_directory=tmp_path / "run",
+    ) as rollouts:
+        solver, critic = rollouts.adapter("solver"), rollouts.adapter("critic")
+        for each in (solver, critic):
+            await each.publish(tensors, config=CONFIG)
+        tasks = ["solver", *2 * [""], *3 * ["critic"]]
+        running = asyncio.ensure_future(rollouts.evaluate(tasks, episode=sample))
+        published = 0
+        while not running.done():
+            await solver.publish(tensors, config=CONFIG)
+            published += 1
+        await running
+    assert published > 2
+    # A step reports the turns of each adapter by themselves, so each number of rows names one.
+    # Turns start and end one after another; in between, no step leaves out the base or the critic.
+    steps = "".join(map(str, rows))
+    first = re.search("23|32", steps)
+    assert first is not None
+    steps = steps[first.start() : steps.rindex(first[0]) + 2]
+    assert re.fullmatch(f"({first[0]})+", steps.replace("1", "")), steps
+    assert "11" not in steps  # nor is one made for the solver's turn alone
+    assert steps.count("1") > tokens / 2
 
 
 async def test_a_hundred_adapters_are_served_in_turn_by_engines_that_hold_few(model: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import tidegate
 from tests.serving.tinker_server.tenant_client import Tenant
 from tidegate.errors import ConfigError
+from tidegate.serving.tinker import sessions
 from tidegate.serving.tinker.tenants import TenantLimits
 
 pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
@@ -83,6 +84,42 @@ def test_a_tenants_surplus_model_is_refused_until_another_ends(
         bob.new_model(model)
         alice.result(alice.post("unload_model", model_id=model_id))
         alice.result(alice.post("create_model", **second))
+
+
+def test_a_killed_clients_model_makes_room_unless_its_session_still_works(
+    server: tidegate.TinkerServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = Tenant(server.url, "tml-alice"), Tenant(server.url, "tml-bob")
+    with alice.http, bob.http:
+        monkeypatch.setattr(sessions, "SILENT_S", -1.0)  # every client counts as killed
+        bobs = bob.new_model(model)
+        for _ in range(17):
+            alices = alice.new_model(model)  # the one of before goes
+        assert alice.post("get_info", model_id=alices)["model_id"] == alices
+        assert bob.post("get_info", model_id=bobs)["model_id"] == bobs
+
+        session = alices.partition(":")[0]
+        sampler = alice.post(
+            "create_sampling_session",
+            session_id=session,
+            sampling_session_seq_id=0,
+            base_model=str(model),
+        )["sampling_session_id"]
+        sampling = alice.post("asample", sampling_session_id=sampler, seq_id=0, **LONG)
+        another = alice.post("create_session", tags=[], sdk_version="0")["session_id"]
+        body = {
+            "session_id": another,
+            "model_seq_id": 0,
+            "base_model": str(model),
+            "lora_config": {"rank": 4},
+        }
+        assert alice.refusal("create_model", **body)[0] == 429
+        cancelled = {"request_id": sampling["request_id"]}
+        assert alice.http.post("cancel_future", json=cancelled).status_code == 204
+        alice.result(sampling)
+        alice.result(alice.post("create_model", **body))
+        monkeypatch.undo()
+        assert alice.refusal("create_model", **(body | {"model_seq_id": 1}))[0] == 429
 
 
 def test_limits_below_one_are_refused() -> None:
