@@ -496,9 +496,10 @@ class Core:
         return outcome.commands
 
     def _on_returned(self, event: ev.EpisodeReturned) -> list[ev.Command]:
-        revision = self.groups.revision
-        agents = self.groups.running[event.rollout_id][0].agents
-        commands = self.groups.finish(event)
+        groups = self.groups
+        revision = groups.revision
+        agents = groups.running[event.rollout_id][0].agents
+        commands = groups.finish(event)
         if agents:
             rewards = dict(event.agent_rewards)
             for name, own in agents.items():
@@ -507,7 +508,7 @@ class Core:
             for name in agents:
                 if (agent := self.base.trained_adapters.get(name)) is not None:
                     commands += agent._hand_over()
-        if self.groups.revision == revision and not self.policy.splits_groups:
+        if groups.revision == revision and not self.policy.splits_groups:
             return commands  # other rollouts of its group run: no new batch is possible
         return commands + self._hand_over() if self.batch_requests else commands
 

@@ -5,9 +5,8 @@ its :class:`Rollout` objects. Depends on ``rollout.py`` and msgspec.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from tidegate.orchestrator.core.rollout import DISCARDED, Rollout, RolloutState
 
@@ -21,8 +20,7 @@ class TaskKey(Struct, frozen=True, order=True, gc=False):
     """Position in that iterator, from 0."""
 
 
-@dataclass(slots=True)
-class Group:
+class Group(Struct):
     """The rollouts of one task, whose rewards are compared with each other."""
 
     group_id: int

@@ -18,6 +18,8 @@ from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.rollout import (
     DISCARDED,
+    FINISHED,
+    TRAINED,
     Rollout,
     RolloutState,
     Turn,
@@ -361,7 +363,8 @@ class GroupTracker(OutstandingGroupIndex):
         self.next_group_id += 1
         group.oldest_possible_version = self._versions.live_version
         self._add(group)
-        self._task_records.began(group)
+        if self._task_records.curricula:
+            self._task_records.began(group)
         return self._start(group, self.group_size)
 
     def admit_agents(self, home: Group, home_adapter: str) -> None:
@@ -530,7 +533,7 @@ class GroupTracker(OutstandingGroupIndex):
                 commands.append(ev.Record(row, group.task))
             return commands
         for row in rows:
-            row.reward, row.state = event.reward, RolloutState.FINISHED
+            row.reward, row.state = event.reward, FINISHED
             self.ledger.finish(row.sampled_tokens)
         return commands + self._rollout_ended(group)
 
@@ -542,7 +545,8 @@ class GroupTracker(OutstandingGroupIndex):
         for turn in rollout.turns:
             if turn.finish_reason is None:
                 commands += self._turns.cancel(rollout)
-            turn.settle()
+            if turn.deferred_tokens is not None:
+                turn.settle()
             del turn.rollout
         if not rollout.branches:
             return [rollout]
@@ -617,7 +621,7 @@ class GroupTracker(OutstandingGroupIndex):
         reason = None
         if not self._keeps_all and not (group.is_agents and group.running):
             reason = self._judge(group)
-        if self._task_records and (reason is not None or not group.running):
+        if self._task_records.curricula and (reason is not None or not group.running):
             self._record_outcome(group)
         if not group.running:
             kept = self._end(group)
@@ -650,7 +654,8 @@ class GroupTracker(OutstandingGroupIndex):
         """Move a group whose last episode has ended to the buffer; return its kept rollouts."""
         kept, oldest = group.kept_and_oldest()
         self._mark_ended(group, self._versions.live_version if oldest is None else oldest)
-        self._task_records.stopped(group)
+        if self._task_records.curricula:
+            self._task_records.stopped(group)
         return kept
 
     # ------------------------------------------------------------ giving up
@@ -675,7 +680,7 @@ class GroupTracker(OutstandingGroupIndex):
 
     def drop(self, group: Group, reason: str) -> list[ev.Command]:
         """Settle a buffered group as discarded, and free its admission slot."""
-        if self._task_records:
+        if self._task_records.curricula:
             if group.group_id in self._running:
                 self._task_records.stopped(group)
             self._task_records.discarded(group, reason)
@@ -728,7 +733,7 @@ class GroupTracker(OutstandingGroupIndex):
         self.ledger.train(sum(lengths))
         self.discards.count_trained(lengths)
         for row in rows:
-            row.state = RolloutState.TRAINED
+            row.state = TRAINED
             row.oldest_trainable = oldest_trainable
         if oldest_trainable and (masked := sum(row.masked_tokens for row in rows)):
             self.ledger.discard_trained(masked, TOO_OLD)
@@ -751,7 +756,7 @@ class GroupTracker(OutstandingGroupIndex):
         part.is_agents = group.is_agents
         group.sibling_rewards = part.kept_rewards
         self._prompts.record(part.digest, group.sibling_rewards)
-        if self._task_records:
+        if self._task_records.curricula:
             self._record_outcome(part)
         group.rollouts = [r for r in group.rollouts if r.rollout_id in self.running]
         for rollout in group.rollouts:
@@ -765,6 +770,6 @@ class GroupTracker(OutstandingGroupIndex):
             if masked := rollout.masked_tokens:
                 self.ledger.discard_trained(-masked, TOO_OLD)
             self.ledger.untrain(rollout.sampled_tokens)
-            rollout.state = RolloutState.FINISHED
+            rollout.state = FINISHED
             rollout.oldest_trainable = 0
         self._restore_ended(groups)

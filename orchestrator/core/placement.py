@@ -86,7 +86,7 @@ class Placement:
         if loads is None:
             return
         engine = self._engines[name]
-        if self._reserved and name in self._reserved:
+        if name in self._reserved:
             loads = self._open_reserved
         is_closed = engine.is_away or engine.is_draining or engine.is_for_evaluation
         if engine.weight_version >= live_version and not is_closed:
@@ -147,7 +147,7 @@ class Placement:
 
         ``behind``: engines that serve too old a version of the turn's adapter.
         """
-        loads = self._loads(live_version)
+        loads = self._open or self._loads(live_version)
         if behind or (turn.rollout.may_have_media and turn.rollout.media):
             loads = self._loads_for(turn, live_version, behind)
             return loads.least() if self._is_by_load else self._routed(turn, number, loads)

@@ -170,9 +170,10 @@ class Turn:
         """Record that the next token is sampled by ``version`` on ``engine``."""
         self.sampled_by = version
         runs = self.runs
-        if runs and runs[-1].version == version and runs[-1].engine == engine:
-            return
-        runs.append(VersionRun(version, self.length, engine))
+        if not runs:
+            runs.append(VersionRun(version, 0, engine))
+        elif runs[-1].version != version or runs[-1].engine != engine:
+            runs.append(VersionRun(version, self.length, engine))
 
     def remove_tokens(self) -> int:
         """Remove this turn's tokens, the newest of the context; return their number."""
@@ -202,8 +203,11 @@ class RolloutState(StrEnum):
     """The rollout will never be trained; ``discard_reason`` is the reason."""
 
 
+RUNNING = RolloutState.RUNNING
+FINISHED = RolloutState.FINISHED
+TRAINED = RolloutState.TRAINED
 DISCARDED = RolloutState.DISCARDED
-"""Name of the state that every rollout is compared with five times: on Python 3.11 a member of an
+"""Names of the states that every rollout gets or is compared with: on Python 3.11 a member of an
 enum takes as long to read as three calls."""
 
 
@@ -252,7 +256,7 @@ class Rollout:
         self.may_have_media = False
         """Whether any turn had media. Read at every submission, and rarely true."""
         self.reward: float | None = None
-        self.state = RolloutState.RUNNING
+        self.state: RolloutState = RUNNING
         self.discard_reason: str | None = None
         self.ended_s = nan
         """When its episode ended, on the run loop's clock; only for figures, never for decisions,
@@ -309,7 +313,8 @@ class Rollout:
         """Append given tokens (a prompt, an observation) to the context."""
         if not isinstance(token_ids, array):
             token_ids = token_array(token_ids)  # raises for an invalid id before any change
-        self.settle()
+        if self.turns:
+            self.settle()
         self.filed_token_ids.extend(token_ids)
         self.filed_logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
 
@@ -322,7 +327,8 @@ class Rollout:
     @property
     def token_ids(self) -> "array[int]":
         """Context: everything the model read and wrote, in order; always the same array."""
-        self.settle()
+        if self.turns:
+            self.settle()
         return self.filed_token_ids
 
     @property
@@ -356,8 +362,10 @@ class Rollout:
     def sampled_tokens(self) -> int:
         """Number of tokens that the model sampled, over all turns."""
         tokens = 0
-        for turn in self.turns:
-            tokens += turn.length
+        for turn in self.turns:  # read twice for every rollout, so `length` is written out
+            tokens += turn.filed
+            if turn.deferred_tokens is not None:
+                tokens += turn.deferred_tokens.tokens_per_row
         return tokens
 
     @property

@@ -109,14 +109,11 @@ class TaskRecords:
 
     def __init__(self) -> None:
         self.curricula: dict[str, CurriculumRecord] = {}
-        """Curricula by name."""
+        """Curricula by name. Empty in most runs, which record no outcome then."""
         self._names: dict[int, str] = {}
         """Name of the curriculum of each iterator that is one."""
         self._draws: dict[int, array[int]] = {}
         """Items drawn by each of these iterators, in order: a task's place is its key's index."""
-
-    def __bool__(self) -> bool:
-        return bool(self._draws)
 
     @property
     def all(self) -> Collection[CurriculumRecord]:

@@ -57,6 +57,8 @@ class TurnTracker:
         self.placement = Placement(self.engines, rules or PlacementRules())
         self.live_version = 0
         """Oldest version that may sample a turn submitted now. Never falls."""
+        self.is_served = True
+        """Whether there is a version to sample with: the model directory's is, from the start."""
         self.next_handle = 0
         self.adapters: Mapping[str, int] = {}
         """Newest released version of each adapter with versions of its own."""
@@ -78,11 +80,6 @@ class TurnTracker:
         has left its engine."""
         self._oldest: set[str] = set()
         """Engines that serve ``live_version`` or older; empty if they must be recomputed."""
-
-    @property
-    def is_served(self) -> bool:
-        """Whether there is a version to sample with: the model directory's is, from the start."""
-        return True
 
     # ------------------------------------------------------------ engines
 
@@ -312,7 +309,8 @@ class TurnTracker:
         if turn.is_evaluation:
             handle += EVALUATION_HANDLES_FROM
         rollout, sampling = turn.rollout, turn.sampling
-        turn.settle()
+        if turn.deferred_tokens is not None:
+            turn.settle()
         length = turn.filed
         self.engines[name].submissions[handle] = turn
         turn.place = (name, handle)
@@ -499,7 +497,7 @@ class TurnTracker:
     def _finish(turn: Turn, code: int) -> bool:
         """Set a turn's finish reason and return True; False if the engine cut the turn off."""
         left = turn.sampling.max_tokens - turn.length
-        if left < 0 or (left and code not in (STOP, LENGTH)):
+        if left < 0 or (left and code != STOP and code != LENGTH):
             return False
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
         return True

@@ -40,6 +40,7 @@ from tidegate.orchestrator.fleet.scores import (
     reward_queries,
 )
 from tidegate.orchestrator.settings.config import SamplingSettings
+from tidegate.transport.attachments import Attachment
 from tidegate.transport.limits import CONTEXT_TOKENS_MAX, TURN_BYTES_MAX
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams, SubmitTurn, encode
@@ -91,85 +92,6 @@ class ScoringClient(Protocol):
 
     async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
         """Return one score per sequence."""
-
-
-class ScoringEpisode:
-    """Scoring methods of an :class:`Episode`; they fail once the episode is over."""
-
-    __slots__ = ("_backend", "_is_over", "_pending_scores", "_rollout")
-
-    def __init__(self, rollout: Rollout, backend: EpisodeBackend) -> None:
-        self._rollout = rollout
-        self._backend = backend
-        self._is_over = False
-        self._pending_scores: tuple[asyncio.Future[list[Score]], ...] = ()
-        """Scoring calls without an answer."""
-
-    async def score(
-        self,
-        sequences: Sequence[Any],
-        *,
-        start: int | Sequence[int] = 1,
-        top_logprobs: int = 0,
-        temperature: float = 1.0,
-        by: ScoringClient | None = None,
-    ) -> list[TokenScores]:
-        """Return the log-probs of each sequence's tokens from ``start`` on, under the policy's live
-        weights.
-
-        As :meth:`tidegate.Rollouts.score`, while the episode runs, also beside its turns. The
-        sequences are whole contexts: ``[episode.token_ids + answer for answer in answers]``.
-
-        ``by``: scorer to use in place of the policy's engines, such as one of
-        ``tidegate.score_server(model=reference)``, or its sync variant.
-
-        If the call is cancelled, with the episode or by ``asyncio.timeout``, engines stop scoring.
-
-        Raises:
-            ScoreRefused: no engine can ever answer, e.g. a sequence is too long.
-            EngineLost: several engines were lost with the same sequence, or the scorer's last one.
-        """
-        queries = logprob_queries(sequences, start, top_logprobs, temperature)
-        return cast("list[TokenScores]", await self._score(queries, by))
-
-    async def reward(
-        self, sequences: Sequence[Any], *, by: ScoringClient | None = None
-    ) -> list[Readout]:
-        """Return a classification head's outputs for each sequence; otherwise as :meth:`score`."""
-        return cast("list[Readout]", await self._score(reward_queries(sequences), by))
-
-    async def _score(self, queries: Sequence[ScoreQuery], by: ScoringClient | None) -> list[Score]:
-        self._refuse_if_over()
-        answer: Awaitable[list[Score]]
-        if by is None:
-            answer = self._backend.score(self._rollout, queries)
-        else:
-            answer = by.score_queries(queries)
-        scores = asyncio.ensure_future(answer)
-        self._pending_scores += (scores,)
-        try:
-            with self._backend.activity(self._rollout, SCORE):
-                return await scores
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._is_over and task is not None and not task.cancelling():
-                self._refuse_if_over()
-            raise
-        finally:
-            scores.cancel()
-            self._pending_scores = tuple(p for p in self._pending_scores if p is not scores)
-
-    def _cancel_scores(self) -> None:
-        """Cancel scoring calls that background tasks of the episode still await."""
-        for scores in self._pending_scores:
-            scores.cancel()
-
-    def _refuse_if_over(self) -> None:
-        if self._is_over:
-            raise RunClosed(
-                "the episode has returned, so its context can't change any more; end its "
-                "background tasks before it returns"
-            )
 
 
 BITS_64 = (1 << 64) - 1
@@ -305,20 +227,24 @@ def refuse_too_large(
         )
 
 
-class Episode(ScoringEpisode):
+class Episode:
     """One attempt at a task, or a branch of one. It generates one turn at a time; branches generate
     theirs side by side."""
 
     __slots__ = (
         "__weakref__",
+        "_backend",
         "_conversation",
         "_defaults",
         "_is_generating",
+        "_is_over",
         "_is_reserved",
         "_model",
         "_new_media",
+        "_pending_scores",
         "_replay",
         "_replay_branches",
+        "_rollout",
         "_salt",
         "_turns",
         "agents",
@@ -335,7 +261,11 @@ class Episode(ScoringEpisode):
         parent: "Episode | None" = None,
     ) -> None:
         """``parent``: for a branch, the episode that it was forked from."""
-        super().__init__(rollout, backend)
+        self._rollout = rollout
+        self._backend = backend
+        self._is_over = False
+        self._pending_scores: tuple[asyncio.Future[list[Score]], ...] = ()
+        """Scoring calls without an answer."""
         self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
         """Separates a branch's sampling seeds from those of other rows; the same in every run."""
         self.branches: list[Episode] = []
@@ -459,14 +389,15 @@ class Episode(ScoringEpisode):
             ConfigError: the media are too many, or too large.
             TurnRefused: the context is too long for any turn after it.
         """
-        self._refuse_if_over()
+        if self._is_over:
+            self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError(
                 "the context can't be appended to while a turn is generated; await generate() first"
             )
         appended = self._model.token_cache.of(content)
-        if self.num_tokens + len(appended) > CONTEXT_TOKENS_MAX:
-            raise too_long(self.num_tokens + len(appended))
+        if (tokens := self.num_tokens + len(appended)) > CONTEXT_TOKENS_MAX:
+            raise too_long(tokens)
         if media:
             self._add_media(media)
         if self._replay is not None:
@@ -635,7 +566,8 @@ class Episode(ScoringEpisode):
         return self._turns[-1]
 
     def _refuse_turn(self) -> None:
-        self._refuse_if_over()
+        if self._is_over:
+            self._refuse_if_over()
         self._is_reserved = False
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
@@ -674,8 +606,9 @@ class Episode(ScoringEpisode):
         """
         if self._is_over:
             return
-        for branch in (*self.branches, *self.agents.values()):
-            branch.end(keeps_unrepeated=keeps_unrepeated)
+        if self.branches or self.agents:
+            for branch in (*self.branches, *self.agents.values()):
+                branch.end(keeps_unrepeated=keeps_unrepeated)
         if not keeps_unrepeated:
             for unforked in self._replay_branches:
                 for row in unforked.rows:
@@ -687,24 +620,23 @@ class Episode(ScoringEpisode):
             self._cancel_scores()
 
     def turn_events(self) -> list[TurnsRewarded | TurnsScored]:
-        """Return the rewards and teacher's scores of turns, of this row and its branches."""
+        """Return the rewards and teacher's scores of turns, of this row, its branches and its
+        agents."""
         events: list[TurnsRewarded | TurnsScored] = []
         rewards: list[tuple[int, float]] = []
+        scored: list[Attachment] = []
         for turn in self._turns:
             if turn.given_reward is not None:
                 rewards.append((turn.number, turn.given_reward))
+            if turn.teacher_scores is not None:
+                scored += turn.teacher_scores.attachments(turn.number)
         if rewards:
             events.append(TurnsRewarded(self._rollout.rollout_id, tuple(rewards)))
-        scored = [
-            attachment
-            for turn in self._turns
-            if turn.teacher_scores is not None
-            for attachment in turn.teacher_scores.attachments(turn.number)
-        ]
         if scored:
             events.append(TurnsScored(self._rollout.rollout_id, scored))
-        for branch in self.branches:
-            events += branch.turn_events()
+        if self.branches or self.agents:
+            for branch in (*self.branches, *self.agents.values()):
+                events += branch.turn_events()
         return events
 
     async def attach_teacher(
@@ -771,3 +703,71 @@ class Episode(ScoringEpisode):
         repeated = rollout.token_ids[: replay.tokens]
         self._backend.cut(rollout, turns=replay.turns, tokens=replay.tokens)
         rollout.extend(repeated[rollout.sampled_end :])
+
+    # ------------------------------------------------------------ scoring
+
+    async def score(
+        self,
+        sequences: Sequence[Any],
+        *,
+        start: int | Sequence[int] = 1,
+        top_logprobs: int = 0,
+        temperature: float = 1.0,
+        by: ScoringClient | None = None,
+    ) -> list[TokenScores]:
+        """Return the log-probs of each sequence's tokens from ``start`` on, under the policy's live
+        weights.
+
+        As :meth:`tidegate.Rollouts.score`, while the episode runs, also beside its turns. The
+        sequences are whole contexts: ``[episode.token_ids + answer for answer in answers]``.
+
+        ``by``: scorer to use in place of the policy's engines, such as one of
+        ``tidegate.score_server(model=reference)``, or its sync variant.
+
+        If the call is cancelled, with the episode or by ``asyncio.timeout``, engines stop scoring.
+
+        Raises:
+            ScoreRefused: no engine can ever answer, e.g. a sequence is too long.
+            EngineLost: several engines were lost with the same sequence, or the scorer's last one.
+        """
+        queries = logprob_queries(sequences, start, top_logprobs, temperature)
+        return cast("list[TokenScores]", await self._score(queries, by))
+
+    async def reward(
+        self, sequences: Sequence[Any], *, by: ScoringClient | None = None
+    ) -> list[Readout]:
+        """Return a classification head's outputs for each sequence; otherwise as :meth:`score`."""
+        return cast("list[Readout]", await self._score(reward_queries(sequences), by))
+
+    async def _score(self, queries: Sequence[ScoreQuery], by: ScoringClient | None) -> list[Score]:
+        self._refuse_if_over()
+        answer: Awaitable[list[Score]]
+        if by is None:
+            answer = self._backend.score(self._rollout, queries)
+        else:
+            answer = by.score_queries(queries)
+        scores = asyncio.ensure_future(answer)
+        self._pending_scores += (scores,)
+        try:
+            with self._backend.activity(self._rollout, SCORE):
+                return await scores
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_over and task is not None and not task.cancelling():
+                self._refuse_if_over()
+            raise
+        finally:
+            scores.cancel()
+            self._pending_scores = tuple(p for p in self._pending_scores if p is not scores)
+
+    def _cancel_scores(self) -> None:
+        """Cancel scoring calls that background tasks of the episode still await."""
+        for scores in self._pending_scores:
+            scores.cancel()
+
+    def _refuse_if_over(self) -> None:
+        if self._is_over:
+            raise RunClosed(
+                "the episode has returned, so its context can't change any more; end its "
+                "background tasks before it returns"
+            )

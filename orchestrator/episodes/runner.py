@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
 from tidegate.errors import ConfigError, EpisodeError, RunClosed
@@ -97,7 +98,8 @@ class Deadlines(Generic[Task]):
         """Start this task's clock."""
         loop = task.get_loop()
         due_s = self._due_s[task] = self._now_s(loop) + self._timeout_s
-        self._call_by(due_s, loop)
+        if self._timer is None or self._timer.when() > due_s:
+            self._call_by(due_s, loop)
 
     def left_s(self, task: Task) -> float:
         """Return the seconds that a task has left; infinite if its time is up or never began."""
@@ -119,7 +121,8 @@ class Deadlines(Generic[Task]):
             loop = task.get_loop()
             due_s = self._due_s[task] = self._now_s(loop) + left_s
             self._is_sorted = False  # thousands may be released together: sort once
-            self._call_by(due_s, loop)
+            if self._timer is None or self._timer.when() > due_s:
+                self._call_by(due_s, loop)
 
     def cancel_now(self, task: Task) -> None:
         """Cancel this task now. Does nothing if its time is up."""
@@ -157,9 +160,8 @@ class Deadlines(Generic[Task]):
         return loop.time() if self._suspended_at_s is None else self._suspended_at_s
 
     def _call_by(self, due_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the timer run at ``due_s``, which is before its present time."""
         if self._timer is not None:
-            if self._timer.when() <= due_s:
-                return
             self._timer.cancel()
         self._timer = loop.call_at(due_s, self._expire, loop)
 
@@ -197,6 +199,8 @@ def _take_due(waiting: dict[Task, float], now_s: float) -> list[Task]:
 EpisodeFunction = Callable[[Episode, Any], Awaitable[float | Mapping[str, float]]]
 """A user's episode: gets an :class:`Episode` and a task, returns the reward; with agents it may
 return one for each, by the name of its adapter."""
+
+NO_REWARDS: tuple[tuple[str, float], ...] = ()
 
 EPISODE_IS_OVER = "the episode has returned, so its rollout can't continue"
 
@@ -249,39 +253,24 @@ def _note_lack_of_engine(task: EpisodeTask) -> None:
     )
 
 
-def _reward(value: object) -> float | BaseException:
-    """Return an episode's result as a reward, or the error if it is not a valid reward."""
-    try:
-        return checked_reward(value)
-    except BaseException as error:  # noqa: BLE001 - a user's type may raise anything
-        return error
-
-
-def _rewards_by_agent(
-    value: object, rollout: Rollout
-) -> tuple[float | BaseException, dict[str, float]]:
+def _rewards_by_agent(value: object, rollout: Rollout) -> tuple[float, dict[str, float]]:
     """Return the reward of an episode's own rollout, and those of its agents by name.
 
     One number is the reward of all. A mapping has the agents' names, and that of the rollout's own
     adapter, which is empty for the run's weights.
+
+    Raises:
+        ConfigError: a reward is invalid, missing or one too many.
     """
     if not isinstance(value, Mapping):
-        return _reward(value), {}
+        return checked_reward(value), {}
     names = {rollout.adapter, *rollout.agents}
     if set(value) != names:
-        return (
-            ConfigError(
-                f"an episode with agents returns one reward, or one for each of {sorted(names)}; "
-                f"got {value!r:.200}"
-            ),
-            {},
+        raise ConfigError(
+            f"an episode with agents returns one reward, or one for each of {sorted(names)}; "
+            f"got {value!r:.200}"
         )
-    rewards: dict[str, float] = {}
-    for name in names:
-        reward = _reward(value[name])
-        if not isinstance(reward, float):
-            return reward, {}
-        rewards[name] = reward
+    rewards = {name: checked_reward(value[name]) for name in names}
     return rewards[rollout.adapter], rewards
 
 
@@ -297,7 +286,7 @@ def call_episode(function: Callable[..., Awaitable[Any]], *given: object) -> Awa
     except Exception as error:
         name, remedy = _name_and_remedy(function)
         raise EpisodeError(f"calling the episode {name} raised {error!r}: {remedy}") from error
-    if not inspect.isawaitable(awaitable):
+    if not isinstance(awaitable, CoroutineType) and not inspect.isawaitable(awaitable):
         name, remedy = _name_and_remedy(function)
         raise ConfigError(f"the episode {name} is not async, it returned {awaitable!r}: {remedy}")
     return awaitable
@@ -449,23 +438,21 @@ class EpisodeRunner:
 
     def _end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
         """Settle a task whose function has returned ``value``, or raised ``error``."""
-        try:
-            self._ended(task, value, error)
-        except BaseException as failure:  # noqa: BLE001 - one failed episode too many, or a defect
-            self._on_error(failure)
-
-    def _ended(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
         rollout, number = task.rollout, task.rollout.rollout_id
         try:
-            self._report_end(task, value, error)
-        finally:
-            if self._tracer is not None:
-                self._tracer.ended(rollout, "failed" if error is not None else "returned")
-            self.leaks.uncancelled.discard(number)
-            del self._tasks[number]
-            if number not in self._retries:
-                for row in (rollout, *rollout.agents.values()):
-                    self._on_over(row)
+            try:
+                self._report_end(task, value, error)
+            finally:
+                if self._tracer is not None:
+                    self._tracer.ended(rollout, "failed" if error is not None else "returned")
+                self.leaks.uncancelled.discard(number)
+                del self._tasks[number]
+                if number not in self._retries:
+                    self._on_over(rollout)
+                    for own in rollout.agents.values():
+                        self._on_over(own)
+        except BaseException as failure:  # noqa: BLE001 - one failed episode too many, or a defect
+            self._on_error(failure)
 
     def _report_end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
         """Report a task's end to the core; nothing if its episode never began."""
@@ -476,26 +463,28 @@ class EpisodeRunner:
             return
         # Ignored if it was cancelled because its rollout was discarded, or the run ends.
         is_ignored = rollout.rollout_id in self.leaks.uncancelled or self._is_ending
-        result: float | BaseException
-        rewards: dict[str, float] = {}
-        if error is not None:
-            result = error
-        elif episode.agents:
-            result, rewards = _rewards_by_agent(value, rollout)
-        else:
-            result = _reward(value)
-        if isinstance(result, float):
+        reward, of_agents = 0.0, NO_REWARDS
+        if error is None:
+            try:
+                if episode.agents:
+                    reward, rewards = _rewards_by_agent(value, rollout)
+                    of_agents = tuple([(n, rewards[n]) for n in rollout.agents if rewards])
+                else:
+                    reward = checked_reward(value)
+            except BaseException as invalid:  # noqa: BLE001 - a user's type may raise anything
+                error = invalid
+        if error is None:
             self._deadlines.end(task)
             self._failures.succeed()
             self._end_episode(rollout, episode)
             if not is_ignored:
-                self._report_turns(episode)
-                of_agents = tuple((name, rewards[name]) for name in rollout.agents if rewards)
-                self._handle(ev.EpisodeReturned(rollout.rollout_id, result, of_agents))
-        elif is_interrupt(result):
-            raise result
+                for turns in episode.turn_events():
+                    self._handle(turns)
+                self._handle(ev.EpisodeReturned(rollout.rollout_id, reward, of_agents))
+        elif is_interrupt(error):
+            raise error
         else:
-            self._report_failure(task, episode, result, is_ignored=is_ignored)
+            self._report_failure(task, episode, error, is_ignored=is_ignored)
 
     def _report_failure(
         self, task: EpisodeTask, episode: Episode, error: BaseException, *, is_ignored: bool
@@ -513,7 +502,8 @@ class EpisodeRunner:
         may_be_retried = failure.cause is FailureCause.INFRASTRUCTURE
         self._end_episode(rollout, episode, keeps_unrepeated=may_be_retried)
         if not may_be_retried:
-            self._report_turns(episode)
+            for turns in episode.turn_events():
+                self._handle(turns)
         self._fail(rollout, error, failure)
 
     def _fail(
@@ -534,12 +524,6 @@ class EpisodeRunner:
         key = FailureKey(failure.cause, reason, outcome_of(rollout, reason))
         self._failures.fail(rollout.rollout_id, rollout.group_id, error, key)
 
-    def _report_turns(self, episode: Episode) -> None:
-        """Report the rewards and scores that the episode gave to single turns."""
-        for each in (episode, *episode.agents.values()):
-            for event in each.turn_events():
-                self._handle(event)
-
     def _end_episode(
         self, rollout: Rollout, episode: Episode, *, keeps_unrepeated: bool = False
     ) -> None:
@@ -553,9 +537,11 @@ class EpisodeRunner:
     ) -> None:
         episode.end(keeps_unrepeated=keeps_unrepeated)
         self.leaks.ended.append(weakref.ref(episode))
-        # The rollout has dropped rows without tokens; the episode still has them.
-        rows = list(episode.rows) if episode.branches else [rollout]
-        for row in [*rows, *(row for each in episode.agents.values() for row in each.rows)]:
+        rows: list[Rollout | Episode] = [rollout]
+        if episode.branches or episode.agents:
+            # The rollout has dropped rows without tokens; the episode still has them.
+            rows = [row for each in (episode, *episode.agents.values()) for row in each.rows]
+        for row in rows:
             turn = self._pending.turns.pop(row.rollout_id, None)
             if turn is not None:
                 fail(turn, RunClosed(EPISODE_IS_OVER))
@@ -669,7 +655,7 @@ class EpisodeRunner:
         self._new_row = row
 
     def _refuse_if_given_up(self, rollout: Rollout) -> None:
-        if rollout.episode_id in self.leaks.uncancelled:
+        if self.leaks.uncancelled and rollout.episode_id in self.leaks.uncancelled:
             raise RunClosed(
                 "this rollout was discarded and its episode cancelled; let CancelledError end it"
             )

@@ -33,9 +33,9 @@ from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.watchdog import Stuck
 from tidegate.transport.messages import CancelTurn, InitWeights
 
-FREQUENT_EVENTS = frozenset((ev.TurnRequested, ev.StepArrived, ev.TaskArrived))
-"""Most events. They never increase ``admissible_groups`` and need no work outside the core; after
-``TaskArrived``, :class:`TaskFeed` checks admission itself."""
+FREQUENT_EVENTS = frozenset((ev.TurnRequested, ev.StepArrived, ev.TaskArrived, ev.EpisodeReturned))
+"""Most events. They need no work outside the core. Only ``EpisodeReturned`` may increase
+``admissible_groups``; after ``TaskArrived``, :class:`TaskFeed` checks admission itself."""
 
 log = logging.getLogger("tidegate")
 
@@ -93,7 +93,7 @@ class Scheduler:
 
     def _new_trainer(self, adapter: str) -> TrainerSide:
         return TrainerSide(
-            lambda: self.core.of(adapter),
+            (lambda: self.core.of(adapter)) if adapter else (lambda: self.core),
             self.handle_event,
             self._pending,
             self.when_safe,
@@ -248,24 +248,24 @@ class Scheduler:
 
     def handle_event(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
         """Feed one event to the core and carry out its commands."""
-        may_admit = type(event) not in FREQUENT_EVENTS
-        groups, revision = self.core.groups, -1
-        if type(event) is ev.EpisodeReturned and not self.core.trained_adapters:
-            revision = groups.revision  # unchanged while other rollouts of the group run
-        elif may_admit:
+        core, trainer, journal = self.core, self.trainer, self._journal
+        is_rare = type(event) not in FREQUENT_EVENTS
+        if is_rare:
             self._before_event(event)
-        journal, carry_out = self._journal, self._carry_out
         if journal is not None:
             journal.log(event)
-        for command in self.core.handle(event):
-            carry_out(command, episode)
-        if may_admit and type(event) is ev.EngineJoined:
-            self.engines.keep_for_evaluation()
-        if may_admit and groups.revision != revision:
-            self.trainer.wake_tasks()
-        if self.trainer.parking.parked:
-            self.trainer.parking.resume_due()
-        if len(self.trainers) > 1:
+        revision = core.groups.revision
+        for command in core.handle(event):
+            self._carry_out(command, episode)
+        if is_rare:
+            if type(event) is ev.EngineJoined:
+                self.engines.keep_for_evaluation()
+            trainer.wake_tasks()
+        elif type(event) is ev.EpisodeReturned and core.groups.revision != revision:
+            trainer.wake_tasks()  # the revision is unchanged while other rollouts of its group run
+        if trainer.parking.parked:
+            trainer.parking.resume_due()
+        if core.trained_adapters:
             self._wake_adapters(event)
         if journal is not None:
             journal.compact_if_due()

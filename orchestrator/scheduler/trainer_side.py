@@ -80,7 +80,7 @@ class TrainerSide:
 
     def wake_tasks(self) -> None:
         """Take more tasks if the core has capacity now."""
-        if not self.has_capacity.is_set() and self.core.admissible_groups:
+        if not self.has_capacity.is_set() and self._core().admissible_groups:
             self.has_capacity.set()
 
     def close(self) -> None:
