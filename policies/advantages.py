@@ -40,7 +40,9 @@ def group_relative_advantages(
     return deviation / (variance.sqrt()[groups.of_rollout] + epsilon)
 
 
-def relative_to_group(rewards: Sequence[float], *, epsilon: float = 1e-4) -> list[float]:
+def relative_to_group(
+    rewards: Sequence[float], *, epsilon: float = 1e-4, scale_by_std: bool = True
+) -> list[float]:
     """Return :func:`group_relative_advantages` of one group's finite rewards, in plain Python.
 
     A group has few rewards, and torch costs half a millisecond a batch for them on a CPU.
@@ -48,10 +50,43 @@ def relative_to_group(rewards: Sequence[float], *, epsilon: float = 1e-4) -> lis
     if min(rewards, default=0.0) == max(rewards, default=0.0):
         return [0.0] * len(rewards)  # exactly 0, as in group_relative_advantages
     mean = sum(rewards) / len(rewards)
-    deviations = [reward - mean for reward in rewards]
-    variance = sum([deviation * deviation for deviation in deviations]) / (len(rewards) - 1)
-    scale = sqrt(variance) + epsilon
-    return [deviation / scale for deviation in deviations]
+    scale = _deviation(rewards) + epsilon if scale_by_std else 1.0
+    return [(reward - mean) / scale for reward in rewards]
+
+
+def relative_to_trained_first(
+    rewards: Sequence[float],
+    first: Sequence[float],
+    *,
+    epsilon: float = 1e-4,
+    scale_by_std: bool = True,
+) -> list[float]:
+    """Return the advantages of a split group's later rollouts: ``(r - mean(first)) / std``.
+
+    ``first`` are the rewards of the rollouts that were trained at the group's deadline. The
+    standard deviation is that of ``first`` and the rollout's own reward. Other later rewards are in
+    no baseline, because the rollouts that ended in time could not be compared with them: then the
+    expected baseline would depend on a rollout's length, which biases the gradient.
+    :func:`group_relative_advantages` of ``first`` and these together, unscaled and times n / (n -
+    1) for the first, estimate the gradient without bias: a rollout's baseline is the mean reward of
+    its *siblings* that ended by the deadline, which its own tokens do not affect.
+    """
+    mean = sum(first) / len(first)
+    advantages = []
+    for reward in rewards:
+        compared = [*first, reward]
+        if min(compared) == max(compared):
+            advantages.append(0.0)
+            continue
+        scale = _deviation(compared) + epsilon if scale_by_std else 1.0
+        advantages.append((reward - mean) / scale)
+    return advantages
+
+
+def _deviation(rewards: Sequence[float]) -> float:
+    """Return the standard deviation, divided by n - 1."""
+    mean = sum(rewards) / len(rewards)
+    return sqrt(sum([(reward - mean) ** 2 for reward in rewards]) / (len(rewards) - 1))
 
 
 def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:

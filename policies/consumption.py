@@ -11,10 +11,14 @@ import itertools
 from dataclasses import dataclass
 
 from tidegate.errors import ConfigError
-from tidegate.policies.staleness import G, OutstandingGroups
+from tidegate.policies.staleness import G, OutstandingGroup, OutstandingGroups
 
 COMPARED_MIN = 2
 """Minimum number of ended rollouts to split a group; a single reward has no baseline."""
+
+RUNNING_PER_ENDED = 3
+"""Maximum number of running rollouts per ended one to split a group: a quarter must have ended,
+because their mean reward is the baseline of the whole group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +113,12 @@ def by_deadline(
 def split_at_deadline(
     waiting: OutstandingGroups[G], groups: int, *, due_version: int
 ) -> list[G] | None:
-    """Return due groups ended at least by half, then the oldest ended ones, and remainders.
+    """Return due groups ended at least by a quarter, then the oldest ended ones, and remainders.
 
-    A due group with a few running stragglers is trained without them: otherwise its ended rollouts
-    would reach the staleness bound while they wait for the group's advantages. A group of which
-    fewer than half has ended is left for later, and its old tokens are masked then.
+    A due group with running stragglers is trained without them: otherwise its ended rollouts would
+    reach the staleness bound while they wait for the group's advantages. A group of which less than
+    a quarter has ended is left for later, and its old tokens are masked then. Of a remainder, each
+    rollout is in the first batch after its end, because a longer sibling would only age it.
     """
     due_running = sum(
         n - waiting.ended_counts_by_version.get(f, 0)
@@ -128,16 +133,20 @@ def split_at_deadline(
     for group in waiting.in_order:
         is_due = group.oldest_possible_version <= due_version
         if group.is_split_remainder:
-            remainders += [] if group.running else [group]
+            remainders += [group] if group.finished or not group.running else []
         elif not group.running:
             (due if is_due else not_due).append(group)
-        elif is_due and group.finished >= max(COMPARED_MIN, group.running):
+        elif is_due and _can_split(group):
             due.append(group)
     if len(due) + len(not_due) < groups:
         return None
     due.sort(key=lambda group: group.running > 0)
     not_due.sort(key=lambda group: (group.oldest_possible_version, group.group_id))
     return [*due[:groups], *not_due[: groups - min(groups, len(due))], *remainders]
+
+
+def _can_split(group: OutstandingGroup) -> bool:
+    return group.finished >= max(COMPARED_MIN, group.running / RUNNING_PER_ENDED)
 
 
 def _needed_by_version(

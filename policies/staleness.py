@@ -200,8 +200,9 @@ class StalenessPolicy:
 
     @property
     def splits_groups(self) -> bool:
-        """Whether :meth:`select` may return a running group: its ended rollouts are trained now,
-        and the remainder when it has ended, with advantages relative to the whole group."""
+        """Whether :meth:`select` may return a running group with an ended rollout: its ended
+        rollouts are trained now, and the remainder later, with advantages relative to those that
+        were trained first."""
         return False
 
     @property
@@ -257,7 +258,7 @@ def refuse_selection(
     for group in batch:
         if not group.running:
             continue
-        if not policy.splits_groups or not group.finished or group.is_split_remainder:
+        if not policy.splits_groups or not group.finished:
             raise PolicyBroken(
                 f"{name}.select() chose group {group.group_id}, {group.running} of whose rollouts "
                 f"are running; choose from waiting.ended"

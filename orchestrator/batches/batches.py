@@ -22,7 +22,7 @@ from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED, VersionRuns
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
-from tidegate.policies.advantages import relative_to_group
+from tidegate.policies.advantages import relative_to_group, relative_to_trained_first
 
 
 @dataclass(frozen=True, repr=False)
@@ -299,8 +299,8 @@ def _floats(values: list[float]) -> torch.Tensor:
 def _advantages(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> torch.Tensor:
     """Return group-relative advantages over whole rollouts, however many rows each has.
 
-    A split remainder is compared with all rewards of its original group. A rollout alone in its
-    group gets 0.
+    Later rollouts of a split group are compared with those that were trained first. A rollout alone
+    in its group gets 0.
     """
     remainders = [group for group in groups if group.sibling_rewards]
     if len({rollout.group_id for rollout in rollouts}) == len(rollouts) and not remainders:
@@ -309,9 +309,13 @@ def _advantages(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> torch.T
     for group in groups:
         rows = group.kept
         roots = [row for row in rows if row.branch_of is None]
-        rewards = [*[row.reward or 0.0 for row in roots], *group.sibling_rewards]
-        as_in_batches = array("f", rewards).tolist()  # equal float32 rewards give exactly 0
-        own = relative_to_group(as_in_batches)[: len(roots)]
+        # As in batches: equal float32 rewards give exactly 0.
+        rewards = array("f", [row.reward or 0.0 for row in roots]).tolist()
+        if group.sibling_rewards:
+            first = array("f", group.sibling_rewards).tolist()
+            own = relative_to_trained_first(rewards, first)
+        else:
+            own = relative_to_group(rewards)
         if len(roots) < len(rows):
             of_rollout = {root.rollout_id: each for root, each in zip(roots, own, strict=True)}
             own = [of_rollout[row.root.rollout_id] for row in rows]

@@ -44,8 +44,8 @@ class Group(Struct):
     split_from: int | None = None
     """Id of the group that a split remainder was split from; None for other groups."""
     sibling_rewards: Sequence[float] = ()
-    """Rewards of the rollouts that were trained before a split remainder; empty for other groups.
-    """
+    """Rewards of the rollouts that were trained when a split remainder's group was first split;
+    empty for other groups."""
 
     is_evaluation: bool = False
     """Whether the group is for measuring only, and is never trained."""

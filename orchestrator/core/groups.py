@@ -185,7 +185,7 @@ class OutstandingGroupIndex:
 
     def _add_split(self, part: Group, *, remainder: Group) -> None:
         """Replace a running group by its ended part and its running remainder, the newest group."""
-        self._num_remainders += 1
+        self._num_remainders += 1 + part.is_split_remainder
         self._add(remainder)
         self._outstanding[part.group_id] = self._ended[part.group_id] = part
         _increment(self._counts_by_version, part.oldest_possible_version)
@@ -740,7 +740,9 @@ class GroupTracker(OutstandingGroupIndex):
         return rows
 
     def split(self, group: Group) -> Group:
-        """Split off and return a group's ended rollouts; the running ones become a new group."""
+        """Split off and return a group's ended rollouts; the running ones become a new group.
+
+        A remainder may be split again; all parts are compared with the rollouts split off first."""
         self._remove(group)
         done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
         part = Group(group.group_id, group.task, group.key, group.digest, group.body, done)
@@ -751,11 +753,13 @@ class GroupTracker(OutstandingGroupIndex):
         if self.adapter and (oldest := part.oldest_version) is not None:
             # With pause mode ``wait``, turns of an adapter end under an older version than is live.
             part.oldest_possible_version = min(part.oldest_possible_version, oldest)
-        group.split_from, group.group_id = group.group_id, self.next_group_id
-        self.next_group_id += 1
+        part.split_from, part.sibling_rewards = group.split_from, group.sibling_rewards
         part.is_agents = group.is_agents
-        group.sibling_rewards = part.kept_rewards
-        self._prompts.record(part.digest, group.sibling_rewards)
+        self._prompts.record(part.digest, part.kept_rewards)
+        if not group.is_split_remainder:
+            group.split_from, group.sibling_rewards = group.group_id, part.kept_rewards
+        group.group_id = self.next_group_id
+        self.next_group_id += 1
         if self._task_records.curricula:
             self._record_outcome(part)
         group.rollouts = [r for r in group.rollouts if r.rollout_id in self.running]

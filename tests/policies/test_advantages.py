@@ -13,6 +13,7 @@ from tidegate.policies.advantages import (
     group_relative_advantages,
     leave_one_out_advantages,
     relative_to_group,
+    relative_to_trained_first,
 )
 from tidegate.policies.aggregation import Sequences
 
@@ -229,3 +230,51 @@ def test_rewards_without_a_group_each_are_refused() -> None:
 def test_a_reward_that_is_not_a_number_is_refused_and_named() -> None:
     with pytest.raises(ValueError, match="got nan at index 1"):
         group_relative_advantages(torch.tensor([0.0, float("nan")]), torch.zeros(2))
+
+
+def test_later_rollouts_are_compared_with_those_trained_first_and_with_no_other() -> None:
+    first = [1.0, 0.0, 1.0, 0.0]
+    assert relative_to_trained_first([1.0, 0.0], first, scale_by_std=False) == [0.5, -0.5]
+    alone = [*relative_to_trained_first([1.0], first), *relative_to_trained_first([0.0], first)]
+    assert relative_to_trained_first([1.0, 0.0], first) == alone
+    assert alone[0] == pytest.approx(0.5 / np.std([*first, 1.0], ddof=1), rel=1e-3)
+    assert relative_to_trained_first([1.0, 0.0], [1.0, 1.0])[0] == 0.0
+
+
+def split_gradient(chance: np.random.Generator, *, compares_with_all: bool) -> tuple[float, float]:
+    """Return the mean gradient estimate of split groups, and its standard error.
+
+    A policy writes a long answer with probability 0.5. Long answers end late in 7 of 10 cases and
+    are right in half of them; short ones always end in time and are right in 9 of 10 cases.
+    ``compares_with_all``: compare a late rollout with all of its group instead.
+    """
+    size, groups = 8, 20_000
+    estimates = []
+    for _ in range(groups):
+        is_long = chance.random(size) < 0.5
+        is_late = is_long & (chance.random(size) < 0.7)
+        reward = (chance.random(size) < np.where(is_long, 0.5, 0.9)).astype(float)
+        score = is_long - 0.5  # d log p(answer) / d logit
+        n = size - int(is_late.sum())
+        if n < 2:
+            continue
+        first, late = reward[~is_late].tolist(), reward[is_late].tolist()
+        of_first = np.array(relative_to_group(first, scale_by_std=False)) * n / (n - 1)
+        if compares_with_all:
+            of_all = np.array(relative_to_group(late + first, scale_by_std=False))
+            of_late = of_all[: len(late)] * size / (size - 1)
+        else:
+            of_late = np.array(relative_to_trained_first(late, first, scale_by_std=False))
+        estimates.append((score[~is_late] @ of_first + score[is_late] @ of_late) / size)
+    return float(np.mean(estimates)), float(np.std(estimates) / len(estimates) ** 0.5)
+
+
+def test_a_split_at_the_deadline_leaves_the_gradient_estimate_unbiased() -> None:
+    exact = 0.5 * 0.5 * (0.5 - 0.9)  # p (1 - p) (mean reward of long answers - of short ones)
+    mean, error = split_gradient(np.random.default_rng(0), compares_with_all=False)
+    assert abs(mean - exact) < 4 * error < 0.005
+
+
+def test_comparing_late_rollouts_with_all_of_their_group_biases_it_towards_long_answers() -> None:
+    mean, error = split_gradient(np.random.default_rng(0), compares_with_all=True)
+    assert mean - 0.5 * 0.5 * (0.5 - 0.9) > 4 * error

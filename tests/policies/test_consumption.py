@@ -216,6 +216,37 @@ def test_stragglers_that_are_due_are_counted_before_groups_are_looked_through() 
     assert policy.select(Unread(), groups=4, trainer_version=1) is None
 
 
+@pytest.mark.parametrize(
+    ("finished", "running", "is_split"),
+    [(4, 12, True), (3, 13, False), (2, 2, True), (1, 3, False)],
+)
+def test_a_due_group_is_split_if_a_quarter_of_it_and_two_rollouts_have_ended(
+    finished: int, running: int, is_split: bool
+) -> None:
+    policy = BoundedStaleness(
+        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="split"
+    )
+    queue = Queue()
+    queue.jobs[0] = due = Job(0, 0, running=running, finished=finished)
+    assert policy.select(queue, groups=1, trainer_version=0) is None
+    assert policy.select(queue, groups=1, trainer_version=1) == ([due] if is_split else None)
+
+
+def test_a_remainder_joins_a_batch_as_soon_as_one_of_its_rollouts_has_ended() -> None:
+    policy = BoundedStaleness(
+        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="split"
+    )
+    queue = Queue()
+    queue.jobs |= {
+        0: Job(0, 0, running=2, is_split_remainder=True),
+        1: Job(1, 0, running=2, is_split_remainder=True, finished=1),
+        2: Job(2, 0, running=0),
+    }
+    queue.done[2] = queue.jobs[2]
+    batch = policy.select(queue, groups=1, trainer_version=0) or []
+    assert [job.group_id for job in batch] == [2, 1]
+
+
 def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_for() -> None:
     policy = BoundedStaleness(max_staleness=2, groups_per_batch=2, consumption_order="completion")
     queue = Queue()

@@ -8,7 +8,7 @@ from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers
-from tidegate.policies.advantages import group_relative_advantages
+from tidegate.policies.advantages import relative_to_group, relative_to_trained_first
 from tidegate.transport.messages import SamplingParams
 
 
@@ -103,19 +103,22 @@ def some_groups(random: Random) -> list[Group]:
     return groups
 
 
-def test_each_row_has_its_rollouts_advantage_among_all_of_its_group_wherever_these_are() -> None:
+def test_each_row_has_its_rollouts_advantage_in_its_group_wherever_the_group_is() -> None:
     for seed in range(200):
         groups = some_groups(Random(seed))
         batch = build_batch(groups, trainer_version=4)
-        rows = zip(batch.rollout_ids.tolist(), batch.group_ids.tolist(), strict=True)
-        of_rollouts = dict(zip(rows, batch.rewards.tolist(), strict=True))
-        siblings = [(group.group_id, r) for group in groups for r in group.sibling_rewards]
-        compared = group_relative_advantages(
-            torch.tensor([*of_rollouts.values(), *[reward for _, reward in siblings]]),
-            torch.tensor([*[of for _, of in of_rollouts], *[of for of, _ in siblings]]),
-        )
-        places = {rollout_id: place for place, (rollout_id, _) in enumerate(of_rollouts)}
-        wanted = compared[[places[rollout_id] for rollout_id in batch.rollout_ids.tolist()]]
+        rows = list(zip(batch.group_ids.tolist(), batch.rollout_ids.tolist(), strict=True))
+        rewards = dict(zip(rows, batch.rewards.tolist(), strict=True))
+        advantages: dict[tuple[int, int], float] = {}
+        for group in groups:
+            own = {row: reward for row, reward in rewards.items() if row[0] == group.group_id}
+            first = torch.tensor(group.sibling_rewards).tolist()
+            values = [*own.values()]
+            of_own = (
+                relative_to_trained_first(values, first) if first else relative_to_group(values)
+            )
+            advantages |= zip(own, of_own, strict=True)
+        wanted = torch.tensor([advantages[row] for row in rows])
         torch.testing.assert_close(batch.advantages, wanted, atol=1e-6, rtol=1e-6, msg=str(seed))
 
 

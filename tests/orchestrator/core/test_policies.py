@@ -232,12 +232,46 @@ def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> Non
     rest = handed.groups[-1]
     assert (rest.split_from, rest.sibling_rewards) == (0, [1.0, 0.0])
     batch = build_batch(handed.groups, handed.trainer_version)
-    assert batch.advantages[-1] == pytest.approx((1 - 2 / 3) / (1 / 3) ** 0.5, rel=1e-3)
+    assert batch.advantages[-1] == pytest.approx((1 - 1 / 2) / (1 / 3) ** 0.5, rel=1e-3)
     assert batch.weight_versions[-1][batch.loss_mask[-1]].tolist() == [2, 2, 2]
     assert driver.core.ledger.discarded == {"too_old": 5}
     again = driver.new_core()
     load(save(driver.core), again)
     assert digest(again) == digest(driver.core)
+
+
+def test_each_straggler_of_a_split_group_is_in_the_first_batch_after_its_end() -> None:
+    policy = BoundedStaleness(
+        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="split"
+    )
+    driver = started(policy, group_size=4)
+    *quick, slow, slowest = (r for r in driver.running.values() if r.group_id == 0)
+    places = [ask(driver, straggler) for straggler in (slow, slowest)]
+    for place in places:
+        driver.sample(*place, 5, RUNNING)
+    for rollout, reward in zip(quick, (1.0, 0.0), strict=True):
+        driver.sample(*ask(driver, rollout), 3, STOP)
+        driver.return_reward(rollout, reward)
+    end(driver, 1)
+    for _ in range(2):
+        driver.do(ev.BatchRequested())
+        driver.publish_and_swap()
+        driver.fill()
+    assert trained_ids(driver) == [[1], [0]]
+    for straggler, place in zip((slow, slowest), places, strict=True):
+        end(driver, next(r.group_id for r in driver.running.values() if r.rollout_id > 7))
+        driver.sample(*place, 1, STOP)
+        driver.return_reward(straggler, 1.0)
+        driver.do(ev.BatchRequested())
+        rest = driver.batches[-1].groups[-1]
+        assert rest.kept == [straggler]
+        assert (rest.split_from, rest.sibling_rewards) == (0, [1.0, 0.0])
+        driver.publish_and_swap()
+        driver.fill()
+        again = driver.new_core()
+        load(save(driver.core), again)
+        assert digest(again) == digest(driver.core)
+    assert driver.core.outstanding_groups == 2
 
 
 def test_lowering_eta_still_waits_for_what_its_highest_bound_waits_for() -> None:
