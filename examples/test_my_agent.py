@@ -114,7 +114,7 @@ async def test_the_reward_rises_once_better_weights_are_out(tidegate_serve: Serv
     assert (before.mean_reward, after.mean_reward) == (0.0, 1.0)
 
 
-async def test_the_trainer_goes_on_when_an_engine_refuses_its_weights(
+async def test_the_trainer_continues_when_an_engine_refuses_its_weights(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engines = [tidegate_engine(), tidegate_engine(refuses_publishes=1)]
@@ -124,7 +124,7 @@ async def test_the_trainer_goes_on_when_an_engine_refuses_its_weights(
     assert rollouts.version == 3  # of four publishes, the first was refused
 
 
-async def test_the_trainer_is_told_when_the_last_engine_is_gone_for_good(
+async def test_the_trainer_gets_an_error_when_the_last_engine_is_gone_for_good(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(crashes_at_token=10, restart_s=float("inf"))

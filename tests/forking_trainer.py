@@ -52,7 +52,7 @@ def first_loaded(dataset: Batches) -> object:
 
 
 def fork_and_leave(rollouts: tidegate.SyncRollouts) -> None:
-    """Fork; the child uses the run, and exits as a process that does not know it is a child."""
+    """Fork; the child uses the run, and exits as any other process does."""
     if child := os.fork():
         _, status = os.waitpid(child, 0)
         assert status == 0, f"the forked child ended with status {status}"

@@ -1,8 +1,8 @@
 """Holds back an engine's credit, so that a turn cannot end before a certain message is sent.
 
 An engine that gets no acknowledgement stops after ``credit_steps`` steps. So a turn of more steps
-is still running when the engines get the awaited message, however fast they are and however late it
-is; then they get their credit back.
+is still running when the engines get the message that the test waits for, however fast they are and
+however late it is; then they get their credit back.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def paused(message: Message) -> bool:
 
 @contextmanager
 def turns_continue_until(
-    run: tidegate.Rollouts | tidegate.VLLMServer, is_told: Callable[[Message], bool]
+    run: tidegate.Rollouts | tidegate.VLLMServer, is_awaited_message: Callable[[Message], bool]
 ) -> Iterator[None]:
     """Hold back each engine's acknowledgements until it was sent such a message."""
     scheduler = running(run).scheduler
@@ -41,7 +41,7 @@ def turns_continue_until(
             held[peer] = message  # it acknowledges all that earlier ones do
             return True
         is_there = send(peer, message)
-        if is_told(message):
+        if is_awaited_message(message):
             reported.add(peer)
             if peer in held:
                 send(peer, held.pop(peer))

@@ -123,9 +123,9 @@ def _imported(node: ast.AST) -> set[str]:
 
 def room_of(path: str) -> str:
     """Return the room of a file: `orchestrator/core`, `engine/`, or the top-level folder."""
-    folder, *rest = path.split("/")
+    folder, *below = path.split("/")
     if folder in ROOMS:
-        return f"{folder}/{rest[0] if len(rest) > 1 else ''}"
+        return f"{folder}/{below[0] if len(below) > 1 else ''}"
     return folder
 
 

@@ -1,6 +1,6 @@
 """Trainer in a process of its own: ``python -m tests.remote_trainer ADDRESS MODEL [JSON]``.
 
-It prints a line of JSON per batch, and can be told to die at one.
+It prints a line of JSON per batch, and an argument makes it die at one.
 """
 
 import json

@@ -179,7 +179,7 @@ def check_command(words: list[str]) -> None:
         case "cd" | "git" | "mkdir":
             pass
         case _:
-            pytest.fail(f"nobody checks {program!r}; mark the block as not run, and say why")
+            pytest.fail(f"no check for {program!r}; mark the block as not run, and say why")
 
 
 def check_tidegate(arguments: list[str]) -> None:

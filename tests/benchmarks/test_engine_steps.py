@@ -42,7 +42,7 @@ def test_cpu_time_of_other_processes_counts_as_stall_in_wall_time_only() -> None
     assert output["overhead_share"] == pytest.approx(0.2)
 
 
-def test_steps_with_prefills_fewer_turns_or_of_another_round_are_left_out() -> None:
+def test_steps_with_prefills_fewer_turns_or_of_another_round_are_excluded() -> None:
     first, second, third, fourth = marks((100, 0, 0), (100, 0, 0), (100, 0, 0))
     one = Round(0, 10_000, is_updated=False)
 

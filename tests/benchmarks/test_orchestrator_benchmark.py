@@ -1,4 +1,4 @@
-"""Does the benchmark measure a run that really runs? No figure is looked at here."""
+"""Tests that the orchestrator's benchmark measures a real run. They check no figure."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""Does the table of policies tell of runs that really ran? No figure's size is looked at here."""
+"""Tests that the table of policies reports real runs. They check no figure's size."""
 
 from dataclasses import astuple, replace
 

@@ -164,7 +164,7 @@ def test_help_lists_every_command_under_a_heading_with_its_first_line(
     headings = output.split("Options:")[1]
     assert [n for n in names if not re.search(rf"^  {n}  +[A-Z]", headings, re.MULTILINE)] == []
     assert "Look at a run:" in output
-    assert "\x1b[" not in output, "coloured though nobody looks at it"
+    assert "\x1b[" not in output, "coloured without a terminal"
 
 
 def test_every_command_has_help_whose_examples_name_the_command(
@@ -181,7 +181,7 @@ def test_every_command_has_help_whose_examples_name_the_command(
             assert all(line.strip() in capsys.readouterr().out for line in examples[:1])
 
 
-def test_an_unknown_command_suggests_the_nearest_one(
+def test_an_unknown_command_suggests_the_most_similar_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["simulat"], monkeypatch) == 2

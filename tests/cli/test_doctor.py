@@ -238,9 +238,9 @@ def test_each_measurement_gives_the_right_finding_and_remedy() -> None:
         ({"mismatch": rounded}, "mismatch", Verdict.WARN, "head_dtype"),
         ({"weight_spans": False}, "weight spans", Verdict.WARN, "--enable-scale-out"),
     ):
-        [(told_check, told_verdict, told_remedy)] = worst(**changes)
-        assert (told_check, told_verdict) == (check, verdict)
-        assert remedy in told_remedy
+        [(reported_check, reported_verdict, reported_remedy)] = worst(**changes)
+        assert (reported_check, reported_verdict) == (check, verdict)
+        assert remedy in reported_remedy
 
 
 def test_a_vllm_without_development_routes_gets_the_start_command_as_remedy() -> None:

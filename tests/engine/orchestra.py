@@ -210,10 +210,10 @@ class Orchestra:
 
     def _read_one(self) -> FromEngine:
         since_s = time.monotonic()
-        is_heard = self._socket.poll(int(TIMEOUT_S * 1000))
+        has_message = self._socket.poll(int(TIMEOUT_S * 1000))
         self._waited_s += time.monotonic() - since_s
-        if not is_heard or self._waited_s > TIMEOUT_S:
-            what = "nothing but heartbeats" if is_heard else "nothing"
+        if not has_message or self._waited_s > TIMEOUT_S:
+            what = "nothing but heartbeats" if has_message else "nothing"
             raise AssertionError(f"engine sends {what}; {self._story()}")
         self._peer, frame = self._socket.recv_multipart()
         message = messages.decode_from_engine(frame)

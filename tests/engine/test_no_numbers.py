@@ -96,7 +96,7 @@ def test_turns_with_nan_logits_fail_and_the_others_are_unaffected(
     assert engine.scheduler.free_blocks == 64
 
 
-class PoisonousGuesses:
+class PoisonousDrafts:
     """Draft source that drafts one token for ever."""
 
     def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
@@ -110,19 +110,19 @@ def test_a_draft_token_with_nan_logits_fails_only_turns_that_sample_it(tmp_path:
     weights = loaded(make_overflowing(tmp_path, vocab_size=12))
     engines = [
         DrivenEngine([weights], drafts=drafts, max_step_tokens=64, num_blocks=64)
-        for drafts in (None, PoisonousGuesses())
+        for drafts in (None, PoisonousDrafts())
     ]
     for engine in engines:
         for seed in range(8):
             engine.submit([1, 2, 3], 12, seed=seed, temperature=2.0)
         engine.run()
         engine.scheduler.check()
-    plain, guessed = engines
-    assert guessed.drafted_tokens
+    plain, speculating = engines
+    assert speculating.drafted_tokens
     assert 0 < len(refusals(plain)) < 8
-    assert refusals(plain) == refusals(guessed)
+    assert refusals(plain) == refusals(speculating)
     for turn, seen in plain.turns.items():
-        assert guessed.turns[turn].token_ids == seen.token_ids
+        assert speculating.turns[turn].token_ids == seen.token_ids
         assert (turn in refusals(plain)) == (seen.token_ids[-1] == POISON)
 
 

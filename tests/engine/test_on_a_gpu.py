@@ -109,7 +109,7 @@ def test_weights_are_staged_beside_steps_and_served_after_the_swap(tmp_path: Pat
             staging.update(update)
         answers: list[Message] = []
         while not answers:
-            drive(runner, turns(), new_tokens=2)  # decoding goes on meanwhile
+            drive(runner, turns(), new_tokens=2)  # decoding continues meanwhile
             answers = staging.take_replies()
         assert [type(one) for one in answers] == [WeightsStaged]
         runner.swap(staging.swap(1, runner.weights))
@@ -201,7 +201,7 @@ def test_weights_by_cuda_ipc_are_staged_out_of_another_processs_memory_and_freed
             for frame in trainer.stdout.readline().split():
                 update = decode_from_orchestrator(bytes.fromhex(frame))
                 assert isinstance(update, UpdateWeights)
-                if version == 2:  # CUDA knows no such handle, and goes on
+                if version == 2:  # CUDA rejects an unknown handle, and continues
                     assert update.ipc_handle is not None
                     handle = update.ipc_handle.handle[:2] + bytes(64)
                     memory = msgspec.structs.replace(update.ipc_handle, handle=handle)
@@ -209,7 +209,7 @@ def test_weights_by_cuda_ipc_are_staged_out_of_another_processs_memory_and_freed
                 staging.update(update)
             answers: list[Message] = []
             while not answers:
-                drive(runner, turns(), new_tokens=2)  # decoding goes on meanwhile
+                drive(runner, turns(), new_tokens=2)  # decoding continues meanwhile
                 answers = staging.take_replies()
             assert [type(one) for one in answers] == [
                 WeightsFailed if version == 2 else WeightsStaged

@@ -220,13 +220,13 @@ def test_abort_ends_turns_before_it_is_answered_and_resubmitting_loses_nothing(
     engine.await_one(TurnsPaused)
     assert FINISH_REASONS[engine.turns[turn].finish] == "abort"
     done = engine.turns[turn].token_ids
-    rest = engine.submit(
+    remainder = engine.submit(
         PROMPT + done,
         SamplingParams(max_tokens=40 - len(done), seed=4),
         sampled_before=len(done),
     )
     engine.send(Resume())
-    assert done + engine.finish(rest).token_ids == undisturbed.token_ids
+    assert done + engine.finish(remainder).token_ids == undisturbed.token_ids
 
 
 def test_samples_of_one_prompt_share_its_prefill_until_a_pause_clears_the_cache(
@@ -289,7 +289,7 @@ def test_an_engine_without_heartbeats_exits(fresh: Orchestra) -> None:
     assert fresh.exit_status() == 0
 
 
-def test_an_engine_without_memory_for_a_step_says_what_to_lower_and_has_told_every_token(
+def test_an_engine_without_memory_for_a_step_says_what_to_lower_and_has_reported_every_token(
     models: Models, tmp_path: Path
 ) -> None:
     program = "tests.engine.memory.hungry_worker"

@@ -179,7 +179,7 @@ def test_a_prompt_prefilled_across_a_swap_says_whose_weights_computed_which_part
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:
     version = next_version(engine)
-    companion = engine.submit(PROMPT, LONG)  # tells of each step, and so uses credit
+    companion = engine.submit(PROMPT, LONG)  # reports each step, and so uses credit
     engine.acknowledges = False
     engine.read_tokens(companion, 4)
     prompt = [90 - n % 90 for n in range(400)]  # nothing that another turn computed

@@ -224,7 +224,7 @@ class Engines:
         raise AssertionError("no turn is cut in the middle here")
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        raise AssertionError("nobody is cancelled here")
+        raise AssertionError("no test cancels a call here")
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
@@ -236,13 +236,13 @@ class Engines:
         return False
 
     async def park(self, rollout: Rollout) -> None:
-        raise AssertionError("nobody waits for newer weights here")
+        raise AssertionError("no test waits for newer weights here")
 
     async def score(self, rollout: Rollout, query: object) -> NoReturn:
-        raise AssertionError("nobody has tokens scored here")
+        raise AssertionError("no test requests scores here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
-        raise AssertionError(f"nobody forks here, but {reason}")
+        raise AssertionError(f"no test forks here, but {reason}")
 
 
 @pytest.fixture(scope="module")

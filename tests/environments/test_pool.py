@@ -192,9 +192,9 @@ async def test_arguments_that_are_not_plain_data_are_refused(shared: Environment
 
 
 async def test_a_cancelled_episode_closes_only_its_own_environment(tmp_path: Path) -> None:
-    note = tmp_path / "note"
+    marker = tmp_path / "marker"
     async with EnvironmentPool(processes=1, call_timeout_s=1.0) as pool:
-        environment = pool.environment(f"{MODULE}:Unruly", note=str(note))()
+        environment = pool.environment(f"{MODULE}:Unruly", marker=str(marker))()
         await environment.reset(seed=0, task=None)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -209,15 +209,15 @@ async def test_a_cancelled_episode_closes_only_its_own_environment(tmp_path: Pat
 async def test_closing_the_pool_closes_environments_and_fails_pending_calls(
     tmp_path: Path,
 ) -> None:
-    note = tmp_path / "note"
+    marker = tmp_path / "marker"
     before = set(psutil.Process().children())
     pool = EnvironmentPool(processes=2)
-    idle = pool.environment(f"{MODULE}:Unruly", note=str(note))()
+    idle = pool.environment(f"{MODULE}:Unruly", marker=str(marker))()
     await idle.reset(seed=0, task=None)
     hanging = asyncio.create_task((await unruly(pool)).step("hang"))
     await idle.step("a")
     await asyncio.to_thread(pool.close)
-    assert note.read_text() == "closed"
+    assert marker.read_text() == "closed"
     with pytest.raises((RunClosed, asyncio.CancelledError)):
         await hanging
     with pytest.raises(RunClosed):
@@ -225,9 +225,9 @@ async def test_closing_the_pool_closes_environments_and_fails_pending_calls(
     assert set(psutil.Process().children()) <= before
 
 
-def daemons_of(note: Path) -> list[int]:
+def daemons_of(marker: Path) -> list[int]:
     """Return the process ids of the daemons that an environment started, once they exist."""
-    paths = [Path(f"{note}.{number}") for number in range(2)]
+    paths = [Path(f"{marker}.{number}") for number in range(2)]
     until_s = time.monotonic() + 30.0
     while not all(path.exists() for path in paths):
         assert time.monotonic() < until_s, "no daemon was started"
@@ -237,12 +237,12 @@ def daemons_of(note: Path) -> list[int]:
 
 @pytest.mark.parametrize("action", ["daemons", "daemons, then exit", "daemons, then hang"])
 async def test_daemons_of_an_environment_end_with_its_process(action: str, tmp_path: Path) -> None:
-    note = tmp_path / "note"
+    marker = tmp_path / "marker"
     async with EnvironmentPool(processes=1, call_timeout_s=5.0) as pool:
-        environment = pool.environment(f"{MODULE}:Unruly", note=str(note))()
+        environment = pool.environment(f"{MODULE}:Unruly", marker=str(marker))()
         await environment.reset(seed=0, task=None)
         stepping = asyncio.create_task(environment.step(action))
-        daemons = await asyncio.to_thread(daemons_of, note)
+        daemons = await asyncio.to_thread(daemons_of, marker)
         if action == "daemons":
             await stepping
             assert not any(map(is_gone, daemons))
@@ -259,19 +259,19 @@ async def test_daemons_of_an_environment_end_with_its_process(action: str, tmp_p
 def test_daemons_of_an_environment_end_with_a_run_that_is_killed(
     tmp_path: Path, end: signal.Signals
 ) -> None:
-    note = tmp_path / "note"
+    marker = tmp_path / "marker"
     program = f"""
 import asyncio, tidegate
 async def main():
     with tidegate.EnvironmentPool(processes=1) as pool:
-        environment = pool.environment({MODULE!r} + ":Unruly", note={str(note)!r})()
+        environment = pool.environment({MODULE!r} + ":Unruly", marker={str(marker)!r})()
         await environment.reset(seed=0, task=None)
         await environment.step("daemons, then hang")
 asyncio.run(main())
 """
     run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     try:
-        daemons = daemons_of(note)
+        daemons = daemons_of(marker)
     finally:
         run.send_signal(end)
         run.wait(30.0)
@@ -299,21 +299,21 @@ async def test_worker_processes_get_secret_variables_only_if_passed_by_name(
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_worker_process_outlives_its_parent(tmp_path: Path, end: signal.Signals) -> None:
-    note = tmp_path / "note"
+    marker = tmp_path / "marker"
     program = f"""
 import asyncio, tidegate
 async def main():
     with tidegate.EnvironmentPool(processes=1) as pool:
-        environment = pool.environment({MODULE!r} + ":Unruly", note={str(note)!r})()
+        environment = pool.environment({MODULE!r} + ":Unruly", marker={str(marker)!r})()
         await environment.reset(seed=0, task=None)
         await environment.step("hang with a child")
 asyncio.run(main())
 """
     run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
-    while not (note.exists() and note.read_text().count(" ")):
+    while not (marker.exists() and marker.read_text().count(" ")):
         time.sleep(0.01)
         assert run.poll() is None
-    worker, child = map(int, note.read_text().split())
+    worker, child = map(int, marker.read_text().split())
     run.send_signal(end)
     run.wait(30.0)
     while not is_gone(worker):

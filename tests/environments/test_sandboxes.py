@@ -126,7 +126,7 @@ async def test_processes_can_share_semaphores_and_memory(sandbox: Sandbox) -> No
     assert result.stdout == "[1, 2]\n", result
 
 
-async def test_input_that_nobody_reads_does_not_hang(sandbox: Sandbox) -> None:
+async def test_input_that_no_process_reads_does_not_hang(sandbox: Sandbox) -> None:
     assert (await sandbox.run(["true"], stdin="x" * 3_000_000)).succeeded
 
 

@@ -45,9 +45,9 @@ class AsyncWalk(Walk):
 class Unruly(Walk):
     """Walk that does what the action says; an unknown action is a step."""
 
-    def __init__(self, note: str | None = None) -> None:
+    def __init__(self, marker: str | None = None) -> None:
         super().__init__(length=100)
-        self._note = None if note is None else Path(note)
+        self._marker = None if marker is None else Path(marker)
 
     def step(self, action: str) -> Any:
         match action:
@@ -60,9 +60,9 @@ class Unruly(Walk):
             case "hang":
                 time.sleep(3600.0)
             case "hang with a child":
-                assert self._note is not None
+                assert self._marker is not None
                 child = subprocess.Popen(["sleep", "3600"])
-                self._note.write_text(f"{os.getpid()} {child.pid}")
+                self._marker.write_text(f"{os.getpid()} {child.pid}")
                 time.sleep(3600.0)
             case "daemons":
                 self._start_daemons()
@@ -93,23 +93,25 @@ class Unruly(Walk):
 
     def _start_daemons(self) -> None:
         """Start two processes that left session, parent and environment behind, see daemon(7)."""
-        assert self._note is not None
+        assert self._marker is not None
         for number in range(2):
             if not os.fork():
                 os.setsid()
                 if os.fork():
                     os._exit(0)
-                part = Path(f"{self._note}.{number}.part")
+                part = Path(f"{self._marker}.{number}.part")
                 part.write_text(str(os.getpid()))
-                part.rename(f"{self._note}.{number}")
+                part.rename(f"{self._marker}.{number}")
                 os.execve("/bin/sleep", ["sleep", "3600"], {})
             os.wait()
-            while not Path(f"{self._note}.{number}").exists():  # otherwise it would be killed first
+            while not Path(
+                f"{self._marker}.{number}"
+            ).exists():  # otherwise it would be killed first
                 time.sleep(0.01)
 
     def close(self) -> None:
-        if self._note is not None:
-            self._note.write_text("closed")
+        if self._marker is not None:
+            self._marker.write_text("closed")
 
 
 class Variables(Walk):

@@ -88,7 +88,7 @@ async def test_the_calculator_reads_the_sum_along_past_a_malformed_call() -> Non
     assert episode.transcript[2::2] == [">12-4\n", ">error\n", ">8+1\n", ">9\n"]
 
 
-async def test_a_guess_ends_the_episode_right_or_wrong() -> None:
+async def test_an_answer_without_a_call_ends_the_episode_right_or_wrong() -> None:
     episode = ScriptedEpisode(["7", "8"])
 
     assert await solve(episode, task_of("3 + 9 - 4", "8")) == 0.0

@@ -87,7 +87,7 @@ def test_the_instruction_is_one_token(some_tasks: Iterator[Task]) -> None:
     assert len(make_tokenizer().encode(task.question).ids) == 1 + len(f"{task.expression} =")
 
 
-def test_the_end_token_is_left_out_of_decoded_text() -> None:
+def test_decoded_text_has_no_end_token() -> None:
     tokenizer = make_tokenizer()
 
     assert tokenizer.decode([*tokenizer.encode("12").ids, 1]) == "12"

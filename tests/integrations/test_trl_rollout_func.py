@@ -268,7 +268,9 @@ def test_a_trainer_that_does_not_fit_the_run_is_refused_by_name(
     assert run.version == before
 
 
-def test_the_first_process_without_a_run_is_told_who_has_it(model: Any, path: Path) -> None:
+def test_the_first_process_without_a_run_is_refused_with_the_rank_that_has_it(
+    model: Any, path: Path
+) -> None:
     with pytest.raises(ConfigError, match="the first process has the run"):
         tidegate.trl_rollout_func(None, episode=plain_reward)(PROMPTS, trainer_of(model, path))
 

@@ -59,7 +59,7 @@ def test_a_run_of_this_process_without_tasks_or_episode_is_refused(given: dict[s
         tidegate.TRLRollouts(run, **given, args=Arguments())
 
 
-def test_a_rank_that_trl_never_asks_for_rows_is_told_to_start_no_run() -> None:
+def test_a_rank_that_trl_never_asks_for_rows_is_refused_a_run() -> None:
     run: Any = SimpleNamespace()
     with pytest.raises(ConfigError, match="this is rank 1: give the others' trainers rollout_work"):
         tidegate.TRLRollouts(run, args=Arguments(process_index=1))
@@ -105,7 +105,7 @@ class Trainer:
         return [len(self.rows.get().input_ids) for _ in range(rows)]
 
 
-def test_rows_that_trl_would_drop_are_discarded_instead_and_told_as_it_tells_them() -> None:
+def test_rows_that_trl_would_drop_are_discarded_and_reported_in_trls_metrics() -> None:
     trainer = Trainer(Arguments(max_staleness=1, token_budget=8), [[3, 9, 4, 5], [8, 2]])
     assert trainer.take(3) == [3, 8, 2]
     assert trainer.reported == [
@@ -145,17 +145,17 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("taken", "of_a_step", "left_out"), STEPS)
+@pytest.mark.parametrize(("taken", "of_a_step", "discarded"), STEPS)
 def test_at_its_end_rows_of_no_whole_step_are_discarded(
-    taken: int, of_a_step: int, left_out: list[tuple[int, list[int]]]
+    taken: int, of_a_step: int, discarded: list[tuple[int, list[int]]]
 ) -> None:
     args = Arguments(max_staleness=9, gradient_accumulation_steps=of_a_step)
     trainer = Trainer(args, [[1] * 4] * 5)
     trainer.take(taken)
     trainer.rows.end()
-    assert trainer.reported == [(batch, rows, "not_trained") for batch, rows in left_out]
+    assert trainer.reported == [(batch, rows, "not_trained") for batch, rows in discarded]
     trainer.rows.end()
-    assert len(trainer.reported) == len(left_out)
+    assert len(trainer.reported) == len(discarded)
 
 
 def test_a_micro_batch_is_of_all_ranks_rows() -> None:
@@ -177,20 +177,20 @@ BUDGETED = [
 ]
 
 
-@pytest.mark.parametrize(("between_syncs", "left_out"), BUDGETED)
-def test_with_a_budget_of_tokens_syncs_tell_what_was_ahead_of_the_last_step(
-    between_syncs: list[int], left_out: list[tuple[int, list[int]]]
+@pytest.mark.parametrize(("between_syncs", "discarded"), BUDGETED)
+def test_with_a_budget_of_tokens_syncs_show_which_rows_were_ahead_of_the_last_step(
+    between_syncs: list[int], discarded: list[tuple[int, list[int]]]
 ) -> None:
     trainer = Trainer(Arguments(max_staleness=9, token_budget=8), [[1] * 4] * 4)
     for sync, rows in enumerate(between_syncs, 1):
         trainer.rows.synced(sync)
         trainer.take(rows)
     trainer.rows.end()
-    assert trainer.reported == [(batch, rows, "not_trained") for batch, rows in left_out]
+    assert trainer.reported == [(batch, rows, "not_trained") for batch, rows in discarded]
 
 
 @pytest.mark.parametrize("more", [{"weight_sync_steps": 2}, {"gradient_accumulation_steps": 2}])
-def test_where_syncs_do_not_tell_only_rows_that_trl_never_got_are_left_out(
+def test_where_syncs_do_not_show_it_only_rows_that_trl_never_got_are_discarded(
     more: dict[str, int],
 ) -> None:
     trainer = Trainer(Arguments(max_staleness=9, token_budget=8, **more), [[1] * 4] * 2)

@@ -76,7 +76,7 @@ def syncs_weights_when_needed(trainer: Any, run: tidegate.SyncRollouts) -> None:
 
 
 def raises_when_keys_are_missing(trainer: Any, run: tidegate.SyncRollouts) -> None:
-    """TRL misses no key of the function's, and names one that is left out of its answer."""
+    """TRL misses no key of the function's, and names one that its answer omits."""
     function = trainer.rollout_func
     trainer.rollout_func = lambda *given: {
         name: column for name, column in function(*given).items() if name != "logprobs"

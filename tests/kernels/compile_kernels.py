@@ -41,12 +41,12 @@ def compile_launches(target: GPUTarget) -> None:
     def compile_it(kernel: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
         options = {"num_warps": named.pop("num_warps", 4)}
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
-        tell_compiled(target, kernel, given, options)
+        print_compiled(target, kernel, given, options)
 
     triton.JITFunction.run = compile_it
 
 
-def tell_compiled(
+def print_compiled(
     target: GPUTarget, kernel: Any, given: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """Compile a kernel for arguments like those ``given``, and print its resources."""

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @dataclass
-class Home:
+class UserHome:
     """A user's home, and a fast compiler: it copies what the real one has built."""
 
     path: Path
@@ -48,53 +48,53 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
-    """A home whose first cache has the compiled code."""
+def user_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UserHome:
+    """A home directory whose first cache has the compiled code."""
     built = compiled.library()
     assert built is not None
     script = tmp_path / "compiler.sh"
     script.write_text(f'for to; do :; done\necho >>{tmp_path}/runs\ncp {built._name} "$to"\n')
     monkeypatch.setattr(compiled, "COMPILER", f"sh {script}")
-    made = Home(tmp_path, monkeypatch)
+    made = UserHome(tmp_path, monkeypatch)
     made.cache("first")
     assert made.load() == 1
     return made
 
 
-def test_code_is_compiled_once_into_a_private_cache(home: Home) -> None:
-    assert home.load() == 1
-    cache = home.cache("first")
+def test_code_is_compiled_once_into_a_private_cache(user_home: UserHome) -> None:
+    assert user_home.load() == 1
+    cache = user_home.cache("first")
     (kept,) = cache.iterdir()
     assert (cache.stat().st_mode & 0o777, kept.stat().st_mode & 0o777) == (0o700, 0o700)
 
 
 def test_code_that_is_damaged_or_that_others_may_have_written_is_compiled_again(
-    home: Home,
+    user_home: UserHome,
 ) -> None:
-    home.with_kept("damaged", "not a library")
-    assert [home.load(), home.load()] == [2, 2]
-    (good,) = home.cache("first").iterdir()
-    kept = home.with_kept("strange", "")
+    user_home.with_kept("damaged", "not a library")
+    assert [user_home.load(), user_home.load()] == [2, 2]
+    (good,) = user_home.cache("first").iterdir()
+    kept = user_home.with_kept("strange", "")
     shutil.copy(good, kept)
     kept.chmod(0o722)
-    assert [home.load(), home.load()] == [3, 3]
+    assert [user_home.load(), user_home.load()] == [3, 3]
 
 
 def test_a_cache_that_others_may_write_to_is_left_alone(
-    home: Home, caplog: pytest.LogCaptureFixture
+    user_home: UserHome, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = home.with_kept("open", "whatever another user would like us to run")
+    kept = user_home.with_kept("open", "code of another user")
     kept.parent.chmod(0o777)
-    assert [home.load(), home.load()] == [2, 3]
-    assert kept.read_text() == "whatever another user would like us to run"
+    assert [user_home.load(), user_home.load()] == [2, 3]
+    assert kept.read_text() == "code of another user"
     assert "others may write to it" in caplog.text
 
 
 @pytest.mark.parametrize("compiler", ["", 'g++ "', "there-is-none"])
 def test_a_compiler_that_cannot_run_counts_as_missing(
-    home: Home, monkeypatch: pytest.MonkeyPatch, compiler: str
+    user_home: UserHome, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
-    home.cache("empty")
+    user_home.cache("empty")
     monkeypatch.setattr(compiled, "COMPILER", compiler)
     assert compiled.library.__wrapped__() is None
 

@@ -60,7 +60,7 @@ def test_outputs_without_any_weight_stay_zero() -> None:
     assert matrix_of(torch.zeros(5, 9)).linear(torch.randn(2, 9)).eq(0).all()
 
 
-def test_a_quarter_of_the_memory_is_taken_and_all_of_it_is_told() -> None:
+def test_a_quarter_of_the_memory_is_taken_and_all_of_it_is_reported() -> None:
     matrix = matrix_of(torch.randn(64, 512))
     assert matrix.storage.nbytes == 64 * 512 + 64 * 4
     assert matrix.rows(3, 5).storages() == [matrix.storage]  # type: ignore[union-attr]

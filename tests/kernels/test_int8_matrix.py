@@ -83,7 +83,7 @@ def test_a_tokens_outputs_are_the_same_bits_in_every_batch() -> None:
         assert torch.equal(matrix.linear(x[:tokens]), together[:tokens])
 
 
-def test_a_quarter_of_the_memory_is_taken_and_all_of_it_is_told(is_compiled: bool) -> None:
+def test_a_quarter_of_the_memory_is_taken_and_all_of_it_is_reported(is_compiled: bool) -> None:
     matrix = matrix_of(torch.randn(64, 512), torch.float32, is_compiled=is_compiled)
     assert matrix.storage.nbytes == 64 * 512 + 64 * 4
     assert matrix.rows(3, 5).storages() == [matrix.storage]  # type: ignore[union-attr]

@@ -196,7 +196,7 @@ def test_logits_that_are_not_numbers_give_logprobs_that_are_not_either() -> None
 
 
 def test_a_rows_set_is_the_same_whatever_temperature_its_companions_have() -> None:
-    # Beside a large logit small ones are told apart only as long as nothing is taken from them.
+    # Beside a large logit, small ones stay distinct only while nothing is subtracted from them.
     row = torch.tensor([[1000.0, 1e-5, 2e-5, 3e-5, 4e-5]])
     alone = processed_logprobs(row, np.ones(1, np.float32), np.array([3]), np.ones(1, np.float32))
     together = processed_logprobs(

@@ -1,6 +1,6 @@
 """A short real run, recorded once per session, for tests of reports, comparisons and plans.
 
-Its trainer computes nothing: the tests only look at the recorder's files.
+Its trainer computes nothing: the tests only read the recorder's files.
 """
 
 from pathlib import Path

@@ -62,7 +62,7 @@ def test_evaluations_of_one_version_by_several_ranks_are_one_point(
     assert read_evaluations(run) == [EvaluationPoint("held_out", 2, 2, 0.875, 16, 2)]
 
 
-def test_evaluations_after_the_checkpoint_of_a_resume_are_left_out(
+def test_evaluations_after_the_checkpoint_of_a_resume_are_omitted(
     tmp_path: Path, model: Path
 ) -> None:
     run = a_run(tmp_path / "run", model, figures(0, 0.1), figures(4, 0.2), figures(8, 0.3))

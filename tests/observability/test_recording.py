@@ -293,7 +293,7 @@ def test_recording_after_the_end_is_refused_and_closing_twice_is_harmless(
         recorder.batch({})
 
 
-def test_a_failed_write_is_raised_at_the_end_and_the_rest_is_written(
+def test_a_failed_write_is_raised_at_the_end_and_all_others_are_written(
     tmp_path: Path, model: Path
 ) -> None:
     recorder = RunRecorder(tmp_path / "run", settings={}, model=model)

@@ -47,7 +47,7 @@ def test_it_agrees_with_the_formula_worked_out_one_rollout_at_a_time(
 
 
 @given(st.lists(st.floats(-1e3, 1e3), max_size=9))
-def test_looked_at_as_a_list_a_group_has_the_same_advantages(rewards: list[float]) -> None:
+def test_a_group_as_a_list_has_the_same_advantages(rewards: list[float]) -> None:
     in_torch = group_relative_advantages(
         torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards))
     )

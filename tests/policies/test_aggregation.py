@@ -96,7 +96,7 @@ def test_a_sequences_value_lands_on_its_last_token(batch: Ragged) -> None:
         assert_laid_out(sequences.at_last_token(torch.tensor(per_row)), expected, layout)
 
 
-def test_interleaved_sequences_are_told_apart() -> None:
+def test_interleaved_sequences_are_distinguished() -> None:
     row_ids = torch.tensor([1, 0, 1, 0, 1])
     sequences = Sequences(torch.tensor([1, 1, 0, 1, 1]), row_ids)
 

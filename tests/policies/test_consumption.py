@@ -204,12 +204,12 @@ class Unlistable(tuple[Any, ...]):
 
 
 @pytest.mark.parametrize("order", ["admission", "completion"])
-def test_what_has_ended_is_not_looked_through_while_a_straggler_is_waited_for(order: Order) -> None:
+def test_ended_groups_are_not_scanned_while_a_straggler_is_waited_for(order: Order) -> None:
     policy = BoundedStaleness(max_staleness=1, groups_per_batch=2, consumption_order=order)
     assert policy.select(Unread(), groups=2, trainer_version=1) is None
 
 
-def test_stragglers_that_are_due_are_counted_before_groups_are_looked_through() -> None:
+def test_stragglers_that_are_due_are_counted_before_groups_are_scanned() -> None:
     policy = BoundedStaleness(
         max_staleness=1, groups_per_batch=4, consumption_order="completion", deadline_policy="split"
     )

@@ -115,7 +115,7 @@ def test_a_fault_of_the_engine_shows_at_lag_zero_and_staleness_does_not() -> Non
     assert of_faulty[0].mismatch.k3 == of_faulty[1].mismatch.k3 > 0
 
 
-def test_on_policy_everything_is_at_rest() -> None:
+def test_on_policy_every_figure_shows_no_mismatch() -> None:
     mismatch = measure_mismatch(torch.zeros(2, 3), torch.ones(2, 3))
 
     assert asdict(mismatch) == {

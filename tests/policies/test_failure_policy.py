@@ -21,7 +21,7 @@ def failed(cause: FailureCause, *, tokens: int = 5, retries: int = 0) -> Episode
     return EpisodeFailure(cause, "some_reason", tokens, retries)
 
 
-def test_only_failures_of_the_world_are_retried_each_after_twice_the_delay() -> None:
+def test_only_failures_of_infrastructure_are_retried_each_after_twice_the_delay() -> None:
     policy = FailurePolicy(retries_max=3, retry_delay_s=0.5)
     delays = [decide_retry(policy, failed(INFRA, retries=n)) for n in range(4)]
     assert delays == [0.5, 1.0, 2.0, None]

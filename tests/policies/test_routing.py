@@ -50,7 +50,7 @@ def test_a_load_that_has_changed_counts_and_not_what_it_was() -> None:
     assert loads.least() == "a"
 
 
-def test_nobody_is_chosen_who_may_not_be() -> None:
+def test_no_engine_is_chosen_that_may_not_be() -> None:
     loads = loads_of({"a": 0, "b": 1})
     loads.discard("a")
     loads.discard("never there")
@@ -60,7 +60,7 @@ def test_nobody_is_chosen_who_may_not_be() -> None:
     assert loads.least() is None
 
 
-def test_after_any_history_the_least_is_the_one_that_a_look_at_all_would_find() -> None:
+def test_after_any_history_the_least_loaded_is_the_one_that_a_scan_would_find() -> None:
     chance = random.Random(7)
     loads = EngineLoads()
     known: dict[str, float] = {}

@@ -134,12 +134,12 @@ def test_experts_outside_the_groups_that_the_router_prefers_have_their_weight(mi
     other = (own + 4) % 8  # 2 groups away
     weights: list[Tensor] = []
 
-    def note(module: Any, arguments: Any, output: Any) -> None:
+    def record_output(module: Any, arguments: Any, output: Any) -> None:
         weights.append(output[1])
 
     for module in model.modules():
         if type(module).__name__.endswith("TopkRouter"):
-            module.register_forward_hook(note)
+            module.register_forward_hook(record_output)
     with torch.no_grad(), replay_routed_experts(model, other):
         model(tokens)
 

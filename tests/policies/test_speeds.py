@@ -34,7 +34,7 @@ def test_tokens_sampled_by_the_dozen_count_each() -> None:
     assert (three + 1 / 32) == pytest.approx(3 * (one + 1 / 32))
 
 
-def test_a_step_that_tells_nothing_changes_nothing() -> None:
+def test_a_step_without_a_measurement_changes_nothing() -> None:
     speeds = MeasuredSpeeds()
     assert speeds.after_step(0.7, rows=3, tokens=0, busy_us=50) == 0.7
     assert speeds.after_step(0.7, rows=3, tokens=3, busy_us=0) == 0.7

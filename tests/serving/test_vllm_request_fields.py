@@ -69,9 +69,20 @@ ASKED: dict[str, Any] = {
 """A value that changes the output, if 2 and true do not."""
 
 BY_OTHER_DEFAULT = {"add_generation_prompt": False, "skip_special_tokens": False}
-TRUTH = {"ignore_eos", "include_stop_str_in_output", "echo", "add_special_tokens", "stream"}
-TRUTH |= {"continue_final_message", "return_prompt_text", "use_beam_search", "watermarking"}
-TRUTH |= {"return_token_ids", "return_tokens_as_token_ids"}
+BOOLEAN_FIELDS = {
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "echo",
+    "add_special_tokens",
+    "stream",
+}
+BOOLEAN_FIELDS |= {
+    "continue_final_message",
+    "return_prompt_text",
+    "use_beam_search",
+    "watermarking",
+}
+BOOLEAN_FIELDS |= {"return_token_ids", "return_tokens_as_token_ids"}
 
 
 def value_of(name: str, kind: type) -> Any:
@@ -79,7 +90,9 @@ def value_of(name: str, kind: type) -> Any:
         return ASKED[name]
     if name in BY_OTHER_DEFAULT:
         return BY_OTHER_DEFAULT[name]
-    if name in TRUTH or (name == "logprobs" and issubclass(kind, VllmChatRequest | GatewayChat)):
+    if name in BOOLEAN_FIELDS or (
+        name == "logprobs" and issubclass(kind, VllmChatRequest | GatewayChat)
+    ):
         return True
     return 2
 

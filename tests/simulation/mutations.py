@@ -1,7 +1,7 @@
 """Bugs that were made before, by us or by others: planted to see whether the simulation notices.
 
 Each changes one decision of the real orchestrator, as a wrong line in its code would. The seed at
-each is the first that notices it, when it was last looked for.
+each is the first that finds it, as of the last search.
 """
 
 from collections.abc import Callable
@@ -131,7 +131,7 @@ def masked_tokens_count_as_trained(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation(seed=1)
-def rows_that_the_trainer_left_out_stay_trained(patch: pytest.MonkeyPatch) -> None:
+def rows_that_the_trainer_discarded_stay_trained(patch: pytest.MonkeyPatch) -> None:
     right = Ledger.discard_trained
 
     def discard_trained(self: Ledger, tokens: int, reason: str) -> None:
@@ -142,7 +142,7 @@ def rows_that_the_trainer_left_out_stay_trained(patch: pytest.MonkeyPatch) -> No
 
 
 @mutation(seed=30)
-def a_rollout_is_left_out_with_the_first_of_its_rows(patch: pytest.MonkeyPatch) -> None:
+def a_rollout_is_discarded_with_the_first_of_its_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(untrained_rows, "_is_trained", lambda root: root.discard_reason is None)
 
 
@@ -207,7 +207,7 @@ def a_group_with_one_rollout_left_is_trained(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation(seed=1)
-def a_batch_that_nobody_waited_for_is_lost(patch: pytest.MonkeyPatch) -> None:
+def a_batch_whose_request_was_cancelled_is_lost(patch: pytest.MonkeyPatch) -> None:
     def undo_offer(self: BatchRequestQueue) -> None:
         self._offer = None
 
@@ -261,7 +261,7 @@ def late_tokens_of_evaluations_are_trainings(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation(seed=9)
-def a_task_that_was_looked_at_is_lost_with_the_next_offer(patch: pytest.MonkeyPatch) -> None:
+def a_task_that_was_read_ahead_is_lost_with_the_next_offer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TaskSource, "inherit", lambda self, before, next_key: None)
     patch.setattr(TaskSource, "reads_from", lambda self, tasks: False)
 

@@ -154,7 +154,7 @@ def refused_weights_are_published_all_the_same(patch: pytest.MonkeyPatch) -> Non
 
 
 @mutation(seed=122)
-def a_failed_version_gives_its_number_to_nobody(patch: pytest.MonkeyPatch) -> None:
+def a_failed_version_reserves_its_number_for_ever(patch: pytest.MonkeyPatch) -> None:
     right = EngineControl.publish
 
     async def publish(
@@ -174,7 +174,7 @@ def a_failed_version_gives_its_number_to_nobody(patch: pytest.MonkeyPatch) -> No
 
 
 @mutation(seed=2)
-def an_engine_is_told_to_swap_before_it_has_staged(patch: pytest.MonkeyPatch) -> None:
+def an_engine_is_sent_finish_before_it_has_staged(patch: pytest.MonkeyPatch) -> None:
     right = WeightControl._stage
 
     def stage(self: WeightControl, name: str, update: WeightUpdate) -> Outgoing:
@@ -191,8 +191,8 @@ def an_engine_is_told_to_swap_before_it_has_staged(patch: pytest.MonkeyPatch) ->
 def weights_that_come_to_nothing_are_not_sent_again_while_engines_wake(
     patch: pytest.MonkeyPatch,
 ) -> None:
-    is_awaited = property(lambda self: self._sleeping_mode is not None)
-    patch.setattr(WeightControl, "_is_publish_expected", is_awaited)
+    is_asleep = property(lambda self: self._sleeping_mode is not None)
+    patch.setattr(WeightControl, "_is_publish_expected", is_asleep)
     patch.setattr(WeightControl, "_engines_without_update", [])
 
 
@@ -202,14 +202,14 @@ def an_answer_to_an_earlier_start_of_a_version_counts(patch: pytest.MonkeyPatch)
 
 
 @mutation(seed=21327)
-def a_publish_that_is_told_of_an_earlier_failure_does_not_count_as_failed(
+def a_publish_that_raises_an_earlier_failure_does_not_count_as_failed(
     patch: pytest.MonkeyPatch,
 ) -> None:
     patch.setattr(WeightControl, "_refuse_publish", lambda self, c, e: self._end(c, error=e))
 
 
 @mutation(seed=158)
-def the_kv_of_a_turn_that_moves_is_guessed_from_where_it_was(patch: pytest.MonkeyPatch) -> None:
+def the_kv_of_a_turn_that_moves_is_taken_from_its_former_engine(patch: pytest.MonkeyPatch) -> None:
     right = provenance.spans_of
 
     def spans_of(

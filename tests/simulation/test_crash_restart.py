@@ -138,7 +138,7 @@ def what_a_cut_rollout_had_sampled_stays_in_flight(patch: pytest.MonkeyPatch) ->
 
 
 @mutation
-def a_cut_keeps_given_tokens_that_no_event_has_told(patch: pytest.MonkeyPatch) -> None:
+def a_cut_keeps_given_tokens_that_no_event_has_reported(patch: pytest.MonkeyPatch) -> None:
     right = GroupTracker.cut
 
     def cut(self: GroupTracker, event: ev.RolloutCut) -> list[ev.Command]:
@@ -175,7 +175,7 @@ def batches_to_be_handed_over_again_are_selected_anew(patch: pytest.MonkeyPatch)
 
 
 @mutation
-def rows_left_out_of_a_batch_that_is_undone_stay_discarded(patch: pytest.MonkeyPatch) -> None:
+def rows_discarded_from_a_batch_that_is_undone_stay_discarded(patch: pytest.MonkeyPatch) -> None:
     def undo_batch(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
         trained.count(batch.rows, batch.trainer_version, -1)
         groups.return_to_buffer(batch.groups)
@@ -184,7 +184,7 @@ def rows_left_out_of_a_batch_that_is_undone_stay_discarded(patch: pytest.MonkeyP
 
 
 @mutation
-def what_was_left_out_is_not_written_down(patch: pytest.MonkeyPatch) -> None:
+def discarded_rows_are_not_journalled(patch: pytest.MonkeyPatch) -> None:
     right = RunJournal.log
 
     def log(self: RunJournal, event: ev.Event) -> None:
@@ -195,7 +195,7 @@ def what_was_left_out_is_not_written_down(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def a_batch_that_nobody_waited_for_is_lost(patch: pytest.MonkeyPatch) -> None:
+def a_batch_whose_request_was_cancelled_is_lost(patch: pytest.MonkeyPatch) -> None:
     def undo_offer(self: BatchRequestQueue) -> None:
         self._offer = None
 

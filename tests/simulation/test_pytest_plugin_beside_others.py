@@ -54,7 +54,7 @@ def test_it_stands_in_for_the_real_one(tidegate_serve, tidegate_virtual_time, mo
 """
 
 FIXTURE_LOOPS = ["-o", "asyncio_default_fixture_loop_scope=function"]
-"""pytest-asyncio warns where this is left out."""
+"""pytest-asyncio warns without this."""
 
 REAL_TIME_TEST = """
 async def test_tests_without_the_fixtures_are_unchanged():

@@ -90,7 +90,7 @@ def test_a_scenario_read_back_from_json_gives_the_same_run() -> None:
 
 
 def test_a_sweep_on_many_processes_reports_the_same_as_on_one() -> None:
-    """In a process of their own: a pool's tracker lives as long as whoever has used a pool."""
+    """In a process of their own: a pool's tracker ends only with the process that used the pool."""
     program = (
         "from tidegate.simulation.faults import ALL_FAULTS\n"
         "from tidegate.simulation.sweep import sweep\n"

@@ -1,4 +1,4 @@
-"""Virtual time: it costs nothing, and a program that waits for ever is told so."""
+"""Virtual time: it costs nothing, and a program that waits forever gets an error."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """Minimal engine worker that uses only zmq and msgpack, as in another language.
 
 It joins, serves turns by counting upwards from the prompt's last token, keeps unacknowledged steps,
-resumes after a lost connection, and leaves when told to. Read it beside docs/protocol.md.
+resumes after a lost connection, and leaves when asked to. Read it beside docs/protocol.md.
 """
 
 import math

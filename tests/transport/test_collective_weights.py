@@ -33,7 +33,7 @@ WAIT_S = 100.0
 FOR_EVER_S = 1000.0
 """Longer than any test waits."""
 
-HOME = WeightReceiverConfig("tcp://127.0.0.1:5555")
+RECEIVER_CONFIG = WeightReceiverConfig("tcp://127.0.0.1:5555")
 """Orchestrator's address, with no listener; weights use a port beside it."""
 
 
@@ -52,8 +52,10 @@ def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     """A receiver with a thread of its own."""
 
-    def __init__(self, weights: CollectiveSender, home: WeightReceiverConfig = HOME) -> None:
-        self._end = receiver(weights.init(), home)
+    def __init__(
+        self, weights: CollectiveSender, config: WeightReceiverConfig = RECEIVER_CONFIG
+    ) -> None:
+        self._end = receiver(weights.init(), config)
         self._thread = ThreadPoolExecutor(1)
 
     def fetch(
@@ -154,7 +156,7 @@ def test_a_round_that_a_member_dies_in_is_done_again_without_it(weights: Collect
     survivor.close()
 
 
-PATIENT = f"""
+LONG_TIMEOUT_MEMBER = f"""
 import sys, zlib
 from tidegate.transport.messages import decode_from_orchestrator
 from tidegate.transport.weight_channels import WeightReceiverConfig, collective, receiver
@@ -167,30 +169,30 @@ sys.stdin.read()
 """
 
 
-def test_one_that_stops_in_the_midst_of_a_round_holds_nobody_up(
+def test_a_member_that_stops_within_a_round_delays_no_other_round(
     weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # so that both are in the round
-    impatient = Engine(weights)
+    short_timeout = Engine(weights)
     [update] = weights.write(1, sent := tensors(1, 4 * PIECE_BYTES))
     # In a process, which can be killed: this one would have to wait for gloo at its exit.
-    patient = start(PATIENT, weights, update)
+    member = start(LONG_TIMEOUT_MEMBER, weights, update)
     try:
         wait_for_two(weights)
-        assert impatient.fetch_one(update).result(WAIT_S) == "w0"
-        assert patient.stdout is not None
+        assert short_timeout.fetch_one(update).result(WAIT_S) == "w0"
+        assert member.stdout is not None
         with ThreadPoolExecutor(1) as reading:
-            lines = [reading.submit(patient.stdout.readline) for _ in sent]
+            lines = [reading.submit(member.stdout.readline) for _ in sent]
             try:
                 got = [int(line.result(WAIT_S)) for line in lines]
             finally:
-                patient.kill()
+                member.kill()
         assert got == [zlib.crc32(tensor.data) for tensor in sent]
         assert weights.rounds == 2
     finally:
-        patient.kill()
-        patient.communicate()
-        impatient.close()
+        member.kill()
+        member.communicate()
+        short_timeout.close()
 
 
 def test_one_that_hangs_in_a_round_holds_up_neither_who_gives_it_up_nor_the_next_version(
@@ -263,7 +265,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_requests_are_made_with_the_runs_keys(tmp_path: Path) -> None:
     own = read_engine_keys(make_keys(tmp_path))
     weights = CollectiveSender("tcp://127.0.0.1:*", keys=read_orchestrator_keys(tmp_path))
-    engine = Engine(weights, WeightReceiverConfig(HOME.address, own))
+    engine = Engine(weights, WeightReceiverConfig(RECEIVER_CONFIG.address, own))
     [update] = weights.write(1, sent := tensors(100))
     assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
     engine.close()

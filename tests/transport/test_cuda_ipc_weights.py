@@ -144,7 +144,7 @@ def test_the_memory_of_a_version_is_freed_at_both_ends_once_another_takes_its_pl
         assert engine.mapped == 0
 
 
-def test_a_version_that_is_kept_can_be_read_by_who_comes_late_and_nobody_need_have_read_it(
+def test_a_kept_version_can_be_read_late_and_need_not_have_been_read_before(
     channel: CudaIpcSender, trainer: HostGpu, end: CudaIpcReceiver
 ) -> None:
     kept = channel.write(1, tensors(50))
@@ -158,7 +158,7 @@ def test_a_version_that_is_kept_can_be_read_by_who_comes_late_and_nobody_need_ha
     assert len(trainer.shared) == 1
 
 
-def test_reading_stops_once_nobody_wants_it(
+def test_reading_stops_once_the_version_is_not_wanted(
     channel: CudaIpcSender, end: CudaIpcReceiver, engine: HostGpu
 ) -> None:
     (update,) = channel.write(1, tensors(9))

@@ -51,7 +51,7 @@ async def test_a_batch_is_limited_in_bytes_too() -> None:
     assert max(inbox.batch_sizes) * 4_000_000 < BYTES_PER_DRAIN + 4_000_000
 
 
-def test_a_peer_that_nobody_reads_is_held_back() -> None:
+def test_a_peer_whose_messages_are_not_read_is_held_back() -> None:
     router = RouterSocket("tcp://127.0.0.1:*", name="test")
     with closing(router), stranger_socket(zmq.DEALER) as flood:
         flood.sndhwm = 1

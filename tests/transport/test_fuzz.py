@@ -77,7 +77,7 @@ def feed(fuzzed: FuzzedFleet, frames: int) -> None:
         fuzzed.feed()
 
 
-def test_a_fleet_beside_a_hostile_engine_trains_on_and_keeps_its_books() -> None:
+def test_a_fleet_beside_a_hostile_engine_continues_training_and_its_ledger_balances() -> None:
     fuzzed = FuzzedFleet(seed=0)
     feed(fuzzed, 12_000)
     assert fuzzed.fleet.malformed_frames > 6_000

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.wire
 
 def by_the_clock() -> PollSchedule:
     """Return the schedule of a thousand messages a second, at the end of its first wakeups."""
-    looks = PollSchedule()
-    firsts = [looks.woken(1.0 + 0.001 * index) for index in range(BUSY_WAKEUPS)]
+    schedule = PollSchedule()
+    firsts = [schedule.woken(1.0 + 0.001 * index) for index in range(BUSY_WAKEUPS)]
     assert firsts == [None] * (BUSY_WAKEUPS - 1) + [POLL_INTERVAL_S]
-    return looks
+    return schedule
 
 
 def test_wakeups_that_are_far_between_or_answered_stay_wakeups() -> None:
@@ -40,39 +40,39 @@ def test_wakeups_that_are_far_between_or_answered_stay_wakeups() -> None:
         assert answered.woken(0.001 * index) is None
 
 
-def test_a_stream_that_nobody_answers_is_looked_for_ever_less_often() -> None:
-    looks = by_the_clock()
-    assert [looks.polled(16) for _ in range(5)] == [0.008, 0.016, 0.032, 0.032, 0.032]
+def test_a_stream_without_answers_is_polled_ever_less_often() -> None:
+    schedule = by_the_clock()
+    assert [schedule.polled(16) for _ in range(5)] == [0.008, 0.016, 0.032, 0.032, 0.032]
     assert QUIET_POLL_INTERVAL_S == 0.032
-    looks.sends = 1
-    assert [looks.polled(16) for _ in range(3)] == [POLL_INTERVAL_S, 0.008, 0.016]
+    schedule.sends = 1
+    assert [schedule.polled(16) for _ in range(3)] == [POLL_INTERVAL_S, 0.008, 0.016]
 
 
 def test_acknowledgements_are_no_answers_unless_an_engine_may_wait_for_them() -> None:
-    looks = by_the_clock()
+    schedule = by_the_clock()
     reported = []
     for messages in (MESSAGES_PER_ACK, MESSAGES_PER_ACK, MESSAGES_PER_ACK - 1):
-        looks.acks = 1
-        reported.append(looks.polled(messages))
+        schedule.acks = 1
+        reported.append(schedule.polled(messages))
     assert reported == [0.008, 0.016, POLL_INTERVAL_S]
 
 
-def test_a_stream_that_is_answered_now_and_then_is_looked_for_at_short_intervals() -> None:
-    looks = by_the_clock()
+def test_a_stream_that_is_answered_now_and_then_is_polled_at_short_intervals() -> None:
+    schedule = by_the_clock()
     for _ in range(9):
-        looks.sends = 4
-        assert looks.polled(16) == POLL_INTERVAL_S
+        schedule.sends = 4
+        assert schedule.polled(16) == POLL_INTERVAL_S
 
 
 @pytest.mark.parametrize(("messages", "sends"), [(0, 0), (16, 5)])
 def test_the_descriptor_wakes_again_where_nothing_comes_or_much_is_answered(
     messages: int, sends: int
 ) -> None:
-    looks = by_the_clock()
+    schedule = by_the_clock()
     reported = []
     for _ in range(UNPRODUCTIVE_POLLS_MAX):
-        looks.sends = sends
-        reported.append(looks.polled(messages))
+        schedule.sends = sends
+        reported.append(schedule.polled(messages))
     assert reported == [POLL_INTERVAL_S] * (UNPRODUCTIVE_POLLS_MAX - 1) + [None]
 
 
@@ -130,7 +130,7 @@ class HandDriven:
         return timer.delay_s
 
 
-def test_what_is_sent_into_a_quiet_stream_has_its_answer_looked_for_sooner(
+def test_a_message_sent_into_a_quiet_stream_has_its_answer_polled_for_sooner(
     router: RouterSocket, request: pytest.FixtureRequest
 ) -> None:
     dealer, loop = DealerSocket(router.address, b"engine-0"), HandDriven()

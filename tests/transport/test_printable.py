@@ -35,7 +35,9 @@ def test_controls_are_escaped_and_other_text_stays() -> None:
 
 
 @pytest.mark.parametrize("formatter", [logging.Formatter(), JsonLines()])
-def test_a_log_line_has_no_controls_of_what_it_tells(formatter: logging.Formatter) -> None:
+def test_a_log_line_has_no_control_characters_of_its_arguments(
+    formatter: logging.Formatter,
+) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)

@@ -42,7 +42,7 @@ def test_it_is_this_users_alone_and_gone_once_removed(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_what_a_killed_process_leaves_is_removed_by_the_next_and_what_lives_is_not(
+def test_directories_of_a_killed_process_are_removed_by_the_next_and_used_ones_stay(
     temporary: Path,
 ) -> None:
     with subprocess.Popen(

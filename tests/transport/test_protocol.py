@@ -216,7 +216,7 @@ def test_the_plain_msgpack_package_reads_and_writes_every_message(message: Messa
 
 
 @pytest.mark.parametrize("message", [*ENGINE_EXAMPLES, *ORCHESTRATOR_EXAMPLES], ids=repr)
-def test_fields_with_defaults_may_be_left_out_and_unknown_ones_put_in(message: Message) -> None:
+def test_fields_with_defaults_may_be_omitted_and_unknown_ones_added(message: Message) -> None:
     fields = msgpack.unpackb(encode(message))
     info = {field.name: field for field in msgspec.structs.fields(type(message))}
     required = {k: v for k, v in fields.items() if k == "kind" or info[k].required}

@@ -76,8 +76,8 @@ def weights() -> Iterator[Sender]:
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the liveness timeouts, so that a busy machine does not make a live relay look dead."""
+def _raised_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise the liveness timeouts, so that a live relay does not time out on a busy machine."""
     monkeypatch.setattr(relay_node, "PARENT_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(relay_node, "TICK_S", 0.1)
 
@@ -97,10 +97,12 @@ class Engine:
     """A receiver with a thread of its own, on a host of this name."""
 
     def __init__(
-        self, weights: RelaySender, host: str, home: WeightReceiverConfig | None = None
+        self, weights: RelaySender, host: str, config: WeightReceiverConfig | None = None
     ) -> None:
-        home = home or WeightReceiverConfig(ORCHESTRATOR)
-        self._end = receiver(weights.init(), WeightReceiverConfig(home.address, home.keys, host))
+        config = config or WeightReceiverConfig(ORCHESTRATOR)
+        self._end = receiver(
+            weights.init(), WeightReceiverConfig(config.address, config.keys, host)
+        )
         self._thread = ThreadPoolExecutor(1)
 
     def fetch(self, update: UpdateWeights) -> "Future[dict[str, bytes]]":
@@ -212,7 +214,7 @@ def other_process(host: str, init: InitWeights, update: UpdateWeights) -> "subpr
     return process
 
 
-def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_the_rest(
+def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_missing_bytes(
     weights: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_node, "PARENT_TIMEOUT_S", DEAD_S)
@@ -273,11 +275,11 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 # ------------------------------------------------------------------------------ keys
 
 
-def test_with_keys_relays_serve_each_other_and_nobody_without(tmp_path: Path) -> None:
+def test_with_keys_relays_serve_each_other_and_no_peer_without(tmp_path: Path) -> None:
     own = read_engine_keys(make_keys(tmp_path))
     weights = RelaySender("tcp://127.0.0.1:*", keys=read_orchestrator_keys(tmp_path))
-    home = WeightReceiverConfig(ORCHESTRATOR, own)
-    engines = [Engine(weights, host, home) for host in ("a", "b")]
+    config = WeightReceiverConfig(ORCHESTRATOR, own)
+    engines = [Engine(weights, host, config) for host in ("a", "b")]
     [update] = weights.write(1, sent := tensors())
     for engine in engines:
         assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
@@ -334,7 +336,7 @@ def test_where_each_serves_two_they_form_a_tree() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(-1, 6)), max_size=40), st.integers(1, 3))
-def test_nobody_is_ever_served_by_who_is_served_by_it(
+def test_no_relay_fetches_from_a_relay_that_fetches_from_it(
     asked: list[tuple[int, int]], fan_out: int
 ) -> None:
     line, parents = RelayTree(), {}

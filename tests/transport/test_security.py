@@ -198,7 +198,7 @@ async def test_with_the_right_keys_messages_go_both_ways(keys: Path, address: st
         assert router.statistics().refused_connections == 0
 
 
-def test_a_stranger_is_shut_out_counted_and_told_which_key_is_missing(
+def test_a_peer_without_an_allowed_key_is_rejected_counted_and_gets_the_missing_key(
     keys: Path, listener: RouterSocket, tmp_path: Path
 ) -> None:
     stranger = strangers_keys(tmp_path / "others", read_orchestrator_keys(keys).public)
@@ -211,7 +211,7 @@ def test_a_stranger_is_shut_out_counted_and_told_which_key_is_missing(
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
-def test_without_keys_or_with_another_runs_nobody_gets_in(
+def test_without_keys_or_with_another_runs_no_peer_connects(
     listener: RouterSocket, tmp_path: Path, has_keys: bool
 ) -> None:
     others = read_engine_keys(make_keys(tmp_path / "others")) if has_keys else None
@@ -223,7 +223,7 @@ def test_without_keys_or_with_another_runs_nobody_gets_in(
         assert not listener._socket.poll(0)
 
 
-def test_an_engine_with_keys_talks_to_nobody_who_has_none(keys: Path) -> None:
+def test_an_engine_with_keys_connects_to_no_orchestrator_without_keys(keys: Path) -> None:
     router = RouterSocket("tcp://127.0.0.1:*", name="test")
     engine = read_engine_keys(keys / "engine")
     with closing(router), closing(DealerSocket(router.address, b"a", keys=engine)) as dealer:
@@ -278,7 +278,7 @@ async def test_the_list_of_keys_holds_from_the_next_connection_on(
         assert (await inbox.wait_for(3))[2][0] == b"c"
 
 
-async def test_while_the_list_cannot_be_read_nobody_gets_in_and_then_they_do(
+async def test_while_the_list_cannot_be_read_no_peer_connects_and_afterwards_they_do(
     keys: Path, listener: RouterSocket, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox = Inbox(listener)
@@ -296,7 +296,7 @@ async def test_while_the_list_cannot_be_read_nobody_gets_in_and_then_they_do(
     assert "nobody is let in: others may change" in caplog.text
 
 
-def test_without_an_authenticator_a_listener_with_keys_lets_nobody_in(keys: Path) -> None:
+def test_without_an_authenticator_a_listener_with_keys_accepts_no_peer(keys: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         secure_listener(socket, read_orchestrator_keys(keys))
         monitor = socket.get_monitor_socket(

@@ -100,7 +100,7 @@ def test_a_relay_asks_over_another_connection_when_one_is_silent(
             sockets.sender.send(b"where?")
             if sender.poll(100):
                 return sender.recv_multipart()[0]
-        raise AssertionError("nobody was asked")
+        raise AssertionError("no test asks it")
 
     before = ask()
     link.fall_silent()
@@ -132,8 +132,8 @@ def tunnel(open_: ExitStack) -> str:
 
 def weights_by_zmq(open_: ExitStack) -> str:
     sender = open_.enter_context(closing(ZmqSender(ANYWHERE)))
-    home = WeightReceiverConfig(address=sender.address.replace("*", "127.0.0.1"))
-    open_.enter_context(closing(ZmqReceiver(sender.init(), home)))
+    config = WeightReceiverConfig(address=sender.address.replace("*", "127.0.0.1"))
+    open_.enter_context(closing(ZmqReceiver(sender.init(), config)))
     return sender.address
 
 

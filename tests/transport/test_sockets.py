@@ -40,7 +40,7 @@ pytestmark = pytest.mark.wire
 
 
 async def hello(dealer: DealerSocket, inbox: Inbox) -> None:
-    """Send one message through, so that the router knows the peer."""
+    """Send one message through, so that the router has the peer's identity."""
     before = len(inbox.frames)
     dealer.send(TurnsResumed())
     await inbox.wait_for(before + 1)
@@ -308,7 +308,7 @@ def test_messages_of_many_frames_are_counted_and_the_others_arrive_as_they_are(
     noise=st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=5),
     claims_length=st.booleans(),
 )
-def test_bytes_that_are_not_even_zeromq_disturb_nobody_else(
+def test_bytes_that_are_not_even_zeromq_disturb_no_other_peer(
     noise: list[bytes], claims_length: bool
 ) -> None:
     async def run() -> None:
@@ -365,7 +365,7 @@ def test_an_engine_skips_what_it_cannot_read_and_complains(noise: list[bytes]) -
         dealer.close()
 
 
-async def test_a_message_nobody_would_read_is_refused_before_it_is_sent(
+async def test_a_message_that_no_receiver_accepts_is_refused_before_it_is_sent(
     router: RouterSocket,
 ) -> None:
     with pytest.raises(

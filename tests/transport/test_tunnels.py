@@ -142,7 +142,7 @@ def test_a_piece_that_is_damaged_or_comes_after_a_lost_one_ends_the_tunnel(
     tunnel.output.close()
 
 
-def test_a_far_end_that_is_told_to_be_lost_is_so_although_it_never_connected(
+def test_a_far_end_that_is_declared_lost_counts_as_lost_although_it_never_connected(
     entrance: tuple[TunnelEntrance, EngineKeys],
 ) -> None:
     near, _ = entrance

@@ -55,10 +55,10 @@ class Engine:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._tell(init)
+        self._send(init)
 
     def hashes(self, update: UpdateWeights) -> dict[str, str]:
-        self._tell(update)
+        self._send(update)
         assert self.process.stdout is not None
         return dict(json.loads(self.process.stdout.readline()))
 
@@ -70,7 +70,7 @@ class Engine:
         self.process.kill()
         self.process.communicate(timeout=60)
 
-    def _tell(self, message: InitWeights | UpdateWeights) -> None:
+    def _send(self, message: InitWeights | UpdateWeights) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(encode(message).hex() + "\n")
         self.process.stdin.flush()

@@ -38,7 +38,7 @@ WAIT_S = 30.0
 ORCHESTRATOR = "tcp://127.0.0.1:5555"
 """Orchestrator's address, with no listener; weights use a port beside it."""
 
-HOME = WeightReceiverConfig(ORCHESTRATOR)
+RECEIVER_CONFIG = WeightReceiverConfig(ORCHESTRATOR)
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def tensor(name: str, nbytes: int) -> NamedBuffer:
 
 
 def fetched(
-    init: InitWeights, update: UpdateWeights, home: WeightReceiverConfig = HOME
+    init: InitWeights, update: UpdateWeights, config: WeightReceiverConfig = RECEIVER_CONFIG
 ) -> dict[str, bytes]:
-    with closing(receiver(init, home)) as end:
+    with closing(receiver(init, config)) as end:
         return {spec.name: bytes(view) for spec, view in end.tensors(update)}
 
 
@@ -83,7 +83,7 @@ def test_weights_of_any_size_come_from_beside_the_orchestrators_address(
 
 def test_each_tensor_can_be_had_before_the_next_has_come(weights: ZmqSender) -> None:
     [update] = weights.write(1, [tensor("first", 5), tensor("last", 20 * CHUNK_BYTES)])
-    end = receiver(weights.init(), HOME)
+    end = receiver(weights.init(), RECEIVER_CONFIG)
     arriving = end.tensors(update)
     spec, _ = next(arriving)
     weights.close()
@@ -113,7 +113,7 @@ def test_a_version_that_is_written_again_is_not_taken_for_what_it_was(weights: Z
 
 
 def test_memory_is_used_again_at_both_ends(weights: ZmqSender) -> None:
-    end = receiver(weights.init(), HOME)
+    end = receiver(weights.init(), RECEIVER_CONFIG)
     sent, received = set(), set()
     for version, size in enumerate([5000, 5000, 3000, 5000]):
         [update] = weights.write(version, [tensor("w", size)])
@@ -250,7 +250,7 @@ def test_a_sender_that_dies_in_the_midst_is_an_error_after_a_time(
     lines = [bytes.fromhex(process.stdout.readline()) for _ in range(2)]
     init = msgspec.msgpack.decode(lines[0], type=InitWeights)
     update = msgspec.msgpack.decode(lines[1], type=UpdateWeights)
-    end = receiver(init, HOME)
+    end = receiver(init, RECEIVER_CONFIG)
     arriving = end.tensors(update)
     assert next(arriving)[0].name == "a"
     process.kill()
@@ -260,7 +260,7 @@ def test_a_sender_that_dies_in_the_midst_is_an_error_after_a_time(
     end.close()
 
 
-def test_where_nobody_answers_it_is_an_error_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_answer_it_is_an_error_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_channel, "STALL_TIMEOUT_S", 0.3)
     end = receiver(
         InitWeights(channel="zmq", info={"address": "ipc:///tmp/nobody"}), WeightReceiverConfig()
@@ -271,7 +271,7 @@ def test_where_nobody_answers_it_is_an_error_after_a_time(monkeypatch: pytest.Mo
     end.close()
 
 
-def test_a_transfer_that_nobody_wants_any_more_ends_at_once() -> None:
+def test_a_transfer_that_is_no_longer_wanted_ends_at_once() -> None:
     end = receiver(
         InitWeights(channel="zmq", info={"address": "ipc:///tmp/nobody"}), WeightReceiverConfig()
     )
@@ -284,7 +284,7 @@ def test_a_transfer_that_nobody_wants_any_more_ends_at_once() -> None:
 def test_what_an_abandoned_transfer_had_asked_for_does_not_end_up_in_the_next(
     weights: ZmqSender,
 ) -> None:
-    end = receiver(weights.init(), HOME)
+    end = receiver(weights.init(), RECEIVER_CONFIG)
     for version in range(5):
         tensors = [tensor("first", 5), tensor("w", 3 * CHUNK_BYTES), tensor("last", 7)]
         [update] = weights.write(version, tensors)
@@ -328,7 +328,7 @@ def test_an_engine_in_any_language_can_ask(weights: ZmqSender) -> None:
         [msgpack.packb(["{location}", 0, 5]), b"more"],
     ],
 )
-def test_a_request_that_makes_no_sense_is_told_so_and_others_are_served(
+def test_an_invalid_request_gets_an_error_and_others_are_served(
     weights: ZmqSender, request_frames: list[bytes]
 ) -> None:
     [update] = weights.write(1, sent := [tensor("w", 6)])
@@ -361,7 +361,9 @@ def test_a_sender_that_makes_no_sense_is_refused(answer: list[bytes]) -> None:
     with context.socket(zmq.ROUTER) as strange:
         strange.linger = 0
         port = strange.bind_to_random_port("tcp://127.0.0.1")
-        end = receiver(InitWeights(channel="zmq", info={"address": f"tcp://*:{port}"}), HOME)
+        end = receiver(
+            InitWeights(channel="zmq", info={"address": f"tcp://*:{port}"}), RECEIVER_CONFIG
+        )
         spec = TensorSpec("w", "uint8", [7], 0, 7)
         arriving = end.tensors(UpdateWeights(version=1, location="{location}", tensors=[spec]))
         strange.rcvtimeo = int(1000 * WAIT_S)

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests.kernels.compile_kernels import TARGETS, constants_of, tell_compiled
+from tests.kernels.compile_kernels import TARGETS, constants_of, print_compiled
 from tidegate.engine.device.plan import HostPlanner
 from tidegate.engine.device.runner import (
     DTYPES,
@@ -183,7 +183,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(line) + "\n")
         if sys.argv[1:] == ["compile"]:
             for kernel, given, options in variants.values():
-                tell_compiled(TARGETS["h100"], kernel, given, options)
+                print_compiled(TARGETS["h100"], kernel, given, options)
 
 
 if __name__ == "__main__":

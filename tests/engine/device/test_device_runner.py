@@ -124,7 +124,7 @@ def options(prompt: list[int], **requested: Any) -> RowOptions:
     return made
 
 
-def test_every_sampling_option_draws_and_tells_what_an_engine_on_a_cpu_does(model: Path) -> None:
+def test_every_sampling_option_draws_and_reports_what_an_engine_on_a_cpu_does(model: Path) -> None:
     prompt = [3, 14, 15, 9]
     bias = [TokenBias(7, 3.0)]
     requested = [

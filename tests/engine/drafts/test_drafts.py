@@ -23,7 +23,7 @@ from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn
 
 
 class Oracle:
-    """Draft source that knows the fake model's tokens, each wrong with some probability."""
+    """Draft source that computes the fake model's tokens, each wrong with some probability."""
 
     def __init__(self, right: float) -> None:
         self._right = right
@@ -161,7 +161,7 @@ def test_drafting_for_a_turn_with_low_acceptance_backs_off() -> None:
 # ---------------------------------------------------------------- prompt lookup
 
 
-def looked_up(tokens: list[int], count: int, *, known_before: Sequence[int] = ()) -> list[int]:
+def lookup_draft(tokens: list[int], count: int, *, known_before: Sequence[int] = ()) -> list[int]:
     """Return the lookup drafts after ``tokens``, with shorter prefixes indexed before."""
     engine = FakeEngine(context_tokens_max=200, num_blocks=60)
     engine.submit(tokens, 20)
@@ -178,16 +178,16 @@ def test_a_lookup_proposes_the_tokens_that_followed_the_last_match(
     known_before: Sequence[int],
 ) -> None:
     tokens = [1, 2, 3, 4, 1, 2, 3, 5, 6, 9, 1, 2, 3]
-    assert looked_up(tokens, 4, known_before=known_before) == [5, 6, 9, 1]
+    assert lookup_draft(tokens, 4, known_before=known_before) == [5, 6, 9, 1]
 
 
 def test_a_lookup_continues_a_repetition() -> None:
-    assert looked_up([7, 1, 2, 1, 2, 1], 5) == [2, 1, 2, 1, 2]
+    assert lookup_draft([7, 1, 2, 1, 2, 1], 5) == [2, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 9, 2, 3, 1]])
 def test_a_lookup_proposes_nothing_without_a_match(tokens: list[int]) -> None:
-    assert looked_up(tokens, 4) == []
+    assert lookup_draft(tokens, 4) == []
 
 
 # ---------------------------------------------------------------- earlier samples
@@ -212,7 +212,7 @@ def ended_turn(
     return turn
 
 
-def guessed(drafts: RolloutDrafts, turn: EngineSequence, count: int = 4) -> list[int]:
+def draft_of(drafts: RolloutDrafts, turn: EngineSequence, count: int = 4) -> list[int]:
     (draft,) = drafts.propose([turn], [count])
     return [int(token) for token in draft]
 
@@ -221,57 +221,57 @@ def test_a_turn_follows_an_earlier_sample_and_switches_where_they_diverge() -> N
     drafts = RolloutDrafts()
     drafts.ended(ended_turn([1, 2, 3], [10, 11, 12, 13, 14, 15, 16]), is_whole=True)
     turn = ended_turn([1, 2, 3], [], handle=1)
-    assert guessed(drafts, turn) == [10, 11, 12, 13]
+    assert draft_of(drafts, turn) == [10, 11, 12, 13]
     turn.append(10)
     turn.append(11)
-    assert guessed(drafts, turn) == [12, 13, 14, 15]
+    assert draft_of(drafts, turn) == [12, 13, 14, 15]
     turn.append(30)
-    assert guessed(drafts, turn) == []
+    assert draft_of(drafts, turn) == []
     for token_id in (12, 13, 14):
         turn.append(token_id)
-    assert guessed(drafts, turn) == [15, 16]
+    assert draft_of(drafts, turn) == [15, 16]
     drafts.ended(ended_turn([1, 2, 3], [20], handle=2), is_whole=True)
-    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=3)) == [20]
-    assert guessed(drafts, ended_turn([4, 2, 3], [], handle=4)) == []
+    assert draft_of(drafts, ended_turn([1, 2, 3], [], handle=3)) == [20]
+    assert draft_of(drafts, ended_turn([4, 2, 3], [], handle=4)) == []
 
 
 def test_a_migrated_turn_counts_as_a_sample_of_its_original_prompt() -> None:
     drafts = RolloutDrafts()
     drafts.ended(ended_turn([1, 2], [10, 11, 12, 13], before=2), is_whole=True)
-    assert guessed(drafts, ended_turn([1, 2], [10], handle=1, before=1)) == [11, 12, 13]
+    assert draft_of(drafts, ended_turn([1, 2], [10], handle=1, before=1)) == [11, 12, 13]
 
 
 def test_incomplete_outputs_are_not_kept_and_old_prompts_are_dropped() -> None:
     drafts = RolloutDrafts(kept_tokens_max=700)
     drafts.ended(ended_turn([1, 2, 3], [10, 11]), is_whole=False)
-    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == []
+    assert draft_of(drafts, ended_turn([1, 2, 3], [], handle=1)) == []
     for prompt in range(2, 9):
         drafts.ended(ended_turn([prompt, 2, 3], [10, 11], handle=prompt), is_whole=True)
-    known = [bool(guessed(drafts, ended_turn([n, 2, 3], [], handle=n + 9))) for n in range(2, 9)]
+    known = [bool(draft_of(drafts, ended_turn([n, 2, 3], [], handle=n + 9))) for n in range(2, 9)]
     assert known == [False, False, True, True, True, True, True]
 
 
 def test_samples_of_a_frequent_prompt_are_limited() -> None:
     drafts = RolloutDrafts()
     drafts.ended(ended_turn([1, 2, 3], list(range(10, 50))), is_whole=True)
-    assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == [10, 11, 12, 13]
+    assert draft_of(drafts, ended_turn([1, 2, 3], [], handle=1)) == [10, 11, 12, 13]
     chance = random.Random(0)
     for handle in range(2, 60):
         output = [chance.randrange(50) for _ in range(40)]
         turn = ended_turn([1, 2, 3], output[:3], handle=handle)
-        guessed(drafts, turn)
+        draft_of(drafts, turn)
         for token_id in output[3:]:
             turn.append(token_id)
         drafts.ended(turn, is_whole=True)
         (prompt,) = drafts._prompts.values()
         assert len(prompt.ends) <= 2 * SAMPLES_MAX * 40
-    assert guessed(drafts, ended_turn([1, 2, 3], output[:10], handle=60)) == output[10:14]
+    assert draft_of(drafts, ended_turn([1, 2, 3], output[:10], handle=60)) == output[10:14]
 
 
 # ---------------------------------------------------------------- anything at all
 
 
-class AnythingWithGuesses(AnythingAtAll):
+class AnythingWithDrafts(AnythingAtAll):
     """The scheduler's state machine with draft tokens, in a cache that is too small."""
 
     def __init__(self) -> None:
@@ -290,7 +290,7 @@ class AnythingWithGuesses(AnythingAtAll):
         assert not self.oracle.held
 
 
-AnythingWithGuesses.TestCase.settings = settings(
+AnythingWithDrafts.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
 )
-TestAnythingWithGuesses = AnythingWithGuesses.TestCase
+TestAnythingWithDrafts = AnythingWithDrafts.TestCase

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.external.fake_engine import DrivenEngine, ToldTurn
+from tests.engine.external.fake_engine import DrivenEngine, ReportedTurn
 from tests.engine.scheduling.test_prefixes_exactly import ROUNDING_NATS
 from tests.repeating import make_repeating_model
 from tidegate.engine.drafts.draft_model import ModelDrafts
@@ -43,7 +43,7 @@ def weights(model: Path) -> Weights:
 
 def sample(
     weights: Weights, drafts: DraftSource | None, native: Native | None, num_blocks: int
-) -> tuple[DrivenEngine, list[ToldTurn]]:
+) -> tuple[DrivenEngine, list[ReportedTurn]]:
     engine = DrivenEngine(
         [weights],
         drafts=drafts,
@@ -71,8 +71,8 @@ def test_lookup_drafts_change_no_token_and_no_log_prob(
     if code == "compiled" and native is None:
         pytest.skip("no C++ compiler: engines compute by torch's code here")
     _, plain = sample(weights, None, native, num_blocks)
-    engine, guessed = sample(weights, LookupDrafts(), native, num_blocks)
-    for reported, expected in zip(guessed, plain, strict=True):
+    engine, speculated = sample(weights, LookupDrafts(), native, num_blocks)
+    for reported, expected in zip(speculated, plain, strict=True):
         assert reported.token_ids == expected.token_ids
         assert reported.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
     assert engine.accepted_tokens > 30
@@ -100,8 +100,8 @@ def test_model_drafts_change_no_token_and_an_equal_model_is_always_accepted(
     for blocks, good in ((100, True), (12, False)):
         small = ModelRunner(weights.config, weights, num_blocks=blocks, block_tokens=4)
         drafts = ModelDrafts(small, context_tokens_max=90)
-        engine, guessed = sample(weights, drafts, None, num_blocks)
-        for reported, expected in zip(guessed, plain, strict=True):
+        engine, speculated = sample(weights, drafts, None, num_blocks)
+        for reported, expected in zip(speculated, plain, strict=True):
             assert reported.token_ids == expected.token_ids
             assert reported.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
         assert engine.drafted_tokens > 0
@@ -163,8 +163,8 @@ def test_a_turn_too_long_for_the_draft_model_does_not_stop_drafts_of_others(
 ) -> None:
     drafts = small_model(weights, context_tokens_max=700)
     long, short = make_turn([5] * 690, 0, LIMITS), make_turn([3, 1, 4, 1], 1, LIMITS)
-    nothing, guess = drafts.propose([long, short], [16, 4])
-    assert (len(nothing), len(guess)) == (0, 4)
+    nothing, draft = drafts.propose([long, short], [16, 4])
+    assert (len(nothing), len(draft)) == (0, 4)
 
 
 class TightRunner(ModelRunner):
@@ -184,15 +184,15 @@ def test_a_draft_model_without_memory_proposes_nothing_and_later_continues(
 ) -> None:
     runner = TightRunner(weights.config, weights, num_blocks=100, block_tokens=4)
     drafts, turn = ModelDrafts(runner, 900), make_turn([3, 1, 4, 1], 7, LIMITS)
-    assert [len(guess) for guess in drafts.propose([turn], [6])] == [0]
-    assert [len(guess) for guess in drafts.propose([turn], [6])] == [6]
+    assert [len(draft) for draft in drafts.propose([turn], [6])] == [0]
+    assert [len(draft) for draft in drafts.propose([turn], [6])] == [6]
 
 
 LETTER_Z = ord("z") - 31
 """Token of the letter z, in :mod:`tests.models`."""
 
 
-def told_with_options(
+def reported_with_options(
     model: Path, weights: Weights, drafts: DraftSource | None
 ) -> list[StepColumns]:
     """Return the output of a turn with all options that drafts support."""
@@ -224,10 +224,10 @@ def told_with_options(
 
 
 def test_sampling_options_apply_to_each_draft_token(model: Path, weights: Weights) -> None:
-    plain = told_with_options(model, weights, None)
-    guessed = told_with_options(model, weights, LookupDrafts())
-    assert len(guessed) < len(plain) == 31
-    assert (plain[-1].finish, guessed[-1].finish) == (bytes([STOP]), bytes([STOP]))
+    plain = reported_with_options(model, weights, None)
+    speculated = reported_with_options(model, weights, LookupDrafts())
+    assert len(speculated) < len(plain) == 31
+    assert (plain[-1].finish, speculated[-1].finish) == (bytes([STOP]), bytes([STOP]))
 
     def joined(reported: list[StepColumns], column: str) -> bytes:
         return b"".join(getattr(step, column) for step in reported)
@@ -239,18 +239,18 @@ def test_sampling_options_apply_to_each_draft_token(model: Path, weights: Weight
         )
         return [float(value) for value in np.frombuffer(all_of_it, kind)]
 
-    assert joined(guessed, "token_ids") == joined(plain, "token_ids")
+    assert joined(speculated, "token_ids") == joined(plain, "token_ids")
     for column in ("raw_logprobs", "top_ids", "top_logprobs"):
         expected = details(plain, column)
         assert len(expected) == (31 if column == "raw_logprobs" else 62)
-        assert details(guessed, column) == pytest.approx(expected, abs=ROUNDING_NATS)
+        assert details(speculated, column) == pytest.approx(expected, abs=ROUNDING_NATS)
 
 
 def test_attachments_of_draft_tokens_fit_into_a_step_message(
     model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "TOP_LOGPROBS_BYTES_MAX", 4 * 3 * 2 * 8)
-    reported = told_with_options(model, weights, LookupDrafts())
+    reported = reported_with_options(model, weights, LookupDrafts())
     sizes = [
         each.length for step in reported for each in step.attachments if each.name == "top_ids"
     ]

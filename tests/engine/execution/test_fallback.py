@@ -153,7 +153,7 @@ def test_a_row_sees_what_rows_before_it_in_its_step_write_whoever_computes(
 
 
 @pytest.mark.parametrize("model", HYBRIDS)
-def test_turns_that_share_full_blocks_go_on_from_the_state_at_their_end(
+def test_turns_that_share_full_blocks_continue_from_the_state_at_their_end(
     model: str, tmp_path: Path
 ) -> None:
     model_type, options = MODELS[model]
@@ -178,7 +178,9 @@ def test_turns_that_share_full_blocks_go_on_from_the_state_at_their_end(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_head_computes_in_float32_whatever_the_rest_does(tied: bool, tmp_path: Path) -> None:
+def test_the_head_computes_in_float32_whatever_dtype_the_layers_have(
+    tied: bool, tmp_path: Path
+) -> None:
     path = make_model_directory(tmp_path, "gpt2", dtype="bfloat16", tied=tied)
     model = open_model(path, "auto")
     runner = model.make_runner(num_blocks=8, block_tokens=8)
@@ -197,7 +199,7 @@ def test_the_head_computes_in_float32_whatever_the_rest_does(tied: bool, tmp_pat
         assert torch.equal(module.transformer.wte.weight, published.bfloat16())
 
 
-def test_an_engine_is_told_why_it_will_be_slow(tmp_path: Path) -> None:
+def test_a_slow_engine_warns_of_the_reason(tmp_path: Path) -> None:
     model = open_model(make_model_directory(tmp_path, "gpt2"), "float32")
 
     assert model.architecture == "GPT2LMHeadModel"
@@ -233,7 +235,7 @@ def test_contexts_end_where_a_rope_would_turn_cached_keys_otherwise(tmp_path: Pa
         ),
     ],
 )
-def test_models_that_do_not_go_on_from_their_state_are_refused(
+def test_models_that_do_not_continue_from_their_state_are_refused(
     model_type: str, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = make_model_directory(tmp_path, model_type, **options)

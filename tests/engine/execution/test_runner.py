@@ -121,7 +121,7 @@ def test_samples_follow_the_reported_probabilities(model: Path, make_runner: Mak
         probabilities |= dict(zip(output.token_ids.tolist(), chances, strict=True))
 
     draws = counts.total()
-    assert sum(probabilities.values()) == pytest.approx(1.0, abs=1e-4)  # none was left out
+    assert sum(probabilities.values()) == pytest.approx(1.0, abs=1e-4)  # none was omitted
     assert len(probabilities) > 5
     for token_id, probability in probabilities.items():
         sigma = (probability * (1 - probability) / draws) ** 0.5

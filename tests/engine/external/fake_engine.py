@@ -1,7 +1,7 @@
 """Engine around the scheduler whose model is a hash function, for scheduler tests.
 
 :class:`DrivenEngine` is the same shell around real weights. The fake model's KV cache holds (token,
-position, version) in place of numbers, so it detects mixed-up blocks and knows which weights
+position, version) in place of numbers, so it detects mixed-up blocks and records which weights
 computed the KV that a token attended to.
 """
 
@@ -84,7 +84,9 @@ class FakeRunner:
             return
         context = [self._kv[self._slot(row, position)] for position in range(end)]
         assert [kv.position for kv in context] == list(range(end))
-        if row.block_table is not self._sampling_table:  # rows of guesses follow the turn's own
+        if (
+            row.block_table is not self._sampling_table
+        ):  # rows of draft tokens follow the turn's own
             self.attended.append([])
         self._sampling_table = row.block_table
         self.attended[-1].append([kv.version for kv in context])
@@ -100,7 +102,7 @@ class FakeRunner:
 
 
 @dataclass(slots=True)
-class ToldTurn:
+class ReportedTurn:
     """What the scheduler reported of one turn."""
 
     prompt: list[int]
@@ -160,7 +162,7 @@ class FakeEngine:
             drafts=drafts,
         )
         self.runner = self._make_runner()
-        self.turns: dict[int, ToldTurn] = {}
+        self.turns: dict[int, ReportedTurn] = {}
         self.answers: list[Message] = []
         self.recomputed_turns = 0
         self.drafted_tokens = 0
@@ -202,7 +204,7 @@ class FakeEngine:
                 session=session,
             )
         )
-        self.turns[turn] = ToldTurn(prompt, sampling, sampled_before)
+        self.turns[turn] = ReportedTurn(prompt, sampling, sampled_before)
         return turn
 
     def request_swap(self, version: int, mode: PauseMode, kv_policy: KvPolicy) -> None:
@@ -269,7 +271,7 @@ class FakeEngine:
         self.accepted_tokens += columns.accepted_tokens
 
     def _take_token(
-        self, turn: ToldTurn, token_id: int, version: int, prefill: Prefill | None
+        self, turn: ReportedTurn, token_id: int, version: int, prefill: Prefill | None
     ) -> None:
         """Follow the protocol: a prefill replaces the KV record, a step adds one position."""
         if prefill is None:

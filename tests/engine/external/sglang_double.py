@@ -297,7 +297,7 @@ class SglangDouble:
                 "weight_version": self.info_label,
                 "architectures": [type(self.model).__name__],
             },
-            # It samples nothing ahead unless told to, as the server when started so.
+            # It samples nothing ahead unless a setting asks for it, as the server.
             "/server_info": {"version": "0.5.23", "page_size": 1, "disable_overlap_schedule": True}
             | self.settings,
             "/v1/models": {

@@ -78,7 +78,7 @@ async def test_vllm_sleeps_in_parts_though_it_puts_all_to_sleep_at_once(
         assert double.sleeping == {"kv_cache"}
         await adapter.load_weights(models[1], "v1")
         await adapter.wake(["kv_cache"])
-        assert (double.sleeping, double.paused) == (set(), "new")  # it goes on by itself: stopped
+        assert (double.sleeping, double.paused) == (set(), "new")  # it continues by itself: stopped
         calls = [call for call in double.calls if not call.startswith("pause")]
     assert calls == [
         "sleep 1 abort",  # for weights that are to stay must be what they were

@@ -65,7 +65,7 @@ class Wire:
         self.steps.append(step)
 
 
-async def test_tokens_are_of_the_version_they_came_under_however_long_the_look_at_kv_takes() -> (
+async def test_tokens_are_of_the_version_they_came_under_however_long_the_check_of_kv_takes() -> (
     None
 ):
     wire, engine, over = Wire(), Slow(), asyncio.Event()

@@ -116,7 +116,7 @@ def test_turns_end_with_their_adapter_and_contexts_are_found_under_their_own_onl
         prompt = torch.arange(7, dtype=torch.int32).numpy().tobytes()
         scheduler.submit(SubmitTurn(turn=handle, token_ids=prompt, sampling=sampling))
     rows = scheduler.plan()
-    # The last finds what the first computes; nobody else has the same.
+    # The last finds what the first computes; no other turn shares it.
     assert [(row.adapter, row.start) for row in rows] == [("a", 0), ("", 0), ("b", 0), ("a", 6)]
     scheduler.complete(engine.runner.step(rows))
     swap = FinishWeightUpdate(version=2, pause_mode="keep", kv_policy="keep")

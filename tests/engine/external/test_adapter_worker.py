@@ -45,7 +45,7 @@ PROGRAM = "tidegate.engine.external.worker"
 OUTLIVES_IT = SamplingParams(max_tokens=180)
 
 HELD_AT = 60
-"""Tokens at which a request is held until the double is told otherwise."""
+"""Tokens at which the double holds a request until a test releases it."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def cancel(engine: Orchestra, turn: int) -> None:
     assert engine.finish(turn).finish == CANCELLED
 
 
-def test_a_turn_ends_as_asked_and_tells_its_prefill_once(engine: Orchestra) -> None:
+def test_a_turn_ends_as_requested_and_reports_its_prefill_once(engine: Orchestra) -> None:
     turn = engine.generate(PROMPT, SamplingParams(max_tokens=9))
     assert turn.finish == LENGTH
     assert len(turn.token_ids) == 9
@@ -297,7 +297,7 @@ def test_a_worker_that_gets_a_signal_hands_back_all_tokens_that_its_engine_has_s
         assert own.calls[-2:] == ["pause abort", "resume"]
 
 
-async def test_an_external_engine_drains_and_its_turns_go_on_at_another(
+async def test_an_external_engine_drains_and_its_turns_continue_on_another(
     models: Models, tmp_path: Path
 ) -> None:
     """Both servers hold turns of the first task until one server's worker has left."""

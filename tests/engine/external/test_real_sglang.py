@@ -227,7 +227,7 @@ async def test_a_server_with_a_key_is_not_driven_without_it(
     server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if URL:
-        pytest.skip("whether the server that was given wants a key, nobody says")
+        pytest.skip("the given server may need a key")
     url, model = server
     monkeypatch.delenv("TIDEGATE_ENGINE_KEY")
     adapter = make_adapter(url, model)
@@ -248,7 +248,7 @@ async def test_each_token_is_of_the_lora_adapter_that_its_tag_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if URL:
-        pytest.skip("whether the server that was given takes adapters, nobody says")
+        pytest.skip("the given server may take no adapters")
     monkeypatch.setenv("TIDEGATE_ENGINE_KEY", KEY)
     model = make_model_directory(tmp_path / "model", tied=False)
     with started(model, tmp_path / "log", *LORA) as url:

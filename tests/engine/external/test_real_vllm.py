@@ -159,8 +159,8 @@ async def test_every_token_of_a_run_is_what_its_tags_say(
     assert report.tokens_unknown == 0
     assert report.versions > 3
     assert report.version_power.unnoticed_share < 0.05
-    # Whether a turn is under way when weights change is chance here; that kept KV is told is shown
-    # against the double, on purpose.
+    # Whether a turn is under way when weights change is chance here; the tests against the double
+    # check that kept KV is reported.
     assert kv_policy == "keep" or report.spans_mixed == 0
 
 

@@ -25,7 +25,7 @@ from tidegate.transport.messages import SamplingParams
 pytestmark = pytest.mark.wire
 
 HELD_AT = 100
-"""Tokens at which a request is held until the double is told otherwise."""
+"""Tokens at which the double holds a request until a test releases it."""
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ async def test_an_update_reported_as_failed_after_changing_the_weights_counts_as
         await engine.adapter.load_weights(models[1], "v1")
         assert (engine.double.label, engine.double.info_label) == ("v1", "v1")
         await engine.adapter.resume()
-        assert len((await stranger.end()).tokens) == 200  # relabelling aborts, if not told not to
+        assert len((await stranger.end()).tokens) == 200  # relabelling aborts by default
         fresh = await engine.stream(SamplingParams(max_tokens=4), salt="v1").end()
     assert off_by(models, fresh, [(1, 4)]) < TOLERANCE
 

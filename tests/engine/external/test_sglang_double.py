@@ -64,7 +64,7 @@ def logprob_of(model: Path, tokens: list[int], at: int) -> float:
 
 
 @pytest.mark.parametrize("samples_ahead", [False, True])
-async def test_a_step_under_way_is_told_as_of_the_new_weights(
+async def test_a_step_under_way_is_labelled_with_the_new_weights(
     models: list[Path], samples_ahead: bool
 ) -> None:
     meta, tokens = await answer_over_an_update(models, "in_place", samples_ahead=samples_ahead)

@@ -109,7 +109,7 @@ async def test_an_update_that_does_not_begin_changes_nothing(models: list[Path])
     assert off_by(models, stream, [(0, 6)]) < TOLERANCE
 
 
-async def test_a_server_that_refuses_before_a_broadcast_is_not_awaited(
+async def test_a_server_that_refuses_before_a_broadcast_is_not_waited_for(
     models: list[Path],
 ) -> None:
     async with sglang(models[0], "gloo") as engine:

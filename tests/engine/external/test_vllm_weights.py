@@ -145,7 +145,7 @@ async def test_an_update_that_does_not_begin_changes_nothing(models: Models) -> 
     assert chunks[-1].labels == [VersionLabel("v0", 0, 6)]
 
 
-async def test_a_server_that_refuses_before_a_broadcast_is_not_awaited(models: Models) -> None:
+async def test_a_server_that_refuses_before_a_broadcast_is_not_waited_for(models: Models) -> None:
     async with vllm(models.directories[0]) as (double, adapter, _):
         await adapter.pause("abort")
         double.transfers.refuses_updates = True
@@ -154,7 +154,7 @@ async def test_a_server_that_refuses_before_a_broadcast_is_not_awaited(models: M
                 await adapter.load_tensors(tensors_of(models, 1), "v1")
 
 
-async def test_a_server_that_skipped_the_broadcast_is_not_awaited(
+async def test_a_server_that_skipped_the_broadcast_is_not_waited_for(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_nccl, "LEAVE_TIMEOUT_S", 0.2)
@@ -188,7 +188,7 @@ async def test_a_server_that_has_left_says_so_itself(models: Models) -> None:
             await adapter.load_tensors(tensors_of(models, 1), "v1")
 
 
-async def test_an_update_under_other_labels_than_the_one_told_ends_the_engine(
+async def test_an_update_under_other_labels_than_the_one_given_ends_the_engine(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with vllm(models.directories[0]) as (double, adapter, _):

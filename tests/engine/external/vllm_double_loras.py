@@ -97,7 +97,7 @@ class Loras:
         name = (await request.json())["lora_name"]
         if name not in self.paths:
             return error_body(404, f"The lora adapter '{name}' cannot be found.")
-        del self.paths[name]  # what runs goes on with it
+        del self.paths[name]  # running requests continue with it
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 

@@ -72,7 +72,9 @@ def test_mixtures_through_transformers_are_updated_by_either_names(
         assert all(torch.equal(made[name], tensor) for name, tensor in target.items())
 
 
-def test_one_expert_may_be_laid_over_the_rest_and_a_strange_one_is_refused(tmp_path: Path) -> None:
+def test_one_expert_may_replace_that_of_the_version_before_and_an_unknown_one_is_refused(
+    tmp_path: Path,
+) -> None:
     model = open_model(make(tmp_path, "mixtral"), "float32")
     live, staged = model.allocate(), model.allocate()
     assert isinstance(staged, FallbackWeights)

@@ -75,7 +75,7 @@ def assert_sampled_by(model: torch.nn.Module, turns: list[DrivenTurn]) -> None:
         assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
 
 
-def test_experts_may_come_together_or_one_by_one_and_none_may_be_left_out(tmp_path: Path) -> None:
+def test_experts_may_come_together_or_one_by_one_and_none_may_be_missing(tmp_path: Path) -> None:
     path = make_model_directory(tmp_path, "qwen3_moe")
     model = open_model(path, "float32")
     one_by_one = dict(read_tensors(path))

@@ -137,7 +137,7 @@ def two_versions(model: ServedModel, paths: list[Path]) -> WeightStore:
     return after
 
 
-def test_ranks_together_tell_of_given_tokens_what_transformers_does(tmp_path: Path) -> None:
+def test_ranks_together_score_given_tokens_as_transformers_does(tmp_path: Path) -> None:
     import transformers
 
     path = make_model_directory(tmp_path, "qwen3", vocab_size=89)

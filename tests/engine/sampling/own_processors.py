@@ -40,12 +40,12 @@ def nosy(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcesso
     """Raise, at the third call, an error that contains what the processor was given."""
     seen: list[Any] = []
 
-    def look(logits: torch.Tensor, turn: TurnTokens) -> None:
+    def count(logits: torch.Tensor, turn: TurnTokens) -> None:
         seen.append((turn.prompt.tolist(), turn.output.tolist(), logits.shape[0]))
         if len(seen) == 3:
             raise RuntimeError(repr(seen))
 
-    return look
+    return count
 
 
 PROCESSORS = {"once": once, "raising": raising, "silencing": silencing, "nosy": nosy}

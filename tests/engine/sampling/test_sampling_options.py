@@ -66,7 +66,7 @@ def draw(
     return sample_rows(logits.clone(), [next_sampling(turn) for turn in turns], compiled)
 
 
-def told_distribution(turn: EngineSequence, logits: torch.Tensor) -> np.ndarray[Any, Any]:
+def reported_distribution(turn: EngineSequence, logits: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the reported distribution of the next token; the turn asks for all log-probs."""
     attachments = draw([turn], logits[None]).attachments[0]
     probabilities = np.zeros(VOCAB)
@@ -111,7 +111,7 @@ def test_reported_log_probs_follow_the_formulas(
     asked: SamplingParams, prompt: list[int], output: list[int], seed: int
 ) -> None:
     logits = random_logits(seed)[0]
-    result = told_distribution(make_turn(asked, prompt, output), logits)
+    result = reported_distribution(make_turn(asked, prompt, output), logits)
     expected = distribution(logits.numpy(), asked, prompt, output)
     np.testing.assert_allclose(result, expected, atol=2e-6)
 
@@ -157,7 +157,7 @@ def test_samples_follow_the_reported_log_probs(seed: int) -> None:
     prompt, output = random.integers(VOCAB, size=(2, 8)).tolist()
     logits = random_logits(seed)[0] / 3
     turn = make_turn(asked, prompt, output)
-    probabilities = told_distribution(turn, logits)
+    probabilities = reported_distribution(turn, logits)
     counts = np.zeros(VOCAB)
     one = next_sampling(turn)
     for first in range(0, 20_000, 2_000):
@@ -207,7 +207,7 @@ def test_transformers_own_processors_give_the_same_distribution(seed: int) -> No
         ]
     )
     expected = reference(torch.tensor([prompt + output]), logits.clone()).softmax(-1)[0]
-    result = told_distribution(make_turn(asked, prompt, output), logits[0])
+    result = reported_distribution(make_turn(asked, prompt, output), logits[0])
     np.testing.assert_allclose(result, expected.numpy(), atol=2e-6)
 
 
@@ -285,7 +285,7 @@ def test_raw_log_probs_are_those_of_the_model_whatever_is_sampled_from() -> None
     assert abs(raw[0] - output.logprobs[0]) > 0.1
 
 
-def test_likeliest_tokens_come_in_order_and_those_left_out_have_no_probability() -> None:
+def test_likeliest_tokens_come_in_order_and_excluded_ones_have_no_probability() -> None:
     turn = make_turn(SamplingParams(max_tokens=5, top_k=3, top_logprobs=5), [4])
     logits = random_logits(3)
     attachments = draw([turn], logits).attachments[0]

@@ -99,7 +99,11 @@ def test_requests_that_start_together_share_the_prompt_before_what_is_scored(
     client = ScoreClient(engine)
     prompt = tokens_of(16)
     requests = [client.ask(prompt + tokens_of(6, seed), start=16) for seed in range(3)]
-    assert engine.step() == {0: 21, 1: 9, 2: 9}  # the token before the first told is computed
+    assert engine.step() == {
+        0: 21,
+        1: 9,
+        2: 9,
+    }  # the token before the first reported one is computed
     for request in requests:
         client.check(request, peers)
     engine.scheduler.check()

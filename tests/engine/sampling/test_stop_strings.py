@@ -116,12 +116,12 @@ def test_a_turn_ends_where_its_whole_text_first_holds_a_stop_string(
     text: str, strings: list[str], data: st.DataObject
 ) -> None:
     token_ids: list[int] = []
-    rest = text
-    while rest:
-        fitting = [m for m in MERGED if rest.startswith(m)] + [rest[0]]
+    remaining = text
+    while remaining:
+        fitting = [m for m in MERGED if remaining.startswith(m)] + [remaining[0]]
         piece = data.draw(st.sampled_from(fitting))
         token_ids += [id_of(piece)] if piece in MERGED else bytes_of(piece)
-        rest = rest[len(piece) :]
+        remaining = remaining[len(piece) :]
     texts = [BYTES.decode(token_ids[:n]) for n in range(1, len(token_ids) + 1)]
     expected = next(
         (n for n, output in enumerate(texts) if any(s in output for s in strings)), None

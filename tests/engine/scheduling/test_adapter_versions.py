@@ -72,7 +72,7 @@ class AdapterRunner(FakeRunner):
             yield token_of([token for token, _ in context], tag)
 
 
-class Told:
+class ReportedTurn:
     """One submitted turn, and what was reported of it."""
 
     def __init__(self, name: str, pinned: int | None, prompt: list[int], max_tokens: int) -> None:
@@ -91,13 +91,13 @@ class Engine:
         self.adapters = AdapterVersions(versions_max)
         self.scheduler = EngineScheduler(LIMITS, adapters=self.adapters)
         self.runner = AdapterRunner(self.adapters)
-        self.turns: list[Told] = []
+        self.turns: list[ReportedTurn] = []
         self.needed: list[Tag] = []
 
     def submit(
         self, name: str, prompt: list[int], max_tokens: int, *, version: int | None = None
-    ) -> Told:
-        reported = Told(name, version, prompt, max_tokens)
+    ) -> ReportedTurn:
+        reported = ReportedTurn(name, version, prompt, max_tokens)
         sampling = SamplingParams(
             max_tokens=max_tokens,
             adapter=name,
@@ -177,7 +177,7 @@ class Engine:
                     )
             assert next(tokens, None) is None
 
-    def _take_token(self, reported: Told, token: int, tag: Tag, prefill: Any) -> None:
+    def _take_token(self, reported: ReportedTurn, token: int, tag: Tag, prefill: Any) -> None:
         if prefill is None:
             reported.kv.append(tag)
         else:

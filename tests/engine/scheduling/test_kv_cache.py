@@ -197,7 +197,7 @@ def test_protection_ends_with_the_cached_content_of_its_block() -> None:
     cache.protect(others)
     cache.release(others)
 
-    cache.unprotect(gone)  # changes nothing for whoever came after
+    cache.unprotect(gone)  # changes nothing for later holders
     assert cache.find(cache.root(0), b"c") is not None
     cache.check([])
     cache.forget()

@@ -141,13 +141,13 @@ def test_a_resubmitted_aborted_turn_finds_its_kv() -> None:
     engine.scheduler.pause("abort")
     engine.settle()
     done = engine.turns[turn].token_ids
-    rest = engine.submit([*PROMPT, *done], 12 - len(done), sampled_before=len(done))
+    remainder = engine.submit([*PROMPT, *done], 12 - len(done), sampled_before=len(done))
     engine.scheduler.resume()
     engine.run()
 
     assert len(PROMPT) + len(done) == 14
-    assert engine.turns[rest].prefills[0].cached_tokens == 12
-    assert [*done, *engine.turns[rest].token_ids] == uninterrupted(PROMPT, 12)
+    assert engine.turns[remainder].prefills[0].cached_tokens == 12
+    assert [*done, *engine.turns[remainder].token_ids] == uninterrupted(PROMPT, 12)
 
 
 def test_blocks_of_ended_turns_are_reused_by_new_turns() -> None:
@@ -180,7 +180,7 @@ def test_a_turn_starts_if_it_fits_only_with_shared_blocks() -> None:
 def test_a_turn_does_not_start_if_its_cached_blocks_leave_too_few_for_running_turns() -> None:
     engine = FakeEngine(num_blocks=4, max_running_turns=2)
     engine.submit(PROMPT[:9], 1)
-    engine.run()  # two blocks are cached, and nobody holds them
+    engine.run()  # two blocks are cached, and no turn holds them
     first = engine.submit([1] * 2, 6)
     engine.step()
     late = engine.submit(PROMPT[:9], 4)
@@ -266,7 +266,7 @@ def test_recomputed_samples_share_their_prefix_and_overwrite_no_shared_block() -
     engine.settle()
     engine.scheduler.check()
 
-    # 13 tokens each by now, alike, for the fake model knows no chance
+    # 13 tokens each by now, alike, because the fake model is deterministic
     assert list(engine.step().values()) == [13, 1, 1, 1]
     engine.run()
     for turn, reported in engine.turns.items():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.engine.external.fake_engine import DrivenEngine, ToldTurn
+from tests.engine.external.fake_engine import DrivenEngine, ReportedTurn
 from tests.engine.orchestra import Models, SeenTurn
 from tests.engine.replaying import replay
 from tidegate.transport.messages import ABORT, RUNNING, KvPolicy, PauseMode
@@ -79,7 +79,7 @@ class Crowd:
             if self.engine.turns[asked.submissions[-1]].finish == ABORT:
                 self.submit(asked)
 
-    def reported(self, asked: Asked) -> list[ToldTurn]:
+    def reported(self, asked: Asked) -> list[ReportedTurn]:
         return [self.engine.turns[turn] for turn in asked.submissions]
 
     def tokens(self, asked: Asked) -> list[int]:
@@ -180,7 +180,7 @@ def test_replaying_the_provenance_reproduces_every_token(models: Models, seed: i
 # ---------------------------------------------------------------- new weights
 
 
-def fresh_answer(models: Models, prompt: list[int], *, version: int) -> ToldTurn:
+def fresh_answer(models: Models, prompt: list[int], *, version: int) -> ReportedTurn:
     """Return the output of an engine that never had other weights or turns."""
     engine = DrivenEngine(models.weights[version:], num_blocks=64, block_tokens=4)
     turn = engine.submit(prompt, 8)
@@ -188,7 +188,7 @@ def fresh_answer(models: Models, prompt: list[int], *, version: int) -> ToldTurn
     return engine.turns[turn]
 
 
-def assert_same(reported: ToldTurn, expected: ToldTurn) -> None:
+def assert_same(reported: ReportedTurn, expected: ReportedTurn) -> None:
     assert reported.token_ids == expected.token_ids
     assert reported.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
 

@@ -109,7 +109,7 @@ def test_the_lowest_ranked_turn_is_preempted_and_later_continues() -> None:
         reported.prefills[1].output_tokens,
     ]
     positions = 8 + reported.prefills[1].output_tokens
-    # Its first two blocks are still there; the next went to the turn it gave way to.
+    # Its first two blocks are still there; the next went to the turn that preempted it.
     assert reported.prefills[1] == Prefill(
         worse, positions - 8, [KvSpan(0, 0, positions)], cached_tokens=8
     )

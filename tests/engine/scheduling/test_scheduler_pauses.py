@@ -43,10 +43,10 @@ def test_tokens_after_an_abort_and_a_resubmission_are_those_of_an_uninterrupted_
     engine.scheduler.pause("abort")
     engine.settle()
     done = engine.turns[turn].token_ids
-    rest = engine.submit([1, 2, 3, *done], 12 - len(done), sampled_before=len(done))
+    remainder = engine.submit([1, 2, 3, *done], 12 - len(done), sampled_before=len(done))
     engine.scheduler.resume()
     engine.run()
-    assert [*done, *engine.turns[rest].token_ids] == uninterrupted([1, 2, 3], 12)
+    assert [*done, *engine.turns[remainder].token_ids] == uninterrupted([1, 2, 3], 12)
 
 
 def test_keep_freezes_at_once_and_resume_needs_no_new_prefill() -> None:

@@ -171,10 +171,10 @@ def test_hostile_memory_fails_its_version_and_the_next_is_staged(
     why: str,
 ) -> None:
     replace = msgspec.structs.replace
-    first, *rest = channel.write(1, published(directories[1]))
+    first, *others = channel.write(1, published(directories[1]))
     assert first.ipc_handle is not None
     memory = None if fields is None else replace(first.ipc_handle, **fields)
-    (failed,) = stage(staging, 1, [replace(first, ipc_handle=memory), *rest])
+    (failed,) = stage(staging, 1, [replace(first, ipc_handle=memory), *others])
     assert isinstance(failed, WeightsFailed)
     assert why in failed.message
     assert engine.mapped == 0

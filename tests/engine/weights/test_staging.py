@@ -87,7 +87,7 @@ def answers(staging: Staging) -> list[Message]:
     return reported + staging.take_replies()
 
 
-def told_in_time(staging: Staging) -> list[Message]:
+def reported_in_time(staging: Staging) -> list[Message]:
     """Like :func:`answers`, for a thread that may have died."""
     deadline_s, reported = time.monotonic() + TIMEOUT_S, staging.take_replies()
     while staging.is_busy and time.monotonic() < deadline_s:
@@ -171,14 +171,14 @@ def test_a_version_without_memory_is_refused_once_and_the_next_is_taken(
     try:
         staging.init(channel.init())
         publish(staging, channel, 1, named_buffers(directories[1]))
-        [failed] = told_in_time(staging)
+        [failed] = reported_in_time(staging)
         assert failed == WeightsFailed(
             version=1, message="out of memory to wake; free some (taken)"
         )
         assert buffer.is_untouched
         monkeypatch.setattr(Homeless, "has_room", True)
         publish(staging, channel, 2, named_buffers(directories[1]))
-        assert [type(one) for one in told_in_time(staging)] == [WeightsStaged]
+        assert [type(one) for one in reported_in_time(staging)] == [WeightsStaged]
     finally:
         staging.close()
         channel.close()
@@ -216,14 +216,14 @@ def test_a_failed_version_gets_one_reply(
     tensors = named_buffers(directories[1])
     wrong = NamedBuffer("no.such.tensor", "float32", (1,), memoryview(bytes(4)))
     (whole,) = channel.write(1, [*tensors, wrong])
-    rest = UpdateWeights(version=1, location=whole.location, tensors=whole.tensors[:-1])
+    partial = UpdateWeights(version=1, location=whole.location, tensors=whole.tensors[:-1])
     staging.start(StartWeightUpdate(version=1))
     staging.update(whole)
-    staging.update(rest)
+    staging.update(partial)
     (failed,) = answers(staging)
     assert isinstance(failed, WeightsFailed)
     assert "no.such.tensor" in failed.message
-    staging.update(rest)
+    staging.update(partial)
     assert answers(staging) == []
     publish(staging, channel, 1, tensors)
     (staged,) = answers(staging)

@@ -139,7 +139,7 @@ def test_without_a_limit_a_turn_has_the_length_that_verls_own_servers_allow(
     assert len(generate(rollouts, ignore_eos=True).token_ids) == 24
 
 
-def test_logprobs_are_left_out_unless_asked_for(rollouts: Rollouts) -> None:
+def test_logprobs_are_omitted_unless_requested(rollouts: Rollouts) -> None:
     assert generate(rollouts, max_tokens=2, logprobs=False).log_probs is None
 
 
@@ -168,7 +168,7 @@ def while_running(rollouts: Rollouts, act: Callable[[Any], Any]) -> Any:
     return ray.get(running)
 
 
-def test_a_turn_continues_over_an_update_and_tells_both_steps(rollouts: Rollouts) -> None:
+def test_a_turn_continues_over_an_update_and_reports_both_steps(rollouts: Rollouts) -> None:
     def update(server: Any) -> None:
         ray.get(server.abort_all_requests.remote())  # as verl does around an update
         ray.get(rollouts.trainer.update_weights(global_steps=4))

@@ -78,7 +78,7 @@ def move_recompute(row: Row) -> None:
     prefill["spans"][-1]["end"] -= 1
 
 
-def test_versions_closer_than_the_tolerance_are_told_apart(honest_run: Path) -> None:
+def test_versions_closer_than_the_tolerance_are_distinguished(honest_run: Path) -> None:
     report = audit_run(honest_run, tolerance=TOLERANCE)
     assert report.agrees, report.lines()
     for power in (report.version_power, report.boundary_power, report.kv_power):

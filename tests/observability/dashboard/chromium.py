@@ -9,4 +9,4 @@ CHROMIUM_FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-"""Without these, Chromium looks for updates, and needs a GPU and a sandbox."""
+"""Without these, Chromium searches for updates, and needs a GPU and a sandbox."""

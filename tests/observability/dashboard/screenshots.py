@@ -47,7 +47,7 @@ EXAMPLE = ("-m", "examples.async_grpo", "--runs", "runs", "--versions", str(VERS
 
 
 class Camera:
-    """A browser that opens pages and saves what they look like."""
+    """A browser that opens pages and saves screenshots of them."""
 
     def __init__(self, browser: Any, directory: Path) -> None:
         self._browser = browser

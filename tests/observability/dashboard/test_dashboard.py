@@ -1,4 +1,4 @@
-"""The dashboard's HTTP API against a real run, while it goes on and from its files afterwards."""
+"""The dashboard's HTTP API against a real run, during the run and from its files afterwards."""
 
 import asyncio
 import html.parser
@@ -44,7 +44,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     return watched_run(tmp_path_factory.mktemp("watched"))
 
 
-# ---------------------------------------------------------------- while the run goes on
+# ---------------------------------------------------------------- during the run
 
 
 def test_valid_requests_are_answered_and_others_refused(watched: Watched) -> None:
@@ -271,7 +271,7 @@ def test_a_recorded_runs_rollouts_are_searched_in_text_and_task(watched: Watched
     assert source.rollouts(RolloutQuery(task="<script>", text="no such text")).total == 0
 
 
-def test_live_and_recorded_stories_tell_the_same_of_a_rollout(watched: Watched) -> None:
+def test_live_and_recorded_stories_of_a_rollout_are_equal(watched: Watched) -> None:
     live = [event["text"] for event in watched.answers["/api/stories/rollout:0"]["events"]]
     recorded = explain(watched.directory, Subject.parse("rollout:0"))
     assert set(live) <= {event.text for event in recorded.events}

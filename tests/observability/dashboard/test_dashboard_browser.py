@@ -60,7 +60,7 @@ IS_RED = """id => {
 SERIOUS = ("serious", "critical")
 
 
-class Looking:
+class PageViewer:
     """A page, and its errors."""
 
     def __init__(self, browser: Any) -> None:
@@ -104,8 +104,8 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def looking(browser: Any) -> Iterator[Looking]:
-    opened = Looking(browser)
+def viewer(browser: Any) -> Iterator[PageViewer]:
+    opened = PageViewer(browser)
     yield opened
     assert opened.wrong == []
     opened.page.close()
@@ -132,9 +132,9 @@ def synthetic(**kind: int) -> Iterator[str]:
 
 
 def test_a_run_is_followed_to_its_end_and_on_into_its_recorded_view(
-    looking: Looking, tmp_path: Path
+    viewer: PageViewer, tmp_path: Path
 ) -> None:
-    model, page = make_model_directory(tmp_path / "model"), looking.page
+    model, page = make_model_directory(tmp_path / "model"), viewer.page
     with tidegate.serve_sync(
         model=model,
         engines=1,
@@ -169,12 +169,12 @@ def test_a_run_is_followed_to_its_end_and_on_into_its_recorded_view(
         dashboard.start(RecordedSource(tmp_path / "run"))
         page.wait_for_selector("#outcome", state="hidden")
         assert page.locator("#state").text_content() == "ended"
-    assert looking.hosts == {host}
-    looking.wrong.clear()  # requests after the run's end are refused, which the console shows
+    assert viewer.hosts == {host}
+    viewer.wrong.clear()  # requests after the run's end are refused, which the console shows
 
 
-def test_a_finished_run_shows_nothing_as_going_on(looking: Looking, recorded_url: str) -> None:
-    page = looking.open(recorded_url)
+def test_a_finished_run_shows_nothing_as_running(viewer: PageViewer, recorded_url: str) -> None:
+    page = viewer.open(recorded_url)
     assert page.locator("#state").text_content() == "ended"
     assert page.locator("#outcome").is_hidden()
     assert page.locator("text=queued turns").count() == 0
@@ -182,33 +182,33 @@ def test_a_finished_run_shows_nothing_as_going_on(looking: Looking, recorded_url
 
 
 def test_a_killed_run_says_that_it_was_killed(
-    looking: Looking, finished: Path, tmp_path: Path
+    viewer: PageViewer, finished: Path, tmp_path: Path
 ) -> None:
     run = json.loads((finished / "run.json").read_bytes())
     (tmp_path / "run.json").write_text(json.dumps({**run, "is_final": False}))
     with Dashboard("127.0.0.1:0") as dashboard:
         dashboard.start(RecordedSource(tmp_path))
-        page = looking.open(dashboard.url)
+        page = viewer.open(dashboard.url)
         assert page.locator("#state").text_content() == "killed or failed"
         assert "no batch" in page.locator("#reward + .empty").text_content()
         assert page.locator("#timeline-empty").is_visible()
 
 
-def test_a_lag_at_the_bound_is_not_red_and_one_beyond_it_is(looking: Looking) -> None:
+def test_a_lag_at_the_bound_is_not_red_and_one_beyond_it_is(viewer: PageViewer) -> None:
     for staleness_max, is_red in ((2, False), (3, True)):
         with synthetic(engines=1, staleness_max=staleness_max) as url:
-            page = looking.open(url)
+            page = viewer.open(url)
             assert page.evaluate(IS_RED, "staleness") is is_red
             assert page.evaluate(IS_RED, "lags") is is_red
             assert page.locator("#warnings .broken").count() == int(is_red)
             for canvas in ("timeline", "engine-rows", "reward", "ledger"):
                 assert not page.evaluate(IS_RED, canvas), canvas
             page.goto("about:blank")
-    looking.wrong.clear()
+    viewer.wrong.clear()
 
 
-def test_every_canvas_says_its_data_in_words(looking: Looking, recorded_url: str) -> None:
-    page = looking.open(f"{recorded_url}#run")
+def test_every_canvas_says_its_data_in_words(viewer: PageViewer, recorded_url: str) -> None:
+    page = viewer.open(f"{recorded_url}#run")
     labels = {
         canvas.get_attribute("id"): canvas.get_attribute("aria-label") or ""
         for canvas in page.locator("#run-view canvas:visible").all()
@@ -220,17 +220,17 @@ def test_every_canvas_says_its_data_in_words(looking: Looking, recorded_url: str
     assert "engine-0: in steps" in labels["engine-rows"]
 
 
-def test_lost_tokens_are_red_and_counted(looking: Looking) -> None:
+def test_lost_tokens_are_red_and_counted(viewer: PageViewer) -> None:
     with synthetic(engines=1, unaccounted=7) as url:
-        page = looking.open(url)
+        page = viewer.open(url)
         assert "7 tokens are unaccounted for" in page.locator("#warnings .broken").text_content()
         assert page.evaluate(IS_RED, "ledger")
         page.goto("about:blank")
 
 
-def test_a_thousand_engines_are_drawn_and_scrolled(looking: Looking) -> None:
+def test_a_thousand_engines_are_drawn_and_scrolled(viewer: PageViewer) -> None:
     with synthetic(engines=1000) as url:
-        page = looking.open(url)
+        page = viewer.open(url)
         label = page.locator("#engine-rows").get_attribute("aria-label")
         assert "and 980 more" in label
         rows_height = page.evaluate("document.getElementById('engine-scroll').clientHeight")
@@ -243,9 +243,9 @@ def test_a_thousand_engines_are_drawn_and_scrolled(looking: Looking) -> None:
 
 
 def test_the_timeline_zooms_with_buttons_and_by_dragging(
-    looking: Looking, recorded_url: str
+    viewer: PageViewer, recorded_url: str
 ) -> None:
-    page = looking.open(recorded_url)
+    page = viewer.open(recorded_url)
     whole = page.locator("#timeline-span").text_content()
     with page.expect_response(lambda response: "/api/timeline?" in response.url):
         page.click("#zoom-in")
@@ -262,9 +262,9 @@ def test_the_timeline_zooms_with_buttons_and_by_dragging(
 
 
 def test_a_mixed_rollout_is_shown_token_by_token_as_text(
-    looking: Looking, recorded_url: str
+    viewer: PageViewer, recorded_url: str
 ) -> None:
-    page = looking.open(recorded_url)
+    page = viewer.open(recorded_url)
     page.click("#show-rollouts")
     page.select_option("#filter-state", "trained")
     page.wait_for_url("**/#rollouts?state=trained")
@@ -282,9 +282,9 @@ def test_a_mixed_rollout_is_shown_token_by_token_as_text(
 
 
 def test_a_rollout_has_an_address_that_opens_it_in_its_list(
-    looking: Looking, recorded_url: str
+    viewer: PageViewer, recorded_url: str
 ) -> None:
-    page = looking.open(f"{recorded_url}#rollouts/3?state=trained&sort=reward&descending=1")
+    page = viewer.open(f"{recorded_url}#rollouts/3?state=trained&sort=reward&descending=1")
     page.wait_for_selector("text=Rollout 3")
     assert page.input_value("#filter-state") == "trained"
     rewards = page.locator("#rollouts tbody tr td:nth-child(7)").all_text_contents()
@@ -295,10 +295,10 @@ def test_a_rollout_has_an_address_that_opens_it_in_its_list(
     page.wait_for_selector("text=Rollout 3")
 
 
-def test_a_rollout_its_group_and_its_batch_tell_their_stories(
-    looking: Looking, recorded_url: str
+def test_a_rollout_its_group_and_its_batch_show_their_stories(
+    viewer: PageViewer, recorded_url: str
 ) -> None:
-    page = looking.open(f"{recorded_url}#rollouts/0")
+    page = viewer.open(f"{recorded_url}#rollouts/0")
     page.wait_for_selector("#story li:has-text('trained on at v0')")
     page.click("text=group 0")
     page.wait_for_selector("#story li:has-text('2 attempts at one task')")
@@ -309,9 +309,9 @@ def test_a_rollout_its_group_and_its_batch_tell_their_stories(
 
 
 def test_rollouts_are_sorted_searched_and_chosen_by_keyboard(
-    looking: Looking, recorded_url: str
+    viewer: PageViewer, recorded_url: str
 ) -> None:
-    page = looking.open(f"{recorded_url}#rollouts")
+    page = viewer.open(f"{recorded_url}#rollouts")
     page.fill("#filter-task", "no task has this")
     page.press("#filter-task", "Enter")
     page.wait_for_selector("text=No rollout matches")
@@ -326,8 +326,8 @@ def test_rollouts_are_sorted_searched_and_chosen_by_keyboard(
     page.wait_for_selector("tr[aria-current] a:text-is('1')")
 
 
-def test_runs_are_compared_side_by_side(looking: Looking, recorded_url: str) -> None:
-    page = looking.open(f"{recorded_url}#compare")
+def test_runs_are_compared_side_by_side(viewer: PageViewer, recorded_url: str) -> None:
+    page = viewer.open(f"{recorded_url}#compare")
     page.wait_for_selector("text=Choose at least one other run")
     page.check("#compare-runs input[value='other']")
     page.wait_for_url("**/#compare?run=run&run=other")
@@ -342,19 +342,19 @@ def test_runs_are_compared_side_by_side(looking: Looking, recorded_url: str) -> 
 @pytest.mark.skipif(not AXE, reason="needs axe-core: make test-dashboard")
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 420)])
 def test_axe_finds_nothing_serious_in_any_view(
-    looking: Looking, recorded_url: str, scheme: str, width: int
+    viewer: PageViewer, recorded_url: str, scheme: str, width: int
 ) -> None:
-    looking.page.emulate_media(color_scheme=scheme)
-    looking.page.set_viewport_size({"width": width, "height": 900})
+    viewer.page.emulate_media(color_scheme=scheme)
+    viewer.page.set_viewport_size({"width": width, "height": 900})
     for view in ("run", "rollouts", "rollouts/3", "compare?run=run&run=other", "settings"):
-        looking.page.goto("about:blank")
-        page = looking.open(f"{recorded_url}#{view}")
+        viewer.page.goto("about:blank")
+        page = viewer.open(f"{recorded_url}#{view}")
         page.wait_for_load_state("networkidle")
-        assert looking.violations() == [], view
+        assert viewer.violations() == [], view
     page.goto("about:blank")
     with synthetic(engines=3, staleness_max=3, unaccounted=1) as url:
-        looking.open(url)
-        assert looking.violations() == [], "live"
+        viewer.open(url)
+        assert viewer.violations() == [], "live"
         page.goto("about:blank")
 
 

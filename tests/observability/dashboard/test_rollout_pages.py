@@ -126,7 +126,7 @@ def test_a_turns_tools_are_named_and_its_output_stays_text() -> None:
 def test_a_long_context_is_returned_in_adjacent_parts() -> None:
     long = rollout([5] * (TOKENS_SHOWN_MAX + 10))
     first = rollout_page(long, None)
-    rest = rollout_page(long, None, start=first["end"])
+    second = rollout_page(long, None, start=first["end"])
     assert len(first["texts"]) == TOKENS_SHOWN_MAX
-    assert (rest["start"], rest["end"], len(rest["logprobs"])) == (20_000, 20_010, 10)
+    assert (second["start"], second["end"], len(second["logprobs"])) == (20_000, 20_010, 10)
     assert rollout_page(long, None, start=10**9)["texts"] == []

@@ -106,9 +106,9 @@ def test_a_copy_of_the_timeline_does_not_change() -> None:
 
 def test_the_last_batch_is_included_however_old() -> None:
     now_us = 0
-    notes = LiveRecorder(now_us=lambda: now_us)
+    recorder = LiveRecorder(now_us=lambda: now_us)
     for number in range(3):
         now_us = number * 1_000_000
-        notes.batch({"version": number})
-    assert [each["version"] for each in notes.collected(since_us=900_000).batches] == [1, 2]
-    assert [each["version"] for each in notes.collected(since_us=60_000_000).batches] == [2]
+        recorder.batch({"version": number})
+    assert [each["version"] for each in recorder.collected(since_us=900_000).batches] == [1, 2]
+    assert [each["version"] for each in recorder.collected(since_us=60_000_000).batches] == [2]

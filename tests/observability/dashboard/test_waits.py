@@ -141,7 +141,7 @@ async def test_an_on_batch_that_is_not_a_sync_function_is_refused_at_the_start(
     tidegate_serve: ServeInTests,
 ) -> None:
     async def log_later(figures: Mapping[str, float]) -> None:
-        """Nobody would await it."""
+        """No caller would await it."""
 
     for on_batch in (log_later, "wandb"):
         with pytest.raises(ConfigError, match="on_batch must be a sync function"):
@@ -251,12 +251,12 @@ def test_the_mismatch_of_all_lags_is_that_of_their_tokens_and_is_read_back() -> 
 
 
 def test_curves_of_a_resumed_run_continue_from_the_checkpoint(tmp_path: Path) -> None:
-    def write(part: Path, versions: range, rest: str = "") -> None:
+    def write(part: Path, versions: range, last_line: str = "") -> None:
         part.mkdir(exist_ok=True)
         lines = [json.dumps({"version": version, "of": len(part.name)}) for version in versions]
-        (part / "metrics.jsonl").write_text("\n".join([*lines, rest]))
+        (part / "metrics.jsonl").write_text("\n".join([*lines, last_line]))
 
-    write(tmp_path, range(5), rest='{"version": 5, "rew')  # killed while writing a line
+    write(tmp_path, range(5), last_line='{"version": 5, "rew')  # killed while writing a line
     write(tmp_path / "part-1", range(3, 8))
     (tmp_path / "part-2").mkdir()  # killed before its first batch
     found = read_batches(tmp_path, batches=6)

@@ -1,4 +1,4 @@
-"""A small real run whose dashboard is queried while it goes on; recorded once for several tests."""
+"""A small real run whose dashboard is queried during the run; recorded once for several tests."""
 
 import json
 from collections.abc import Mapping

@@ -70,7 +70,7 @@ def test_advantages_compare_a_rollout_with_its_own_group() -> None:
 
 def test_rollouts_that_are_each_alone_in_their_group_have_no_advantage() -> None:
     alone = [Group(n, "task", rollouts=[rollout(n, 0, float(n), [[3]])]) for n in (0, 1)]
-    torch.set_default_dtype(torch.bfloat16)  # somebody loads a model meanwhile
+    torch.set_default_dtype(torch.bfloat16)  # another thread loads a model meanwhile
     try:
         advantages = build_batch(alone, trainer_version=4).advantages
     finally:
@@ -79,8 +79,8 @@ def test_rollouts_that_are_each_alone_in_their_group_have_no_advantage() -> None
     assert advantages.tolist() == [0.0, 0.0]
 
 
-def test_rewards_that_a_batch_can_not_tell_apart_have_no_advantage() -> None:
-    rewards = [0.3, 0.1 + 0.2]  # told apart by the last bit of 53, of which a batch has 24
+def test_rewards_that_float32_can_not_distinguish_have_no_advantage() -> None:
+    rewards = [0.3, 0.1 + 0.2]  # distinguished by the last bit of 53, of which a batch has 24
     group = Group(0, "task", rollouts=[rollout(0, n, r, [[3]]) for n, r in enumerate(rewards)])
     assert build_batch([group], trainer_version=4).advantages.tolist() == [0.0, 0.0]
 

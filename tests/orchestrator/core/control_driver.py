@@ -54,7 +54,7 @@ class ControlDriver:
         self.released: list[int] = []
         self.retracted: list[int] = []
         self.failures = 0
-        """Number of publishes that the core was told have failed."""
+        """Number of publishes reported to the core as failed."""
         self.is_held = False
         for engine in engines:
             assert self.join(engine) == [(engine, INIT)]

@@ -150,7 +150,7 @@ class Driver:
     # ------------------------------------------------------------ whole actions
 
     def join(self, engine: str, version: int | None = None) -> None:
-        """Add an engine, with the newest weights unless told otherwise."""
+        """Add an engine, with the newest weights by default."""
         version = self.published if version is None else version
         self.engines[engine] = FakeEngine(version)
         self.do(ev.EngineJoined(engine, version, 4))

@@ -252,7 +252,7 @@ class AdapterPublishes(RuleBasedStateMachine):
         assert set(self.driver.reading.values()) <= self.driver.control.buffers
 
     def teardown(self) -> None:
-        """Once all have replied, publishes have outcomes and nobody serves an old version."""
+        """Once all have replied, publishes have outcomes and no engine serves an old version."""
         self.driver.settle()
         assert all(call in self.driver.outcomes for call in self.open.values())
         for engine in self.driver.inboxes:

@@ -97,8 +97,8 @@ def test_what_counts_rollouts_counts_one_that_forked_once() -> None:
     take_turn(driver, forked(driver, forks_again), 2)
     driver.fail(forks_again)
     assert driver.core.discarded_rollouts == {"episode_error": 1}
-    [told_of] = driver.core.groups.discards.by_reason(generated_tokens=100).values()
-    assert (told_of.rollouts, told_of.tokens) == (1, 5)
+    [reported_of] = driver.core.groups.discards.by_reason(generated_tokens=100).values()
+    assert (reported_of.rollouts, reported_of.tokens) == (1, 5)
 
 
 def test_a_failed_episode_takes_its_branches_with_it() -> None:

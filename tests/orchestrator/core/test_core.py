@@ -44,7 +44,7 @@ def test_a_batch_in_training_holds_its_places_until_its_version_is_live_everywhe
     assert driver.fill() == 2
 
 
-def test_a_task_that_nobody_asked_for_is_refused() -> None:
+def test_a_task_that_was_not_requested_is_refused() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1)
     driver.fill()
     with pytest.raises(TidegateError, match="1 groups outstanding of 1 allowed"):
@@ -83,7 +83,7 @@ def test_batches_are_handed_over_in_the_order_of_admission_not_of_completion() -
     driver.do(ev.BatchRequested())
     for group_id in (3, 1, 2):
         finish_group(driver, group_id)
-    assert driver.batches == []  # group 0 is the oldest, and still going on
+    assert driver.batches == []  # group 0 is the oldest, and still running
     finish_group(driver, 0)
     assert [[g.group_id for g in b.groups] for b in driver.batches] == [[0, 1]]
 
@@ -171,7 +171,7 @@ def test_tokens_that_arrive_for_a_turn_given_up_are_counted_as_cancelled() -> No
     rollout, handle = driver.begin_turn()
     driver.sample("a", handle, 2)
     late = driver.engines["a"].turns[handle]
-    driver.fail(rollout)  # the episode timed out while its turn was going on
+    driver.fail(rollout)  # the episode timed out while its turn was running
     driver.engines["a"].turns[handle] = late
     driver.sample("a", handle, 3)
     assert dict(driver.core.ledger.discarded) == {"episode_error": 2, "cancelled": 3}
@@ -295,7 +295,7 @@ def test_ending_a_run_settles_every_token() -> None:
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_prompt_stands_once_after_two_kills_around_an_episode_that_goes_another_way(
+def test_a_prompt_is_in_the_context_once_after_two_kills_around_an_episode_that_diverges(
     snapshot: bool,
 ) -> None:
     driver = Driver(group_size=1, groups_per_batch=1)

@@ -45,8 +45,8 @@ class AnyRun(RuleBasedStateMachine):
         self.engines_made = 1
         self.batch_requests = 0
         self.has_rolled_back = False
-        self.left_out: dict[int, set[int]] = {}
-        """Batch -> indices of rows that the trainer has left out."""
+        self.discarded_rows: dict[int, set[int]] = {}
+        """Batch -> indices of rows that the trainer has skipped."""
 
     # ------------------------------------------------------------ engines
 
@@ -145,7 +145,7 @@ class AnyRun(RuleBasedStateMachine):
                 self.driver.swap(name)
 
     @rule(is_published=st.booleans())
-    def a_batch_goes_round(self, is_published: bool) -> None:
+    def a_batch_is_trained_and_published(self, is_published: bool) -> None:
         """Run a whole batch, so that rare events also happen in deep states."""
         self.driver.fill()
         self.the_trainer_asks()
@@ -164,7 +164,7 @@ class AnyRun(RuleBasedStateMachine):
         batches = oldest + which % (handed.count - oldest + 1)
         self.driver.die_and_resume(batches, snapshot=snapshot)
         self.batch_requests = len(self.driver.batches) + len(self.driver.refused)
-        self.left_out = {n: rows for n, rows in self.left_out.items() if n <= batches}
+        self.discarded_rows = {n: rows for n, rows in self.discarded_rows.items() if n <= batches}
 
     @rule(which=pick, snapshot=st.booleans())
     def the_process_dies_and_its_newest_weights_with_it(self, which: int, snapshot: bool) -> None:
@@ -174,11 +174,11 @@ class AnyRun(RuleBasedStateMachine):
         batches = handed.checkpointed + which % (handed.count - handed.checkpointed + 1)
         self.driver.die_and_resume(batches, snapshot=snapshot)
         self.batch_requests = len(self.driver.batches) + len(self.driver.refused)
-        self.left_out = {n: rows for n, rows in self.left_out.items() if n <= batches}
+        self.discarded_rows = {n: rows for n, rows in self.discarded_rows.items() if n <= batches}
         self.has_rolled_back = True
 
     @rule(which=pick)
-    def an_episode_goes_another_way(self, which: int) -> None:
+    def an_episode_diverges(self, which: int) -> None:
         """After a resume, an episode repeats some turns and tokens, and then diverges."""
         running = list(self.driver.running.values())
         if running:
@@ -203,8 +203,8 @@ class AnyRun(RuleBasedStateMachine):
             return
         batch = kept[which % len(kept)]
         rows = tuple(place % len(batch.rows) for place in places)
-        self.driver.do(ev.RowsDiscarded(batch.number, rows, "left_out"))
-        self.left_out.setdefault(batch.number, set()).update(rows)
+        self.driver.do(ev.RowsDiscarded(batch.number, rows, "discarded_rows"))
+        self.discarded_rows.setdefault(batch.number, set()).update(rows)
 
     @rule(which=pick)
     def a_connection_breaks(self, which: int) -> None:
@@ -246,22 +246,22 @@ class AnyRun(RuleBasedStateMachine):
             assert all(0 <= batch.trainer_version - version <= bound for version in oldest)
 
     @invariant()
-    def what_was_left_out_is_discarded_and_all_else_of_batches_is_trained(self) -> None:
+    def rows_that_the_trainer_discarded_are_discarded_and_all_others_trained(self) -> None:
         if not hasattr(self, "driver"):
             return
-        tokens: Counter[str] = Counter(trained=0, left_out=0)
+        tokens: Counter[str] = Counter(trained=0, discarded_rows=0)
         rollouts = set()
         for batch in self.driver.batches:
-            places = self.left_out.get(batch.number, set())
+            places = self.discarded_rows.get(batch.number, set())
             rows = [row for group in batch.groups for row in group.kept]
             for place, row in enumerate(rows):
-                account = "left_out" if place in places else "trained"
+                account = "discarded_rows" if place in places else "trained"
                 tokens[account] += row.sampled_tokens - row.masked_tokens
                 if account == "trained":
                     rollouts.add(row.root.rollout_id)
         core = self.driver.core
         assert tokens["trained"] == core.ledger.trained
-        assert tokens["left_out"] == core.ledger.discarded["left_out"]
+        assert tokens["discarded_rows"] == core.ledger.discarded["discarded_rows"]
         assert len(rollouts) == core.trained.rollouts
         assert sum(core.trained.staleness.values()) <= len(rollouts)
 

@@ -166,7 +166,7 @@ def test_the_end_of_a_run_is_no_bias() -> None:
     st.lists(st.tuples(st.sampled_from([SHORT, LONG]), st.integers(0, 50)), max_size=60),
     st.integers(0, 60),
 )
-def test_a_run_continues_from_saved_books_as_if_nothing_had_been(
+def test_a_run_continues_from_saved_counters_as_if_it_had_not_stopped(
     history: list[tuple[Rollout, int]], cut: int
 ) -> None:
     def live(discards: Discards, part: list[tuple[Rollout, int]]) -> None:
@@ -181,7 +181,7 @@ def test_a_run_continues_from_saved_books_as_if_nothing_had_been(
     live(first, history[:cut])
     body = msgspec.msgpack.encode(first.saved())
     second.load(msgspec.msgpack.decode(body, type=SavedDiscards))
-    live(first, [(LONG, 1)])  # what goes on elsewhere changes nothing here
+    live(first, [(LONG, 1)])  # events elsewhere change nothing here
     live(second, history[cut:])
 
     assert msgspec.msgpack.encode(second.saved()) == msgspec.msgpack.encode(whole.saved())

@@ -74,7 +74,7 @@ class TimeoutsAreWorst(FailurePolicy):
         return -2.0 if failure.reason == "episode_timeout" else -1.0
 
 
-def test_a_rule_of_the_users_own_may_look_at_the_reason() -> None:
+def test_a_users_policy_may_read_the_reason() -> None:
     driver = Driver(
         max_staleness=0, groups_per_batch=1, group_size=2, failure_policy=TimeoutsAreWorst()
     )

@@ -72,7 +72,7 @@ class AnySteps(RuleBasedStateMachine):
         """Turns that the engine has: it learns late that a turn is over."""
         self.next_handle = self.next_token = 0
         self.version = 0
-        self.tokens_sent = self.tokens_told = 0
+        self.tokens_sent = self.tokens_reported = 0
         for _ in range(turns):
             self.a_turn_begins(is_evaluation=False)
 
@@ -122,7 +122,7 @@ class AnySteps(RuleBasedStateMachine):
 
     @precondition(lambda self: self.submissions)
     @rule(data=st.data())
-    def somebody_looks(self, data: st.DataObject) -> None:
+    def tokens_are_read(self, data: st.DataObject) -> None:
         self.expected[data.draw(st.sampled_from(sorted(self.submissions)))].check()
 
     @rule()
@@ -151,7 +151,7 @@ class AnySteps(RuleBasedStateMachine):
         )
         unwanted = sum(n for h, n in tokens.items() if h not in self.submissions)
         assert (outcome.evaluation_tokens, outcome.late_tokens) == (evaluation, unwanted)
-        self.tokens_told += outcome.train_tokens + evaluation + unwanted
+        self.tokens_reported += outcome.train_tokens + evaluation + unwanted
 
     def _is_evaluation(self, handle: int) -> bool:
         return self.expected[handle].turn.rollout.group_id < 0
@@ -159,7 +159,7 @@ class AnySteps(RuleBasedStateMachine):
     @invariant()
     def every_token_is_counted_at_once(self) -> None:
         if hasattr(self, "expected"):
-            assert self.tokens_told == self.tokens_sent
+            assert self.tokens_reported == self.tokens_sent
             for expected in self.expected.values():
                 assert expected.turn.length == len(expected.token_ids)
 
@@ -173,7 +173,7 @@ TestAnySteps = AnySteps.TestCase
 TestAnySteps.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
-def test_many_steps_of_the_same_turns_are_filed_at_once_and_nobody_can_tell() -> None:
+def test_many_steps_of_the_same_turns_are_filed_at_once_with_the_same_result() -> None:
     turns = [new_turn(number) for number in range(3)]
     submissions = dict(enumerate(turns))
     filing = TokenAppender()

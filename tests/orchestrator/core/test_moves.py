@@ -161,7 +161,7 @@ def test_turns_begin_outside_of_the_lane_and_move_there_once_they_are_long() -> 
     for rollout in rollouts:
         driver.ask_turn(rollout, max_tokens=40)
     assert [engine_of(driver, r) for r in rollouts] == ["b", "c", "b", "c"]
-    for _ in range(3):  # each engine's look at all turns comes once in three of its steps
+    for _ in range(3):  # each engine examines all turns once in three of its steps
         for handle in (0, 2):
             driver.sample("b", handle, 2)
     assert [engine_of(driver, r) for r in rollouts] == ["a", "c", "a", "c"]
@@ -179,7 +179,7 @@ def test_a_long_turn_that_is_handed_back_goes_to_the_lane_at_once() -> None:
     assert engine_of(driver, rollout) == "a"
 
 
-def test_the_lane_serves_all_when_nobody_else_is_there() -> None:
+def test_the_lane_serves_all_turns_when_no_other_engine_is_there() -> None:
     driver = driver_with(LANE, "ab", 2)
     first, second = rollouts_of(driver)
     driver.ask_turn(first)
@@ -283,7 +283,7 @@ class AnyMovingRun(AnyRun):
         self.engines_made = 1
         self.batch_requests = 0
         self.has_rolled_back = False
-        self.left_out = {}
+        self.discarded_rows = {}
 
 
 AnyMovingRun.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

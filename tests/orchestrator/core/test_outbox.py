@@ -43,7 +43,7 @@ class Sent:
         self.sent.append((engine, message))
 
 
-async def test_a_posted_message_that_cannot_be_sent_is_told_not_only_logged() -> None:
+async def test_a_posted_message_that_cannot_be_sent_is_reported_not_only_logged() -> None:
     sent: list[str] = []
     reported: list[BaseException] = []
 

@@ -105,7 +105,7 @@ def test_a_prompt_that_is_solved_is_passed_over_after_a_crash_too() -> None:
         assert core.handle(ev.TaskArrived("hard", digest=b"hard")) != []
 
 
-def test_a_policy_that_chooses_what_continues_is_told_so() -> None:
+def test_a_policy_that_chooses_a_running_group_gets_an_error() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Hasty(NewestFirst):
         def select(
@@ -222,15 +222,15 @@ def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> Non
     assert trained_ids(driver) == [[1], [0]]
     assert [r.index for r in driver.batches[1].groups[0].kept] == [0, 1]
     driver.publish_and_swap()
-    assert driver.fill() == 2  # the rest holds no place
+    assert driver.fill() == 2  # the remainder holds no place
     driver.sample(*place, 2, RUNNING)  # the first of version 2
     driver.sample(*place, 1, STOP)
     driver.return_reward(slow, 1.0)
-    end(driver, 3)  # the rest has become group 2
+    end(driver, 3)  # the remainder has become group 2
     driver.do(ev.BatchRequested())
     handed = driver.batches[-1]
-    rest = handed.groups[-1]
-    assert (rest.split_from, rest.sibling_rewards) == (0, [1.0, 0.0])
+    remainder = handed.groups[-1]
+    assert (remainder.split_from, remainder.sibling_rewards) == (0, [1.0, 0.0])
     batch = build_batch(handed.groups, handed.trainer_version)
     assert batch.advantages[-1] == pytest.approx((1 - 1 / 2) / (1 / 3) ** 0.5, rel=1e-3)
     assert batch.weight_versions[-1][batch.loss_mask[-1]].tolist() == [2, 2, 2]

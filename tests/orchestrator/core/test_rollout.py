@@ -60,7 +60,7 @@ def test_a_prompt_whose_prefill_crossed_an_update_is_mixed_from_the_first_token(
     assert described(turn) == [(4, 0, 1, "mixed(3, 4)")]
 
 
-def test_without_word_of_the_kv_the_answer_is_unknown_not_a_guess() -> None:
+def test_without_a_report_of_the_kv_the_provenance_is_unknown() -> None:
     turn = a_turn()
     sample(turn, 3)
     assert described(turn) == [(3, 0, 1, "unknown")]

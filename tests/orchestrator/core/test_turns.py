@@ -37,7 +37,7 @@ def test_an_engine_whose_turn_has_ended_gets_the_next_one() -> None:
     assert places(driver, rollouts) == ["a", None, "c", "b"]
 
 
-def test_turns_that_end_with_one_step_are_told_of_together_before_others_continue() -> None:
+def test_turns_that_end_with_one_step_are_reported_together_before_others_continue() -> None:
     driver, rollouts = driver_with("a", 4)
     for rollout in rollouts:
         driver.ask_turn(rollout)
@@ -127,7 +127,7 @@ def test_a_turn_that_was_left_behind_is_given_up_when_its_rollout_asks_for_anoth
     assert not driver.core.handle(step("a", 0, [(0, [5], ABORT)]))
 
 
-def test_turns_that_a_draining_engine_hands_back_go_on_elsewhere_with_their_tokens() -> None:
+def test_turns_that_a_draining_engine_hands_back_continue_elsewhere_with_their_tokens() -> None:
     driver, rollouts = driver_with("ab", 3)
     for rollout in rollouts[:2]:
         driver.ask_turn(rollout)

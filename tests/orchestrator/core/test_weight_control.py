@@ -42,7 +42,7 @@ def test_no_engine_swaps_before_every_engine_has_staged() -> None:
     assert run.timers == {}
 
 
-def test_who_waits_for_what_can_be_told_at_any_time() -> None:
+def test_lagging_engines_are_known_by_version_and_phase_at_any_time() -> None:
     run = ControlDriver("a", "b", "c")
     assert run.state.lagging_engines == []
     run.reserve()
@@ -58,7 +58,7 @@ def test_who_waits_for_what_can_be_told_at_any_time() -> None:
     assert str(run.state.lagging_engines[0]) == "v1 is swapping on a, b, c"
 
 
-def test_engines_are_told_to_swap_only_once_no_crash_can_forget_the_version() -> None:
+def test_engines_are_sent_finish_only_once_no_crash_can_forget_the_version() -> None:
     run = ControlDriver("a", is_safe=False)
     run.reserve()
     run.publish(1)
@@ -97,7 +97,7 @@ def test_an_engine_that_serves_a_version_already_needs_nothing_of_it() -> None:
     assert resumed.publish(5) == staging("late", 5)  # but not to a, which has kept it
 
 
-def test_nobody_waits_for_an_engine_that_is_gone() -> None:
+def test_no_call_waits_for_an_engine_that_is_gone() -> None:
     run = ControlDriver("a", "b")
     run.reserve()
     run.publish(1)
@@ -107,7 +107,7 @@ def test_nobody_waits_for_an_engine_that_is_gone() -> None:
     assert run.result(run.call) is None
 
 
-def test_a_refusal_is_told_with_its_reason_and_nobody_swaps() -> None:
+def test_a_refusal_is_raised_with_its_reason_and_no_engine_swaps() -> None:
     run = ControlDriver("a", "b")
     run.reserve()
     run.publish(1)
@@ -140,7 +140,7 @@ def test_so_does_one_that_joins_while_the_next_version_is_written_or_that_waited
     assert run.join("late") == [("late", INIT), *staging("late", 1)]
     assert run.state.is_writable
     assert run.publish(2) == [*staging("a", 2), *staging("late", 2)]
-    assert run.staged("late", 1) == []  # from before it was told of the newer one
+    assert run.staged("late", 1) == []  # from before the engine learned of the newer one
     assert run.staged("late", 2) == []
     assert run.do(wc.CallCancelled(run.call)) == staging("late", 1)
 
@@ -219,7 +219,7 @@ def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_an
     run.join("late")  # it stages v1
     run.reserve()
     run.publish(2)
-    waiting = run.ask(wc.ReserveRequested, 2)  # all are told of v3, and so to stop
+    waiting = run.ask(wc.ReserveRequested, 2)  # all get v3, and with it the request to stop
     run.fails("late", 1, "given up, for v2 was started")
     assert run.fails("late", 2, "given up, for v3 was started") == staging("late", 1)
     run.fails("a", 2, "given up, for v3 was started")
@@ -245,7 +245,9 @@ def in_waves(engines: int, wave_engines: int) -> ControlDriver:
     return run
 
 
-def test_in_waves_so_many_are_told_at_a_time_and_each_that_swaps_makes_room() -> None:
+def test_in_waves_a_fixed_number_of_engines_swaps_at_a_time_and_each_swap_lets_the_next_begin() -> (
+    None
+):
     run = in_waves(engines=5, wave_engines=2)
     assert run.staged("4", 1) == [*finish("0", 1), *finish("1", 1)]
     assert run.live("1", 1) == finish("2", 1)
@@ -257,9 +259,7 @@ def test_in_waves_so_many_are_told_at_a_time_and_each_that_swaps_makes_room() ->
     assert run.result(run.call) is None
 
 
-def test_a_newer_version_tells_those_that_copy_the_older_one_to_stop_and_waits_for_their_word() -> (
-    None
-):
+def test_a_newer_version_stops_copies_of_the_older_one_and_waits_for_the_replies() -> None:
     run = ControlDriver("a", "b")
     run.reserve()
     run.publish(1)
@@ -282,7 +282,7 @@ def test_a_newer_version_spares_those_that_wait_for_their_wave_the_older_one() -
     run = in_waves(engines=3, wave_engines=1)
     assert run.staged("2", 1) == finish("0", 1)
     assert run.live("0", 1) == finish("1", 1)
-    assert run.reserve().version == 2  # the older one goes on while the newer one is written
+    assert run.reserve().version == 2  # the older one continues while the newer one is written
     assert run.publish(2) == [*staging("0", 2), *staging("1", 2), *staging("2", 2)]
 
 
@@ -310,7 +310,7 @@ def test_an_engine_that_is_late_is_given_up_and_the_others_serve_on() -> None:
     assert run.released == []
 
 
-def test_a_publish_that_fails_behind_its_callers_back_is_told_to_the_next_one_once() -> None:
+def test_a_publish_that_fails_after_its_call_returned_is_raised_by_the_next_one_once() -> None:
     run = ControlDriver("a")
     run.reserve()
     run.publish(1, wait="none")
@@ -321,7 +321,7 @@ def test_a_publish_that_fails_behind_its_callers_back_is_told_to_the_next_one_on
     assert run.reserve().version == 2  # 1 was given away
 
 
-def test_a_publish_that_is_told_of_an_earlier_failure_counts_as_failed_too() -> None:
+def test_a_publish_that_raises_an_earlier_failure_counts_as_failed_too() -> None:
     """Else the next version would count as made from one batch fewer than it was."""
     run = ControlDriver("a")
     run.reserve()
@@ -399,9 +399,7 @@ def test_a_pause_that_clears_caches_says_so_to_every_engine_and_later_ones_do_no
     assert run.sent[-3:] == [(engine, plain) for engine in ("a", "b", "late")]
 
 
-def test_no_engine_is_told_to_swap_while_a_pause_is_under_way_nor_to_pause_while_one_swaps() -> (
-    None
-):
+def test_no_engine_is_sent_finish_during_a_pause_nor_a_pause_during_a_swap() -> None:
     run = ControlDriver("a")
     run.reserve()
     run.publish(1)

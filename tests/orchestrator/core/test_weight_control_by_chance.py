@@ -80,7 +80,7 @@ class Engine:
 
     version: int = 0
     opened: int | None = None
-    """Version that it was told to start and has not answered for."""
+    """Version that it was asked to stage, and has not reported yet."""
     copying: Copy | None = None
     staged: Copy | None = None
     swaps_to: Copy | None = None
@@ -176,8 +176,8 @@ class Trainer(RuleBasedStateMachine):
         self.buffer: dict[int, int] = {}
         """Place in the buffer -> version written there."""
         self.ever_hung: set[str] = set()
-        self.told_to_swap: set[str] = set()
-        self.told_to_pause: dict[str, int] = {}
+        self.sent_finish: set[str] = set()
+        self.sent_pause: dict[str, int] = {}
         """Engine -> pauses and resumes of the run that it has not answered."""
         self.joining = ""
         self.writing: Reserved | None = None
@@ -237,21 +237,21 @@ class Trainer(RuleBasedStateMachine):
         for name, message in outgoing:
             if isinstance(message, FinishWeightUpdate):
                 assert message.version in self.run.released, "an unreleased version is swapped in"
-                assert not self.told_to_pause, "a swap in the midst of a pause"
-                self.told_to_swap.add(name)
-                assert self.wave is None or len(self.told_to_swap) <= self.wave
+                assert not self.sent_pause, "a swap in the midst of a pause"
+                self.sent_finish.add(name)
+                assert self.wave is None or len(self.sent_finish) <= self.wave
             elif isinstance(message, Pause | Resume) and name != self.joining:
-                assert not self.told_to_swap, "a pause in the midst of a swap"
-                self.told_to_pause[name] = self.told_to_pause.get(name, 0) + 1
+                assert not self.sent_finish, "a pause in the midst of a swap"
+                self.sent_pause[name] = self.sent_pause.get(name, 0) + 1
             elif isinstance(message, StartWeightUpdate):
-                self.told_to_swap.discard(name)  # the newer version takes the older one's place
+                self.sent_finish.discard(name)  # the newer version takes the older one's place
             if name in self.engines:
                 self.engines[name].inbox.append(message)
 
     def forget(self, name: str) -> None:
         self.engines.pop(name, None)
-        self.told_to_swap.discard(name)
-        self.told_to_pause.pop(name, None)
+        self.sent_finish.discard(name)
+        self.sent_pause.pop(name, None)
 
     # ------------------------------------------------------------ engines
 
@@ -282,8 +282,8 @@ class Trainer(RuleBasedStateMachine):
             engine.pause_mode = None
             engine.inbox.clear()
             engine.outbox.clear()
-            self.told_to_swap.discard(name)
-            self.told_to_pause.pop(name, None)
+            self.sent_finish.discard(name)
+            self.sent_pause.pop(name, None)
             self.joining = name
             self.do(wc.EngineConnected(name, engine.version, engine.memory))
             self.joining = ""
@@ -317,11 +317,11 @@ class Trainer(RuleBasedStateMachine):
 
     def hear(self, name: str, answer: Any) -> None:
         if isinstance(answer, WeightsLive):
-            self.told_to_swap.discard(name)
-        elif isinstance(answer, TurnsPaused | TurnsResumed) and self.told_to_pause.get(name):
-            self.told_to_pause[name] -= 1
-            if not self.told_to_pause[name]:
-                del self.told_to_pause[name]
+            self.sent_finish.discard(name)
+        elif isinstance(answer, TurnsPaused | TurnsResumed) and self.sent_pause.get(name):
+            self.sent_pause[name] -= 1
+            if not self.sent_pause[name]:
+                del self.sent_pause[name]
         self.do(wc.ControlReplyReceived(name, answer))
 
     @rule()
@@ -418,7 +418,7 @@ class Trainer(RuleBasedStateMachine):
         del self.calls[call]
         if call == self.reserving:
             self.reserving = None
-        self.told_to_pause.clear()  # who is gone waits for no engine's answer
+        self.sent_pause.clear()  # who is gone waits for no engine's answer
         self.do(wc.CallCancelled(call))
 
     # ------------------------------------------------------------ what holds
@@ -509,7 +509,7 @@ def engines_sleep_while_weights_are_on_their_way(patch: pytest.MonkeyPatch) -> N
     patch.setattr(WeightControl, "_may_sleep", lambda self, name: True)
 
 
-def a_pause_that_ends_lets_nobody_else_pause(patch: pytest.MonkeyPatch) -> None:
+def a_pause_that_ends_lets_no_other_pause_begin(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_CallQueue, "leave", lambda self, call_id: [])
 
 
@@ -527,7 +527,7 @@ def a_resume_that_is_not_answered_is_forgotten(patch: pytest.MonkeyPatch) -> Non
         a_late_joiner_gets_no_weights,
         engines_swap_in_the_midst_of_a_pause,
         engines_sleep_while_weights_are_on_their_way,
-        a_pause_that_ends_lets_nobody_else_pause,
+        a_pause_that_ends_lets_no_other_pause_begin,
         a_resume_that_is_not_answered_is_forgotten,
     ],
     ids=lambda plant: plant.__name__,

@@ -70,7 +70,7 @@ CHATML_THINKING = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-"""As Qwen3's: reasoning before the last question is left out."""
+"""As Qwen3's: reasoning before the last question is omitted."""
 
 LLAMA3 = """
 {{- bos_token }}

@@ -30,7 +30,7 @@ class Engine:
     end: str
     words: list[str] = field(default_factory=list)
     """Texts to generate next; one without an end mark is cut off by its length."""
-    heard: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+    received: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     """(row, context, output) of each turn."""
     rollouts: int = 1
     newer_weights: asyncio.Event | None = None
@@ -41,7 +41,7 @@ class Engine:
     ) -> Turn:
         words = self.words.pop(0)
         ids = self.model.tokenizer.encode(words, add_special_tokens=False).ids
-        self.heard.append((rollout.rollout_id, rollout.token_ids.tolist(), ids))
+        self.received.append((rollout.rollout_id, rollout.token_ids.tolist(), ids))
         turn = Turn(rollout, sampling, media)
         rollout.turns.append(turn)
         for token in ids:
@@ -56,7 +56,7 @@ class Engine:
         raise AssertionError("nothing is resumed here")
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        raise AssertionError("nobody is cancelled here")
+        raise AssertionError("no test cancels a call here")
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         raise AssertionError("nothing is resumed here")
@@ -72,7 +72,7 @@ class Engine:
         await self.newer_weights.wait()
 
     async def score(self, rollout: Rollout, asked: object) -> NoReturn:
-        raise AssertionError("nobody has tokens scored here")
+        raise AssertionError("no test requests scores here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         branch = Rollout(self.rollouts, 0, 0)
@@ -108,7 +108,7 @@ class Talk:
         """Check that rows are what the engine read and wrote, and loss masks what it wrote."""
         rows = list(self.rollout.rows)
         for row in rows:
-            turns = [(context, out) for number, context, out in self.engine.heard
+            turns = [(context, out) for number, context, out in self.engine.received
                      if number == row.rollout_id]  # fmt: skip
             assert len(turns) == len(row.turns)
             sampled: set[int] = set()
@@ -117,7 +117,7 @@ class Talk:
                 assert turn.token_ids == array("i", out)
                 sampled |= set(range(turn.start, turn.start + turn.length))
             assert {n for n, p in enumerate(row.logprobs) if p} == sampled
-        written = sum(len(out) for _, _, out in self.engine.heard)
+        written = sum(len(out) for _, _, out in self.engine.received)
         assert sum(row.sampled_tokens for row in rows) == written  # each trained once
 
 

@@ -1,4 +1,4 @@
-"""call_episode over functions that are async, and over functions that only look like it."""
+"""call_episode over functions that are async, and over functions that only resemble them."""
 
 import functools
 import re

@@ -91,7 +91,9 @@ async def trouble(
                 await rollouts.resume()
 
 
-def check_row(model: Model, row: list[int], mask: list[bool], heard: set[tuple[int, ...]]) -> int:
+def check_row(
+    model: Model, row: list[int], mask: list[bool], contexts: set[tuple[int, ...]]
+) -> int:
     """Check that each trained segment is the model's output for the context before it, which an
     engine read; return the number of trained tokens."""
     edges = [n for n in range(len(row)) if mask[n] != (n > 0 and mask[n - 1])]
@@ -99,7 +101,7 @@ def check_row(model: Model, row: list[int], mask: list[bool], heard: set[tuple[i
         edges.append(len(row))
     for start, end in zip(edges[::2], edges[1::2], strict=True):
         context = tuple(row[:start])
-        assert context in heard, "no engine was shown this context"
+        assert context in contexts, "no engine was shown this context"
         assert row[start:end] == model.says(context)[: end - start]
     return sum(mask)
 
@@ -138,13 +140,13 @@ async def test_each_segment_is_what_an_engine_read_and_wrote_and_is_trained_once
     ) as rollouts:
         troubled = asyncio.create_task(trouble(rollouts, engines, chance))
         async for batch in rollouts.batches(range(TASKS), episode=talk):
-            heard = {request.token_ids for engine in engines for request in engine.requests}
+            contexts = {request.token_ids for engine in engines for request in engine.requests}
             for row, mask, is_token in zip(
                 batch.token_ids, batch.loss_mask, batch.attention_mask, strict=True
             ):
                 length = int(is_token.sum())
                 tokens, trained_here = row[:length].tolist(), mask[:length].tolist()
-                trained += check_row(model, tokens, trained_here, heard)
+                trained += check_row(model, tokens, trained_here, contexts)
             await rollouts.publish({})
         await troubled
         ledger = rollouts.statistics().ledger

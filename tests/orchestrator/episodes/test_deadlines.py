@@ -33,13 +33,13 @@ async def watched(
     ended[name] = (loop.time(), how)
 
 
-def nobody(task: Task) -> None:
+def ignore_task(task: Task) -> None:
     pytest.fail(f"{task} was given up")
 
 
 def test_each_task_is_cancelled_at_its_own_time_and_those_in_time_are_not() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         async with asyncio.TaskGroup() as group:
             for start_s in (0.0, 1.0, 4.0):
                 for lasts_s in (3.0, 9.9, 60.0):
@@ -62,7 +62,7 @@ def test_each_task_is_cancelled_at_its_own_time_and_those_in_time_are_not() -> N
 
 def test_nobodys_time_runs_while_it_stands_still() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             group.create_task(watched(deadlines, "before", ended, loop.create_future))
@@ -82,7 +82,7 @@ def test_nobodys_time_runs_while_it_stands_still() -> None:
 
 def test_a_task_that_is_held_has_as_much_time_left_after_it() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             held, other, ends = (
@@ -122,7 +122,7 @@ def test_many_that_are_let_go_together_are_put_in_order_once() -> None:
         sorts += what == "c_call" and called is sorted
 
     async def main() -> Ended:
-        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -145,7 +145,7 @@ def test_many_that_are_let_go_together_are_put_in_order_once() -> None:
 
 def test_a_task_that_is_held_can_be_cut_short() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(watched(deadlines, "a", ended, loop.create_future))
         await asyncio.sleep(1.0)
@@ -160,7 +160,7 @@ def test_a_task_that_is_held_can_be_cut_short() -> None:
 
 def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         task = asyncio.create_task(
             watched(deadlines, "a", ended, asyncio.get_running_loop().create_future)
         )
@@ -174,7 +174,7 @@ def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
 
 def test_who_is_cancelled_for_both_reasons_is_somebody_elses() -> None:
     async def main() -> Ended:
-        deadlines, ended = Deadlines[Task](TIMEOUT_S, nobody), Ended()
+        deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(watched(deadlines, "a", ended, loop.create_future))
         await asyncio.sleep(0.0)

@@ -59,9 +59,7 @@ def test_one_task_that_fails_in_all_its_rollouts_does_not_end_the_run() -> None:
     fail_n(EpisodeFailures(), 99, TypeError, groups=1)
 
 
-def test_after_a_success_or_by_an_error_of_the_world_only_100_failures_in_a_row_end_the_run() -> (
-    None
-):
+def test_after_a_success_or_by_infrastructure_errors_only_100_failures_end_the_run() -> None:
     succeeded = EpisodeFailures()
     fail_n(succeeded, 5, TypeError, groups=3)
     succeeded.succeed()

@@ -59,11 +59,11 @@ async def test_a_trainer_that_waits_for_a_batch_is_not_kept_waiting(
         async for _ in rollouts.batches(range(3), episode=solve):
             count += 1  # and publishes nothing
         assert count == 3
-        await rollouts.evaluate([1], episode=solve)  # nobody would publish meanwhile
+        await rollouts.evaluate([1], episode=solve)  # no trainer would publish meanwhile
     assert tidegate_virtual_time.now_s < 60.0
 
 
-async def test_a_look_that_finds_nothing_new_goes_through_nobody_and_misses_nobody() -> None:
+async def test_a_check_without_a_change_visits_no_parked_episode_and_misses_none() -> None:
     live, is_starved = 0, False
     parking = Parking(lambda: live, lambda: is_starved)
 
@@ -72,7 +72,7 @@ async def test_a_look_that_finds_nothing_new_goes_through_nobody_and_misses_nobo
         await asyncio.sleep(0)
         return task
 
-    def calls_of_a_look() -> int:
+    def calls_of_a_check() -> int:
         calls = 0
 
         def count(frame: object, what: str, called: object) -> None:
@@ -85,17 +85,17 @@ async def test_a_look_that_finds_nothing_new_goes_through_nobody_and_misses_nobo
         return calls
 
     one = await park(1)
-    alone = calls_of_a_look()
+    alone = calls_of_a_check()
     others = [await park(number) for number in range(2, 50)]
-    assert calls_of_a_look() <= alone
-    live = 1  # and nobody looks, but one comes who knows of it
+    assert calls_of_a_check() <= alone
+    live = 1  # no wait polls, but the newest one is due
     newest = await park(50)
     await asyncio.gather(one, *others)
     assert not newest.done()
     is_starved = True
     parking.resume_due()
     await newest
-    is_starved = False  # nobody is there to be told
+    is_starved = False  # no wait is left to resume
     last = await park(51)
     is_starved = True
     parking.resume_due()

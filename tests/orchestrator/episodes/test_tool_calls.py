@@ -315,7 +315,7 @@ def test_reasoning_is_taken_out_of_the_content(
     assert (reply.reasoning, reply.content) == (reasoning, content)
 
 
-def test_what_looks_like_a_call_within_the_reasoning_is_none() -> None:
+def test_text_like_a_call_within_the_reasoning_is_no_call() -> None:
     text = f"<think>\nI could write {CODER}\n</think>\n\nNo."
     reply = parse_reply(text, SCHEMAS, separates_reasoning=True)
     assert (reply.tool_calls, reply.content) == ((), "No.")
@@ -441,7 +441,7 @@ def test_a_model_that_lists_its_calls_cannot_be_stopped_after_one() -> None:
 # ---------------------------------------------------------------- what is never read
 
 
-async def test_a_form_of_calls_that_is_never_read_is_counted_and_told(
+async def test_a_form_of_calls_that_is_never_parsed_is_counted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     talk = Talk(tmp_path, "chatml")
@@ -455,7 +455,7 @@ async def test_a_form_of_calls_that_is_never_read_is_counted_and_told(
     assert "<function_call>search(tides)" in warnings[0]
 
 
-def test_plain_answers_do_not_look_like_calls() -> None:
+def test_plain_answers_do_not_resemble_calls() -> None:
     for text in ("High at noon.", "if a < b: return [1]", '{"answer": 3}', "Use the search."):
         assert not looks_like_call(text, SCHEMAS), text
 
@@ -463,7 +463,7 @@ def test_plain_answers_do_not_look_like_calls() -> None:
 # ---------------------------------------------------------------- templates
 
 
-async def test_a_template_that_fails_is_told_with_the_line_and_field_that_it_reads(
+async def test_a_template_that_fails_is_reported_with_the_line_and_field_that_it_reads(
     tmp_path: Path,
 ) -> None:
     talk = Talk(tmp_path, "kimi")

@@ -46,7 +46,7 @@ class Engines:
         return turn
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        raise AssertionError("nobody is cancelled here")
+        raise AssertionError("no test cancels a call here")
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
@@ -59,10 +59,10 @@ class Engines:
         return False
 
     async def park(self, rollout: Rollout) -> None:
-        raise AssertionError("nobody waits for newer weights here")
+        raise AssertionError("no test waits for newer weights here")
 
     async def score(self, rollout: Rollout, asked: object) -> NoReturn:
-        raise AssertionError("nobody has tokens scored here")
+        raise AssertionError("no test requests scores here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         branch = Rollout(rollout.rollout_id + 1 + len(rollout.branches), 0, 0)
@@ -137,7 +137,7 @@ async def test_another_sampling_makes_it_continue_anew_from_there() -> None:
     assert rollout.token_ids == array("i", [1, 2, 51])
 
 
-async def test_a_turn_that_was_going_on_is_joined_not_begun_again() -> None:
+async def test_a_turn_that_was_running_is_joined_not_begun_again() -> None:
     rollout, engines = await lived(), Engines()
     rollout.turns[-1].finish_reason = None
     assert (await solve(Episode(rollout, MODEL, engines, DEFAULTS)))[1] == [52, 99]
@@ -152,7 +152,7 @@ async def test_a_turn_that_ended_in_an_exception_is_asked_for_again(reason: str)
     assert len(engines.asked) == 1
 
 
-async def test_an_episode_that_returns_earlier_than_before_leaves_the_rest_out() -> None:
+async def test_an_episode_that_returns_earlier_than_before_drops_later_turns() -> None:
     rollout, engines = await lived(), Engines()
     episode = Episode(rollout, MODEL, engines, DEFAULTS)
     episode.append([1, 2])

@@ -16,7 +16,7 @@ from tidegate.orchestrator.scheduler import loop_watch
 pytestmark = pytest.mark.wire
 
 
-async def test_who_waits_twice_for_a_process_closes_nobody_elses_file(tmp_path: Path) -> None:
+async def test_a_process_that_is_waited_for_twice_closes_no_other_file(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     process = EngineProcess("engine-0", [sys.executable, "-c", ""], tmp_path / "log")
     ended = asyncio.Event()

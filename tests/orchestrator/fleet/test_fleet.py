@@ -74,9 +74,9 @@ class Wire:
         return True
 
     def hear(self, *messages: Message, peer: bytes = b"a") -> list[ev.Event | EngineReply]:
-        heard = self.fleet.receive([(peer, encode(message)) for message in messages], self.now_s)
+        received = self.fleet.receive([(peer, encode(message)) for message in messages], self.now_s)
         self.fleet.acknowledge(self.fleet.take_acks())
-        return heard
+        return received
 
     def last(self) -> Message:
         return self.sent[-1][1]
@@ -150,8 +150,8 @@ def test_a_reconnected_engine_joins_anew_and_keeps_its_stream(wire: Wire) -> Non
     wire.hear(make_step(0))
     assert wire.hear(hello()) == [ev.EngineJoined("a", 0, 4, epoch=1)]
     assert isinstance(wire.last(), Welcome)
-    heard = wire.hear(make_step(0), make_step(1))
-    assert len(heard) == 1
+    received = wire.hear(make_step(0), make_step(1))
+    assert len(received) == 1
     assert (b"a", Ack(seq=0)) in wire.sent  # the duplicate shows that the first one was lost
 
 
@@ -169,8 +169,8 @@ def test_a_step_with_broken_columns_is_not_counted_as_received(wire: Wire) -> No
 
 
 def test_a_step_is_taken_in_once_whatever_is_repeated(wire: Wire) -> None:
-    heard = wire.hear(make_step(0), make_step(0), make_step(1))
-    assert [type(item) for item in heard] == [ev.StepArrived, ev.StepArrived]
+    received = wire.hear(make_step(0), make_step(0), make_step(1))
+    assert [type(item) for item in received] == [ev.StepArrived, ev.StepArrived]
     assert wire.fleet.engines["a"].tokens == 2
 
 
@@ -229,7 +229,7 @@ def test_an_engine_given_up_for_what_it_did_must_end(wire: Wire) -> None:
     assert wire.last() == HelloRejected(message="removed: still without weights v3")
 
 
-def test_time_in_which_nobody_listened_is_nobodys_silence(wire: Wire) -> None:
+def test_time_in_which_the_loop_was_blocked_is_no_engines_silence(wire: Wire) -> None:
     assert wire.fleet.tick(wire.now_s) == []
     assert wire.fleet.tick(wire.now_s + 30.0) == []  # the user's code has kept the loop so long
     assert wire.fleet.tick(wire.now_s + 31.0) == []
@@ -250,13 +250,13 @@ def test_any_word_from_an_engine_keeps_it(wire: Wire) -> None:
 
 
 def test_what_an_engine_says_keeps_its_order(wire: Wire) -> None:
-    heard = wire.hear(
+    received = wire.hear(
         make_step(0),
         WeightsStaged(version=1),
         TurnFailed(turn=5, message="no"),
         Goodbye(reason=""),
     )
-    assert [type(item) for item in heard] == [
+    assert [type(item) for item in received] == [
         ev.StepArrived,
         EngineReply,
         ev.TurnRejected,
@@ -264,16 +264,16 @@ def test_what_an_engine_says_keeps_its_order(wire: Wire) -> None:
     ]
 
 
-def test_a_stranger_is_told_to_say_hello_first(wire: Wire) -> None:
+def test_an_unknown_peer_is_asked_for_a_hello_first(wire: Wire) -> None:
     assert wire.hear(make_step(0), peer=b"stranger") == []
     assert isinstance(wire.last(), MessageRejected)
     assert wire.fleet.malformed_frames == 1
 
 
-def test_a_bad_frame_harms_nobody_else(wire: Wire) -> None:
+def test_a_bad_frame_harms_no_other_engine(wire: Wire) -> None:
     good = encode(make_step(0))
-    heard = wire.fleet.receive([(b"a", b"\xc1garbage"), (b"a", good)], wire.now_s)
-    assert [type(item) for item in heard] == [ev.StepArrived]
+    received = wire.fleet.receive([(b"a", b"\xc1garbage"), (b"a", good)], wire.now_s)
+    assert [type(item) for item in received] == [ev.StepArrived]
     assert wire.fleet.malformed_frames == 1
 
 

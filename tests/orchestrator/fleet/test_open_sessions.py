@@ -1,4 +1,4 @@
-"""Engines that keep sessions are told when no turn will come for one."""
+"""Engines that keep sessions get a message when no turn will follow in one."""
 
 import asyncio
 
@@ -63,7 +63,7 @@ async def test_engines_that_keep_nothing_left_or_have_forgotten_hear_nothing() -
     assert sent == []
 
 
-async def test_many_that_end_at_once_are_told_in_frames_of_bounded_size() -> None:
+async def test_many_sessions_that_end_at_once_are_reported_in_frames_of_bounded_size() -> None:
     sessions, sent = sessions_of("a")
     count = SESSIONS_PER_MESSAGE + 1
     for number in range(count):

@@ -19,7 +19,7 @@ COSTS = SimulatedEngineSpec(
 )
 
 
-def test_a_swap_that_only_a_hello_tells_of_frees_the_places_of_its_batch() -> None:
+def test_a_swap_that_only_a_hello_reports_frees_the_slots_of_its_batch() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     driver.join("engine-0")
     driver.fill()
@@ -54,9 +54,9 @@ def test_an_engine_that_was_given_up_and_says_hello_again_continues_in_its_strea
     fleet.receive([(b"engine-0", hello), (b"engine-0", a_step(0)), (b"engine-0", a_step(1))], 0.0)
     assert len(fleet.tick(6.0)) == 1  # silent for too long
 
-    heard = fleet.receive([(b"engine-0", hello), (b"engine-0", a_step(2))], 7.0)
+    received = fleet.receive([(b"engine-0", hello), (b"engine-0", a_step(2))], 7.0)
 
-    assert [type(item).__name__ for item in heard] == ["EngineJoined", "StepArrived"]
+    assert [type(item).__name__ for item in received] == ["EngineJoined", "StepArrived"]
 
 
 def a_step(seq: int) -> bytes:

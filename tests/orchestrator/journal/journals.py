@@ -14,7 +14,7 @@ def record(lsn: int) -> bytes:
     return lsn.to_bytes(8, "little") * (1 + lsn * 7919 % 600)
 
 
-class Told:
+class CommittedLsns:
     """Arguments of a journal's callbacks."""
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class Told:
         self.errors: list[BaseException] = []
 
 
-def started(journal: Journal) -> Told:
-    reported = Told()
+def started(journal: Journal) -> CommittedLsns:
+    reported = CommittedLsns()
     journal.start(reported.committed.append, reported.errors.append)
     return reported
 

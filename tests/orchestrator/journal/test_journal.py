@@ -54,7 +54,7 @@ def test_what_was_appended_is_read_back_in_order_and_lsns_continue_after_reopeni
     assert contents(path) == expected(1, 4)
 
 
-def test_what_is_told_as_committed_is_on_the_disk_at_that_moment(
+def test_records_reported_as_committed_are_on_the_disk_at_that_moment(
     path: Path, tmp_path: Path
 ) -> None:
     images: list[tuple[int, Path]] = []
@@ -158,7 +158,7 @@ def test_bytes_since_the_snapshot_say_what_a_reopening_would_read(path: Path) ->
         assert journal.bytes_since_snapshot == 300
 
 
-def test_the_file_stops_growing_when_what_is_written_is_compacted(
+def test_the_file_stays_bounded_when_records_are_compacted(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_file, "WAL_BYTES_MAX", 256 * 1024)
@@ -198,7 +198,7 @@ def test_a_journal_whose_creator_died_on_the_way_is_missing_and_can_be_created(p
     assert contents(path) == expected(1, 3)
 
 
-def test_a_second_user_is_refused_at_once_and_told_who_the_first_is(path: Path) -> None:
+def test_a_second_user_is_refused_at_once_with_the_process_of_the_first(path: Path) -> None:
     with Journal.create(path, header=b"") as journal:
         with pytest.raises(JournalLocked, match=r"in use by process \d+ on "):
             Journal.open(path)
@@ -209,7 +209,7 @@ def test_a_second_user_is_refused_at_once_and_told_who_the_first_is(path: Path) 
     assert contents(path) == expected(1, 3)
 
 
-def test_a_running_journal_can_be_looked_at_with_plain_sqlite(path: Path) -> None:
+def test_a_running_journal_can_be_read_with_plain_sqlite(path: Path) -> None:
     with Journal.create(path, header=b"a header") as journal:
         started(journal)
         append_up_to(journal, 5)
@@ -221,7 +221,7 @@ def test_a_running_journal_can_be_looked_at_with_plain_sqlite(path: Path) -> Non
     assert found == list(expected(1, 5).values())
 
 
-def test_a_disk_that_hangs_is_told_by_flush_and_by_append(
+def test_a_disk_that_hangs_is_reported_by_flush_and_by_append(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "PENDING_BYTES_MAX", 1000)
@@ -328,7 +328,7 @@ while True:
 """
 
 
-def test_a_killed_writer_leaves_all_that_it_was_told_is_committed_and_no_gap(path: Path) -> None:
+def test_a_killed_writer_leaves_all_records_reported_as_committed_and_no_gap(path: Path) -> None:
     chance = random.Random(5)
     Journal.create(path, header=b"a header").close()
     for _ in range(KILLS):
@@ -349,11 +349,11 @@ def write_until_killed(path: Path, commits: int) -> int:
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE
     ) as writer:
         assert writer.stdout is not None
-        heard = writer.stdout.read(8 * commits)
+        output = writer.stdout.read(8 * commits)
         writer.kill()
-        heard += writer.stdout.read()
+        output += writer.stdout.read()
     assert writer.returncode == -signal.SIGKILL
-    return int.from_bytes(heard[-8:], "little")
+    return int.from_bytes(output[-8:], "little")
 
 
 FORKING = """

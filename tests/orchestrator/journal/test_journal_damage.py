@@ -121,7 +121,7 @@ def test_of_a_garbled_database_no_wrong_record_is_ever_read_and_what_is_intact_c
     refused = salvaged = 0
     for _ in range(3 * GARBLINGS):
         path = damaged_copy(whole, tmp_path / "damaged")
-        # Half of the places are where SQLite keeps its own books: a page's first bytes.
+        # Half of the places hold SQLite's own bookkeeping: a page's first bytes.
         at = chance.randrange(length)
         garble(path, at if chance.random() < 0.5 else at - at % PAGE_BYTES + at % 120, chance)
         try:

@@ -84,8 +84,8 @@ from tidegate.orchestrator.journal.journal import Journal
 
 journal = Journal.open(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
-told, errors = [0], []
-journal.start(told.append, errors.append)
+committed, errors = [0], []
+journal.start(committed.append, errors.append)
 lsn = 0
 while not errors:
     lsn += 1
@@ -95,11 +95,11 @@ while not errors:
     except OSError as error:
         message = str(error)
 journal.close()
-print(told[-1], len(errors), message, sep="|")
+print(committed[-1], len(errors), message, sep="|")
 """
 
 
-def test_a_file_that_can_grow_no_further_is_told_and_loses_nothing_committed(path: Path) -> None:
+def test_a_file_that_can_grow_no_further_raises_and_loses_nothing_committed(path: Path) -> None:
     Journal.create(path, header=b"").close()
     done = subprocess.run(
         [sys.executable, "-c", LIMITED_WRITER, str(path)],
@@ -117,7 +117,7 @@ def test_a_file_that_can_grow_no_further_is_told_and_loses_nothing_committed(pat
 
 
 @pytest.mark.parametrize("name", ["journal.sqlite", "journal.sqlite-wal"])
-def test_a_file_removed_under_the_journal_is_noticed_before_anything_is_told(
+def test_a_file_removed_under_the_journal_is_noticed_before_any_commit_is_reported(
     path: Path, name: str
 ) -> None:
     with Journal.create(path, header=b"") as journal:
@@ -182,7 +182,7 @@ def test_a_journal_that_cannot_be_written_says_so_when_it_is_opened(public_direc
     assert contents(path) == expected(1, 3)
 
 
-def test_an_error_of_the_callback_ends_the_journal_and_is_told(path: Path) -> None:
+def test_an_error_of_the_callback_ends_the_journal_and_is_reported(path: Path) -> None:
     errors: list[BaseException] = []
 
     def fail(lsn: int) -> None:

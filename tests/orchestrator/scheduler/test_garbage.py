@@ -21,7 +21,7 @@ def usual() -> Iterator[tuple[int, int, int]]:
     ("rollouts", "young_objects"),
     [(512, 50_000), (100_000, 1_000_000), (10_000_000, 2_000_000)],
 )
-def test_garbage_is_looked_for_the_less_often_the_more_rollouts_may_run(
+def test_garbage_is_collected_the_less_often_the_more_rollouts_may_run(
     rollouts: int, young_objects: int
 ) -> None:
     assert young_objects_max(rollouts) == young_objects
@@ -30,8 +30,8 @@ def test_garbage_is_looked_for_the_less_often_the_more_rollouts_may_run(
 def test_of_runs_that_overlap_the_last_leaves_what_the_first_has_found(
     usual: tuple[int, int, int],
 ) -> None:
-    looks = GcTuning()
-    first, second = looks.during(60_000), looks.during(50_000)
+    tuning = GcTuning()
+    first, second = tuning.during(60_000), tuning.during(50_000)
     first.__enter__()
     assert gc.get_threshold() == (60_000, 10, 10)
     second.__enter__()
@@ -44,7 +44,7 @@ def test_of_runs_that_overlap_the_last_leaves_what_the_first_has_found(
     assert not gc.get_freeze_count()
 
 
-def test_who_has_no_garbage_looked_for_keeps_it_so() -> None:
+def test_a_program_with_the_collector_off_keeps_it_off() -> None:
     gc.set_threshold(0, 10, 10)
     with GcTuning().during(50_000):
         assert gc.get_threshold() == (0, 10, 10)
@@ -57,7 +57,7 @@ def test_what_somebody_sets_during_a_run_stays() -> None:
     assert gc.get_threshold() == (10_000, 5, 5)
 
 
-def test_who_looks_more_rarely_anyway_is_left_alone() -> None:
+def test_a_program_that_collects_more_rarely_is_left_unchanged() -> None:
     gc.set_threshold(90_000, 10, 10)
     with GcTuning().during(50_000):
         assert gc.get_threshold() == (90_000, 10, 10)

@@ -40,7 +40,7 @@ def ask(driver: Driver, groups: int) -> ev.HandOver:
     before = len(driver.batches)
     driver.do(ev.BatchRequested())
     if len(driver.batches) == before and not driver.refused:
-        finish(driver, groups)  # in places that asking has shown to be free
+        finish(driver, groups)  # in places whose request has shown them to be free
     return driver.batches[-1]
 
 
@@ -110,7 +110,7 @@ def test_a_trainer_that_publishes_now_and_then_is_never_refused_while_it_may_hol
     assert driver.refused == []
 
 
-def test_a_trainer_that_never_publishes_is_told_to() -> None:
+def test_a_trainer_that_never_publishes_gets_an_error_that_says_so() -> None:
     driver = Driver(max_staleness=1, groups_per_batch=1)
     driver.join("a")
     ask(driver, 1)
@@ -149,7 +149,7 @@ def take_tasks_in_batches_of_one(driver: Driver, tasks: int) -> None:
     driver.do(ev.BatchRequested())
 
 
-def test_who_was_told_during_its_step_that_tasks_had_ended_catches_up_after_its_publish() -> None:
+def test_a_trainer_whose_tasks_ended_during_its_step_catches_up_after_its_publish() -> None:
     """With two batches ahead, it lacks one; a publish counts for one batch all the same."""
     driver = Driver(max_staleness=2, groups_per_batch=1)
     driver.join("a")
@@ -333,7 +333,7 @@ class RequestingTrainer:
                 self.number -= 1
 
 
-async def test_an_offer_that_nobody_took_goes_back_when_a_publish_begins() -> None:
+async def test_an_offer_that_was_not_taken_is_withdrawn_when_a_publish_begins() -> None:
     core = RequestingTrainer()
     request = BatchRequest()
     assert await core.requests.wait(request)
@@ -424,7 +424,7 @@ async def test_the_state_of_a_cancelled_call_claims_no_batch(model: Path, tmp_pa
         await asyncio.sleep(0)  # it is on its way to the run's loop
         until_s = time.monotonic() + 60
         while not rollouts.statistics().batches and time.monotonic() < until_s:
-            pass  # this loop doesn't look, and the run's has a batch for it
+            pass  # this loop doesn't poll, and the run's loop has a batch for it
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked

@@ -72,7 +72,7 @@ def some_frames(random: Random) -> Frames:
     return frames
 
 
-def heard(
+def received(
     batches: list[Frames], engines: str = "a"
 ) -> tuple[list[ev.Event | EngineReply], list[tuple[bytes, Message]]]:
     """Return the events and the messages sent for these frames, from engines that have joined."""
@@ -90,14 +90,14 @@ def test_frames_read_at_once_mean_what_they_mean_one_by_one() -> None:
         random = Random(seed)
         frames, engines = some_frames(random), random.choice(["a", "ab"])
         one_by_one = [[frame] for frame in frames]
-        assert heard([frames], engines) == heard(one_by_one, engines), seed
+        assert received([frames], engines) == received(one_by_one, engines), seed
 
 
 def test_a_column_that_is_cut_does_not_have_others_read_where_they_are_not() -> None:
     token_ids = array("i", [0] * ROWS).tobytes()
     half, other_half = token_ids[:-2], token_ids[:2]
     cut = replace(step(0), token_ids=half, logprobs=half)
-    rest = replace(step(0), token_ids=other_half, logprobs=other_half)
+    second_half = replace(step(0), token_ids=other_half, logprobs=other_half)
     bad = with_id(replace(step(0), token_ids=token_ids), 8, 1 << 16)  # from its middle on: 1
-    _, answers = heard([[(b"a", encode(said)) for said in (cut, bad, rest)]])
+    _, answers = received([[(b"a", encode(said)) for said in (cut, bad, second_half)]])
     assert ["token_ids[8]" in str(said) for _, said in answers] == [False, True, False]

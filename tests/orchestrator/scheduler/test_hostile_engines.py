@@ -139,7 +139,7 @@ def test_an_engine_whose_steps_are_refused_for_good_is_lost_after_its_time(wire:
     for _ in range(2):
         wire.now_s += 5.0
         assert wire.fleet.tick(wire.now_s) == []
-        wire.hear(bad, TurnsResumed())  # it lives, and says the same again
+        wire.hear(bad, TurnsResumed())  # it is alive, and sends the same again
     wire.now_s += 1.0
     assert wire.fleet.tick(wire.now_s) == [ev.EngineLeft("a")]
     assert "its steps can't be read" in wire.fleet.departed["a"]
@@ -171,14 +171,14 @@ def test_nonsense_is_counted_always_and_answered_so_often() -> None:
 
 def test_hellos_without_end_are_not_each_answered_with_all_there_is_to_do() -> None:
     wire = Wire()
-    heard = wire.hear(*[hello()] * 100)
-    assert len(heard) == HELLOS_PER_S_MAX
+    received = wire.hear(*[hello()] * 100)
+    assert len(received) == HELLOS_PER_S_MAX
     assert wire.fleet.malformed_frames == 100 - HELLOS_PER_S_MAX
 
 
 def test_remarks_without_end_are_not_all_passed_on(wire: Wire) -> None:
-    heard = wire.hear(*[MessageRejected(message="x" * 5000)] * 100)
-    assert len(heard) == ANSWERS_PER_S_MAX
+    received = wire.hear(*[MessageRejected(message="x" * 5000)] * 100)
+    assert len(received) == ANSWERS_PER_S_MAX
     wire.fleet.malformed_frames = 0
 
 

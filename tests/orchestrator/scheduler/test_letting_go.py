@@ -61,7 +61,7 @@ def without_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("forks", [False, True])
-def test_a_rollout_whose_batch_nobody_asks_about_any_more_is_gone_at_once(forks: bool) -> None:
+def test_a_rollout_whose_batch_is_no_longer_needed_is_freed_at_once(forks: bool) -> None:
     core = new_core()
     trained = [train_one(core, version, forks=forks) for version in range(1, 5)]
     assert [tokens() is None for tokens in trained] == [True, True, False, False]

@@ -92,7 +92,7 @@ async def taken_per_turn(core: Core, tasks: Iterated) -> list[int]:
     return taken
 
 
-async def test_the_end_of_the_tasks_is_told_once_though_places_are_left() -> None:
+async def test_the_end_of_the_tasks_is_reported_once_though_slots_are_free() -> None:
     expected = [ev.TaskArrived("a"), ev.TaskArrived("b"), ev.TasksExhausted()]
     assert await fed(["a", "b"]) == expected
 
@@ -100,7 +100,7 @@ async def test_the_end_of_the_tasks_is_told_once_though_places_are_left() -> Non
 async def test_no_more_tasks_are_taken_than_there_are_places() -> None:
     tasks = iter(range(9))
     assert await fed(tasks) == [ev.TaskArrived(task) for task in range(4)]
-    assert next(tasks) == 5  # one is looked at, to know whether it is the last
+    assert next(tasks) == 5  # one is fetched ahead, to find out whether it is the last
 
 
 async def test_a_task_that_is_put_back_as_the_tasks_end_is_taken_again() -> None:

@@ -67,7 +67,7 @@ def test_settings_by_flat_name_make_equal_settings() -> None:
     assert run_settings(**by_name) == settings
 
 
-def test_ray_carries_weights_by_relay_unless_told_otherwise() -> None:
+def test_ray_carries_weights_by_relay_unless_set_otherwise() -> None:
     assert run_settings(model=MODEL, cluster="ray").weights.weight_channel == "relay"
     by_record = RunSettings(model=MODEL, fleet=FleetSettings(cluster="ray"))
     assert by_record.weights.weight_channel == "relay"

@@ -142,7 +142,7 @@ def watched(story: "Callable[[Watched], object]") -> Watched:
     """Run a story under a watchdog, in virtual time."""
     run = Watched()
 
-    async def tell() -> None:
+    async def report_twice() -> None:
         watching = asyncio.create_task(run.watch.run())
         try:
             result = story(run)
@@ -151,7 +151,7 @@ def watched(story: "Callable[[Watched], object]") -> Watched:
         finally:
             watching.cancel()
 
-    run_in_virtual_time(tell())
+    run_in_virtual_time(report_twice())
     return run
 
 
@@ -366,14 +366,14 @@ async def test_the_longest_block_of_the_loop_is_measured_while_it_lasts_and_afte
     seen: list[float] = []
     over = threading.Event()
 
-    def look() -> None:
+    def read_stuck() -> None:
         while watch.longest_block_s < 0.2:
             pass
         seen.append(watch.longest_block_s)
         over.set()
 
     watch.start()
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=read_stuck, daemon=True).start()
     keep_the_loop(over)  # the figure grows while the loop is blocked
     for _ in range(3):  # the loop says that it is alive
         await asyncio.sleep(0)

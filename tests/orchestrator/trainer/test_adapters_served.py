@@ -1,4 +1,5 @@
-"""Do LoRA adapters come, change and go while a run goes on, for real, and is each token audited?"""
+"""Tests that LoRA adapters are added, changed and dropped during a real run, and each token is
+audited."""
 
 from pathlib import Path
 from typing import Any

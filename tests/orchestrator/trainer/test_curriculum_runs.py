@@ -128,7 +128,7 @@ def test_a_killed_trainers_curriculum_continues_where_it_was(model: Path, tmp_pa
     assert replay_journal(tmp_path / "run").difference is None
 
 
-async def test_outcomes_change_what_is_drawn_while_the_run_goes_on(tidegate_serve: Any) -> None:
+async def test_outcomes_change_what_is_drawn_during_the_run(tidegate_serve: Any) -> None:
     def until_solved(task: int, seen: tidegate.TaskStatistics) -> float:
         return 0.0 if seen.recent_reward == 1.0 else 1.0
 

@@ -36,7 +36,7 @@ def driver() -> Driver:
     return driver
 
 
-def test_tokens_of_rows_left_out_are_discarded_for_their_reason_and_not_trained(
+def test_tokens_of_rows_not_trained_on_are_discarded_for_their_reason(
     driver: Driver,
 ) -> None:
     one_batch(driver)
@@ -76,9 +76,9 @@ def test_a_batch_that_comes_again_after_a_crash_comes_whole(driver: Driver) -> N
     assert core.trained.rollouts == 4
 
 
-@pytest.mark.parametrize("is_left_out_again", [True, False])
-def test_what_a_crash_undoes_is_not_told_of_as_discarded_twice(
-    driver: Driver, is_left_out_again: bool
+@pytest.mark.parametrize("is_discarded_again", [True, False])
+def test_rows_that_a_crash_undoes_are_not_counted_as_discarded_twice(
+    driver: Driver, is_discarded_again: bool
 ) -> None:
     one_batch(driver)
     driver.do(ev.RowsDiscarded(1, (0, 3), "too_long"))
@@ -89,14 +89,14 @@ def test_what_a_crash_undoes_is_not_told_of_as_discarded_twice(
     bias = discards.length_bias()
     assert bias is not None
     assert bias.survival == {1: 1.0, 2: 1.0, 4: 1.0}
-    if is_left_out_again:
+    if is_discarded_again:
         driver.do(ev.RowsDiscarded(1, (0, 3), "too_long"))
         reported = discards.by_reason(generated_tokens=10)["too_long"]
         assert (reported.rollouts, reported.tokens, reported.lengths) == (2, 5, {1: 1, 4: 1})
         assert sum(task.rollouts for task in reported.tasks) == 2
 
 
-def test_a_crash_after_the_checkpoint_leaves_out_what_was_left_out(driver: Driver) -> None:
+def test_a_crash_after_the_checkpoint_keeps_discarded_rows_discarded(driver: Driver) -> None:
     one_batch(driver)
     driver.do(ev.RowsDiscarded(1, (0, 3), "too_long"))
     driver.die_and_resume(1, snapshot=False)
@@ -104,7 +104,7 @@ def test_a_crash_after_the_checkpoint_leaves_out_what_was_left_out(driver: Drive
     assert driver.core.discarded_rollouts == {"too_long": 2}
 
 
-def test_masked_tokens_of_a_row_left_out_stay_in_their_own_account() -> None:
+def test_masked_tokens_of_a_discarded_row_stay_in_their_own_account() -> None:
     policy = BoundedStaleness(
         max_staleness=0, groups_per_batch=1, consumption_order="completion", deadline_policy="mask"
     )
@@ -140,7 +140,7 @@ def forked_batch(driver: Driver) -> Rollout:
     return first
 
 
-def test_a_rollout_is_trained_until_its_last_row_is_left_out(driver: Driver) -> None:
+def test_a_rollout_is_trained_until_its_last_row_is_discarded(driver: Driver) -> None:
     first = forked_batch(driver)
     rows = driver.core.handed[1].rows
     places = [place for place, row in enumerate(rows) if row.root is first]
@@ -198,7 +198,7 @@ def settings(**more: Any) -> dict[str, Any]:
     return {"max_staleness": 1, "group_size": 2, "groups_per_batch": 2, **more}
 
 
-async def test_a_trainer_says_what_it_left_out_and_statistics_tell_it(
+async def test_a_trainer_reports_the_rows_it_discarded_and_statistics_show_them(
     tidegate_serve: ServeInTests,
 ) -> None:
     async with tidegate_serve(**settings()) as rollouts:
@@ -207,14 +207,14 @@ async def test_a_trainer_says_what_it_left_out_and_statistics_tell_it(
             await rollouts.discard(batch, [0, 2], reason="too_long")
             await rollouts.publish({})
             statistics = rollouts.statistics()
-            left_out = batch.number * int(tokens[0] + tokens[2])
-            assert statistics.ledger.discarded == {"too_long": left_out}
+            discarded_tokens = batch.number * int(tokens[0] + tokens[2])
+            assert statistics.ledger.discarded == {"too_long": discarded_tokens}
             assert statistics.trained_rollouts == 2 * batch.number
         assert rollouts.statistics().discards["too_long"].rollouts == 4
         assert rollouts.statistics().ledger.error == 0
 
 
-async def test_what_can_not_be_left_out_is_refused_and_counts_nothing(
+async def test_rows_that_can_not_be_discarded_are_refused_and_count_nothing(
     tidegate_serve: ServeInTests,
 ) -> None:
     async with tidegate_serve(**settings()) as rollouts:
@@ -258,7 +258,7 @@ def test_rows_are_numbers_of_any_kind(rows: Any) -> None:
     assert discarded_rows(1, rows).rows == (3, 1)
 
 
-def test_of_a_part_that_does_not_tell_where_its_rows_are_none_is_left_out(driver: Driver) -> None:
+def test_rows_of_a_part_without_indices_can_not_be_discarded(driver: Driver) -> None:
     """As of a rank's part that was cut into smaller ones, or came from an older run."""
     one_batch(driver)
     part, _ = shards(build_batch(driver.batches[0].groups, 0, 1), 2)

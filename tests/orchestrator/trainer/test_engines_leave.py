@@ -86,7 +86,7 @@ async def signalled(rollouts: tidegate.Rollouts) -> None:
 
 
 @pytest.mark.parametrize("leave", [retired, signalled])
-async def test_turns_of_an_engine_that_leaves_go_on_with_all_their_tokens(
+async def test_turns_of_an_engine_that_leaves_continue_with_all_their_tokens(
     model: Path, tmp_path: Path, leave: Leave
 ) -> None:
     run, weights = tmp_path / "run", Weights(model)

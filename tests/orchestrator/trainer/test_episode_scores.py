@@ -1,4 +1,5 @@
-"""Does an episode get the scores it asks for, and does nobody compute those it has left?"""
+"""Tests that an episode gets the scores it requests, and that abandoned requests are not
+computed."""
 
 import asyncio
 import math
@@ -43,7 +44,7 @@ async def test_an_episode_scores_answers_between_its_turns_and_none_of_it_is_in_
     assert ledger.error == 0
 
 
-async def test_scores_are_by_the_weights_that_are_live_when_they_are_told(
+async def test_scores_are_by_the_weights_that_are_live_when_they_are_returned(
     tidegate_serve: ServeInTests,
 ) -> None:
     versions: list[int] = []
@@ -155,7 +156,7 @@ async def test_what_an_episode_asks_in_the_background_ends_with_it(
             await kept[0].score([[1, 2]])
 
 
-async def test_what_no_engine_tells_fails_the_episode_with_the_reason(
+async def test_a_score_that_no_engine_can_compute_fails_the_episode_with_the_reason(
     tidegate_serve: ServeInTests,
 ) -> None:
     async def solve(episode: tidegate.Episode, task: int) -> float:

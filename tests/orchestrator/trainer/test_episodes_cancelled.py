@@ -1,4 +1,4 @@
-"""What becomes of an episode that is cancelled, by itself or by others? It comes to an end."""
+"""Tests that an episode that is cancelled, by itself or by other code, ends."""
 
 import asyncio
 from array import array
@@ -50,7 +50,8 @@ async def test_an_episode_that_cancels_itself_costs_its_own_group_and_no_more(
 async def test_an_episode_may_use_the_cancel_scopes_of_anyio(
     tidegate_serve: ServeInTests,
 ) -> None:
-    """Clients of HTTP do, for their timeouts; a scope knows its own cancel by its message."""
+    """Clients of HTTP do, for their timeouts; a scope recognises its own cancellation by its
+    message."""
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
         with anyio.move_on_after(1) as waiting:
@@ -72,7 +73,7 @@ class OneIsEnough(GroupFilter):
         return "one_is_enough" if running else None
 
 
-async def test_who_waits_for_a_branch_of_a_rollout_that_is_given_up_is_told(
+async def test_a_caller_that_waits_for_a_branch_of_a_rollout_that_is_given_up_gets_an_error(
     tidegate_serve: ServeInTests,
 ) -> None:
     """A gateway's request does, in a task that is not the episode's. Nothing was sampled yet."""
@@ -98,7 +99,7 @@ async def test_who_waits_for_a_branch_of_a_rollout_that_is_given_up_is_told(
 async def test_what_an_episode_raises_because_the_run_ends_is_no_failure_of_its_own(
     tidegate_serve: ServeInTests,
 ) -> None:
-    """In a journal it would be one, and the resumed run would go on without its rollout."""
+    """In a journal it would be one, and the resumed run would continue without its rollout."""
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
         episode.append("?")
@@ -150,7 +151,7 @@ async def at_once(error: BaseException) -> None:
 
 
 class Worthless:
-    """A reward whose value can't be told."""
+    """A reward whose value can't be read."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

@@ -10,7 +10,7 @@ from tidegate.errors import ConfigError
 
 
 class Noted:
-    """An episode that notes the trainer's version whenever the held-out task is run."""
+    """An episode that records the trainer's version whenever the held-out task is run."""
 
     def __init__(self) -> None:
         self.run: Any = None

@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(model: Path) -> Iterator[Callable[[Kind], tuple[str, Server]]]:
-    """Start a server; its URL, and what it knows of adapters."""
+    """Start a server; return its URL, and its record of adapters."""
     with ExitStack() as stack:
 
         def start(kind: Kind) -> tuple[str, Server]:
@@ -97,7 +97,7 @@ async def test_all_tokens_are_of_the_adapters_that_their_tags_say_and_none_is_le
     assert report.versions >= 3
     assert report.version_power.unnoticed_share < 0.5
     assert server.paths == {}
-    assert server.most < server.loads  # for old ones go while the run goes on
+    assert server.most < server.loads  # because old ones go during the run
     assert not list((tmp_path / "run").rglob("tidegate-lora-*"))
 
 

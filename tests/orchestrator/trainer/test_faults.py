@@ -68,7 +68,7 @@ async def one_turn(episode: tidegate.Episode, task: int) -> float:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Look until it holds."""
+    """Poll until it holds."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 - another thread brings it about
             await asyncio.sleep(0.01)

@@ -1,4 +1,5 @@
-"""A process forked from a trainer's can't use the run, is told so, and does it no harm."""
+"""Tests that a process forked from a trainer's gets an error when it uses the run, and does it no
+harm."""
 
 import subprocess
 import sys

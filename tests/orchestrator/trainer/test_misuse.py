@@ -57,7 +57,7 @@ async def one_turn(episode: tidegate.Episode, task: int) -> float:
 
 
 def listening() -> set[int]:
-    """Ports of this process that somebody may connect to."""
+    """Listening ports of this process."""
     connections = psutil.Process().net_connections(kind="tcp")
     return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
 
@@ -123,7 +123,7 @@ def test_an_iterator_that_raises_ends_the_batches_with_its_error_whenever_it_doe
             rollouts.evaluate([0], episode=one_turn)
 
 
-def test_what_the_end_of_the_run_overtakes_is_told_of_that_end(model: Path) -> None:
+def test_calls_that_the_end_of_the_run_overtakes_raise_that_end(model: Path) -> None:
     def tasks() -> Iterator[int]:
         yield from range(2)
         raise ZeroDivisionError("the data loader broke")
@@ -144,16 +144,16 @@ def test_what_the_end_of_the_run_overtakes_is_told_of_that_end(model: Path) -> N
             asked.result(60.0)
 
 
-async def cancelled_when(event: threading.Event, awaited: Awaitable[object]) -> None:
+async def cancelled_when(event: threading.Event, call: Awaitable[object]) -> None:
     """Wait for it until the event."""
-    waiting = asyncio.ensure_future(awaited)
+    waiting = asyncio.ensure_future(call)
     assert await asyncio.to_thread(event.wait, WAIT_S)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
 
-async def test_a_batch_that_nobody_waited_for_is_not_lost(model: Path) -> None:
+async def test_a_batch_whose_request_was_cancelled_is_not_lost(model: Path) -> None:
     gate = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -170,7 +170,7 @@ async def test_a_batch_that_nobody_waited_for_is_not_lost(model: Path) -> None:
     assert trained == rollouts.statistics().ledger.trained > 0
 
 
-async def test_new_tasks_replace_an_iterator_that_is_still_awaited(model: Path) -> None:
+async def test_new_tasks_replace_an_iterator_whose_next_task_is_pending(model: Path) -> None:
     is_taken = threading.Event()
 
     async def never() -> AsyncIterator[int]:
@@ -300,7 +300,9 @@ async def test_tokens_that_are_none_change_nothing(model: Path) -> None:
     assert await outcome(model, clumsy) == 1.0
 
 
-async def test_what_an_episode_leaves_behind_is_told_that_it_is_over(model: Path) -> None:
+async def test_tasks_that_an_episode_leaves_behind_get_an_error_that_it_is_over(
+    model: Path,
+) -> None:
     reported: list[BaseException] = []
 
     async def leaving(episode: tidegate.Episode, task: int) -> float:
@@ -322,7 +324,7 @@ async def test_what_an_episode_leaves_behind_is_told_that_it_is_over(model: Path
     assert [type(error) for error in reported] == [RunClosed]
 
 
-async def test_an_episode_may_look_at_the_run_but_not_wait_for_it(model: Path) -> None:
+async def test_an_episode_may_read_the_run_but_not_wait_for_it(model: Path) -> None:
     async with tidegate.serve(model=model, **SMALL) as rollouts:
 
         async def curious(episode: tidegate.Episode, task: int) -> float:

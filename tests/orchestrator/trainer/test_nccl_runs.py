@@ -26,7 +26,7 @@ MEETING = "ipc://{}/run"
 
 @contextmanager
 def adapter(double: VllmDouble, model: Path, folder: Path) -> Iterator[Path]:
-    """A worker that looks for a run there, and its log."""
+    """A worker that connects to a run there, and its log."""
     library = built(folder)
     ctypes.CDLL(str(library))  # the double's end
     command = [sys.executable, "-m", "tests.engine.weights.nccl_worker", "--engine", "gpu"]

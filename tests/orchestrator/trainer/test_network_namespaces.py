@@ -1,4 +1,4 @@
-"""Does a run go on when a host with an address of its own is cut off, and take it back?
+"""Does a run continue when a host with an address of its own is cut off, and take it back?
 
 `make test-namespaces` runs it: it makes networks, which wants root and a machine to itself.
 """

@@ -1,4 +1,4 @@
-"""Evaluations pinned to one weight version, beside training that goes on to newer ones."""
+"""Evaluations pinned to one weight version, beside training that publishes newer ones."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ class Tags:
 
 
 @pytest.mark.parametrize("evaluation_engines", [1, 0])
-async def test_every_token_of_a_pinned_evaluation_is_of_its_version_while_training_goes_on(
+async def test_every_token_of_a_pinned_evaluation_is_of_its_version_while_training_continues(
     tidegate_serve: ServeInTests,
     tidegate_engine: type[ScriptedEngine],
     evaluation_engines: int,

@@ -68,7 +68,7 @@ def test_memory_that_grows_or_shrinks_by_more_than_its_limit_is_noticed() -> Non
         assert broken(rows(samples("trainer_rss_mb", warm_up + drift))) == ["trainer_rss_mb_gain"]
 
 
-def test_a_count_that_grows_is_told_apart_from_one_that_varies() -> None:
+def test_a_count_that_grows_is_distinguished_from_one_that_varies() -> None:
     varies = [20.0 + n * 7 % 13 for n in range(150)]
     grows = [count + n / 20 for n, count in enumerate(varies)]
     assert broken(rows(samples("asyncio_tasks", varies))) == []

@@ -1,4 +1,4 @@
-"""Does a run go on after its process has died, as if nothing had happened? With real engines."""
+"""Does a run continue after its process has died, as if nothing had happened? With real engines."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ async def train(
         return trained, state, rollouts.statistics()
 
 
-async def test_each_task_is_trained_once_over_several_lives_of_a_run(
+async def test_each_task_is_trained_once_over_several_processes_of_a_run(
     model: Path, tmp_path: Path
 ) -> None:
     first, state, before = await train(model, tmp_path / "run", None, 3)
@@ -132,7 +132,7 @@ def test_an_engine_serves_on_while_its_orchestrator_is_killed_and_started_again(
                     process.stdin.write("go on\n")
                     process.stdin.flush()
         assert process.returncode == 0
-        assert engine.wait(60) == 0  # told to end by the last of them, and by nothing else
+        assert engine.wait(60) == 0  # the last of them ends it, and nothing else
     finally:
         engine.kill()
         engine.wait()
@@ -213,7 +213,9 @@ async def break_out_and_checkpoint(
     raise AssertionError("the second iterator gave no batch")
 
 
-async def rest(model: Path, directory: Path, state: Any, episode: EpisodeFunction) -> list[int]:
+async def tasks_after_resume(
+    model: Path, directory: Path, state: Any, episode: EpisodeFunction
+) -> list[int]:
     trained: list[Any] = []
     async with tidegate.serve(
         resume=state, **settings(model, directory, max_staleness=3)
@@ -231,7 +233,7 @@ async def test_tasks_of_an_iterator_that_was_broken_out_of_survive_a_crash(
 ) -> None:
     before, state, taken = await break_out_and_checkpoint(model, tmp_path / "run", two_turns)
     assert taken > 4
-    after = await rest(model, tmp_path / "run", state, two_turns)
+    after = await tasks_after_resume(model, tmp_path / "run", state, two_turns)
     assert set(range(taken)) <= {*before, *after}
     assert set(range(100, 100 + TASKS)) <= {*before, *after}
     assert len(before + after) == len({*before, *after})
@@ -246,7 +248,7 @@ async def test_tasks_whose_episode_is_another_one_now_are_dropped_and_the_log_sa
     before, state, taken = await break_out_and_checkpoint(
         model, tmp_path / "run", other_turns, first=four_end
     )
-    after = await rest(model, tmp_path / "run", state, other_turns)
+    after = await tasks_after_resume(model, tmp_path / "run", state, other_turns)
     gone = set(range(taken)) - {*before, *after}
     assert gone, "all had ended: nothing was left to drop"
     assert f"tasks=gone count={len(gone)}" in caplog.text

@@ -100,7 +100,7 @@ async def test_every_trained_token_is_audited_under_every_kind_of_update(
         async for batch in rollouts.batches(range(24), episode=two_turns):
             assert batch.staleness.max() <= 2
             assert torch.equal(batch.loss_mask, batch.weight_versions >= 0)
-            await asyncio.sleep(0.02)  # a train step: rollouts go on meanwhile
+            await asyncio.sleep(0.02)  # a train step: rollouts continue meanwhile
             await rollouts.publish(weights.step())
     statistics = rollouts.statistics()
     assert statistics.ledger.error == 0
@@ -149,7 +149,7 @@ async def test_generation_continues_while_the_trainer_blocks_its_thread(model: P
         await batches.aclose()  # type: ignore[attr-defined]
 
 
-def test_the_sync_face_does_the_same(model: Path) -> None:
+def test_the_sync_handle_does_the_same(model: Path) -> None:
     weights = Weights(model)
     with tidegate.serve_sync(model=model, **SMALL, max_staleness=1) as rollouts:
         versions = []

@@ -1,4 +1,4 @@
-"""Do guesses come through a whole run, from a setting to the audit and the report?"""
+"""Do draft tokens pass through a whole run, from a setting to the audit and the report?"""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ async def solve(episode: tidegate.Episode, task: int) -> float:
     return float(len(turn.token_ids))
 
 
-async def test_accepted_guesses_are_audited_counted_and_reported(tmp_path: Path) -> None:
+async def test_accepted_draft_tokens_are_audited_counted_and_reported(tmp_path: Path) -> None:
     model, run = make_repeating_model(tmp_path / "model"), tmp_path / "run"
     async with tidegate.serve(
         model=model, **SMALL, run_directory=run, speculative_method=f"draft:{model}"
@@ -49,7 +49,7 @@ async def test_accepted_guesses_are_audited_counted_and_reported(tmp_path: Path)
     assert f"| draft tokens verified | {engine.draft_tokens}, " in page
 
 
-async def test_a_source_of_guesses_that_is_not_there_is_refused(tmp_path: Path) -> None:
+async def test_an_unknown_draft_source_is_refused(tmp_path: Path) -> None:
     model = make_repeating_model(tmp_path / "model")
     with pytest.raises(TidegateError, match="speculative_method must be"):
         async with tidegate.serve(model=model, **SMALL, speculative_method="tea leaves"):

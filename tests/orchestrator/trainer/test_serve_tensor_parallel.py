@@ -51,7 +51,8 @@ async def test_tokens_of_two_ranks_are_audited_and_a_rank_that_is_killed_is_surv
         max_staleness=2,
         run_directory=run,
         listen_address="tcp://127.0.0.1:*",
-        curve_key_directory=tmp_path / "keys",  # which other ranks must be told, to fetch weights
+        curve_key_directory=tmp_path
+        / "keys",  # which must be sent to the other ranks, to fetch weights
         weight_channel="zmq",
     ) as rollouts:
         number = 0

@@ -1,4 +1,4 @@
-"""Threads of engines and of the trainer: shared out over the cores, or told to be too many."""
+"""Threads of engines and of the trainer: divided over the cores, or reported as too many."""
 
 import logging
 import os
@@ -68,7 +68,7 @@ def test_omp_num_threads_is_heeded_and_another_host_gets_one_thread(
         ({"engines": 1, "device": "cuda"}, 12, False),
     ],
 )
-def test_a_trainer_with_more_threads_than_cores_are_left_is_told_what_to_set(
+def test_a_trainer_with_more_threads_than_free_cores_is_warned_with_the_setting(
     on_cores: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     values: dict[str, Any],

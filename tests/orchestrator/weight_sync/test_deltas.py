@@ -21,7 +21,7 @@ def changed(
     return None if others is None else [tensor.name for tensor in others]
 
 
-def test_tensors_that_differ_from_the_version_before_are_told_and_it_may_be_none() -> None:
+def test_tensors_that_differ_from_the_version_before_are_returned_and_there_may_be_none() -> None:
     written = WrittenTensors()
     assert changed(written, 1, 0, a=b"1", b=b"2") is None
     assert changed(written, 2, 1, a=b"1", b=b"3") == ["b"]
@@ -29,7 +29,7 @@ def test_tensors_that_differ_from_the_version_before_are_told_and_it_may_be_none
     assert changed(written, 4, 1, a=b"1", b=b"3") == ["b"]  # 2 and 3 have failed
 
 
-def test_a_set_of_which_nothing_stayed_or_with_other_names_goes_over_nothing() -> None:
+def test_a_set_of_which_nothing_stayed_or_with_other_names_is_sent_whole() -> None:
     written = WrittenTensors()
     changed(written, 1, 0, a=b"1", b=b"2")
     assert changed(written, 2, 1, a=b"2", b=b"1") is None

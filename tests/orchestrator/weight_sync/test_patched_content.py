@@ -165,7 +165,7 @@ def test_a_process_that_has_written_nothing_sends_a_whole_set() -> None:
     fleet = Fleet()
     fleet.join()
     fleet.publish()
-    fleet.written = None  # another process goes on
+    fleet.written = None  # another process continues
     fleet.publish()
     assert fleet.wholes == 2
     assert fleet.control.reserve(has_deltas=True).delta_base_version != UNKNOWN

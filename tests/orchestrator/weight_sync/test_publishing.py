@@ -39,7 +39,7 @@ def weights_of(rollouts: SimulatedRollouts) -> WeightControl:
 
 
 def swapping(rollouts: SimulatedRollouts) -> list[str]:
-    """Return the engines that were told to swap and have not yet."""
+    """Return the engines that were sent a swap and have not swapped yet."""
     late = weights_of(rollouts).lagging_engines
     return [engine for lagging in late if lagging.phase == "swapping" for engine in lagging.engines]
 
@@ -75,7 +75,7 @@ async def test_in_waves_so_many_engines_swap_at_a_time_and_the_others_continue(
             await asyncio.sleep(0.001)
         assert await publish == 1
         assert at_once == 2
-        assert any(min(served) < max(served) for served in seen)  # some go on with the old ones
+        assert any(min(served) < max(served) for served in seen)  # some continue with the old ones
         assert versions(engines) == [1] * 5
         assert (await evaluation).failures == 0
 
@@ -118,7 +118,7 @@ async def test_an_engine_that_is_killed_in_its_wave_makes_room_for_the_next(
         await until(lambda: swapping(rollouts) == ["engine-0"])
         engines[0].crash()
         assert await publish == 1
-        assert asyncio.get_running_loop().time() < 400.0  # nobody has waited for it
+        assert asyncio.get_running_loop().time() < 400.0  # no caller has waited for it
         assert (await evaluation).failures == 0
         await until(lambda: versions(engines) == [1, 1, 1])  # it has come back, and caught up
 
@@ -161,7 +161,7 @@ async def test_an_engine_that_hangs_in_its_wave_is_given_up_and_the_others_conti
         assert rollouts.version == 1
 
 
-async def test_nobody_swaps_in_waves_either_if_one_engine_refuses(
+async def test_no_engine_swaps_in_waves_either_if_one_refuses(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engines = [tidegate_engine(), tidegate_engine(refuses_publishes=1)]
@@ -226,7 +226,7 @@ async def test_many_publishes_at_once_end_with_the_newest_everywhere(
         assert versions(engines) == [10, 10]
 
 
-async def test_a_refusal_of_the_newer_weights_is_told_to_both_calls(
+async def test_a_refusal_of_the_newer_weights_is_raised_by_both_calls(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(staging_s=1.0, refuses_publishes=2)
@@ -252,7 +252,7 @@ async def test_a_newer_publish_that_is_cancelled_continues_for_the_older_call(
         assert await rollouts.publish({}) == 3
 
 
-async def test_an_older_call_is_told_that_the_newer_weights_could_not_be_written(
+async def test_an_older_call_raises_that_the_newer_weights_could_not_be_written(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(staging_s=1.0)

@@ -34,7 +34,7 @@ async def test_no_turn_runs_while_engines_sleep_and_all_continue_when_they_wake(
     assert {turn.text for turn in asked.turns} == {SAID}
 
 
-async def test_frozen_turns_whose_kv_slept_are_told_as_computed_again(
+async def test_frozen_turns_whose_kv_slept_are_reported_as_computed_again(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     asked, engine = Asked(), tidegate_engine(step_s=0.1)
@@ -52,7 +52,7 @@ async def test_frozen_turns_whose_kv_slept_are_told_as_computed_again(
     ]
 
 
-async def test_a_trainer_wakes_the_weights_publishes_and_then_wakes_the_rest(
+async def test_a_trainer_wakes_the_weights_publishes_and_then_wakes_the_kv_cache(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     asked, engines = Asked(), [tidegate_engine(), tidegate_engine()]
@@ -118,7 +118,7 @@ async def test_an_engine_that_comes_while_others_sleep_is_brought_up_to_date_and
         assert (await evaluation).failures == 0
 
 
-async def test_a_connection_that_breaks_while_engines_sleep_wakes_nobody(
+async def test_a_connection_that_breaks_while_engines_sleep_wakes_no_engine(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     asked, engine = Asked(), tidegate_engine()

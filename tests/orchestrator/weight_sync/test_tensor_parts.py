@@ -22,7 +22,7 @@ Cuts = list[list[int]]
 
 
 def cut(name: str, whole: Elements, cuts: Cuts) -> list[TensorPart]:
-    """Cut a tensor at these indices of each dimension; empty parts are left out."""
+    """Cut a tensor at these indices of each dimension; empty parts are omitted."""
     edges = [[0, *sorted(at), size] for at, size in zip(cuts, whole.shape, strict=True)]
     parts = []
     for corner in np.ndindex(*(len(each) - 1 for each in edges)):

@@ -1,7 +1,7 @@
 """Random publishes, pauses and faults: all engines get the newest weights in the end.
 
-The simulated engines know which weights they really compute with, and fail the run for torn ones,
-or for two sets under one number.
+The simulated engines record the weights that they really compute with, and fail the run for torn
+ones, or for two sets under one number.
 """
 
 import asyncio

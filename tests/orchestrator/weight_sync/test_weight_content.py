@@ -95,7 +95,7 @@ class Fleet:
         self.deliver(self.begin(version, *names))
 
     def let_go(self, name: str, version: int) -> None:
-        """Have an engine stop copying a version, because it was told of a newer one."""
+        """Have an engine stop copying a version, because a newer one was announced to it."""
         self.deliver(self.control.fails(name, version, "given up"))
 
     def serves(self, name: str) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def test_parts_of_a_whole_set_bring_it_to_who_lacks_it_and_only_to_them() -> Non
 def test_a_part_that_gave_way_to_another_part_is_in_it() -> None:
     fleet = Fleet("a")
     fleet.publish(1, *NAMES)
-    fleet.begin(2, "layer")  # nobody has staged it yet
+    fleet.begin(2, "layer")  # no engine has staged it yet
     waiting = fleet.control.ask(wc.ReserveRequested, 2, is_part=True)
     fleet.let_go("a", 2)
     assert fleet.control.result(waiting) == wc.Reserved(3, frozenset({1, 2}), 2, None)

@@ -125,7 +125,7 @@ async def test_an_assistants_message_at_the_end_is_continued(
         (f"It is{END}", ["?"], "end_turn", None),
     ],
 )
-async def test_the_reason_of_an_end_is_told(
+async def test_the_reason_of_an_end_is_reported(
     gateway: Gateway,
     tmp_path: Path,
     words: str,

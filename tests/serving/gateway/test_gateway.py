@@ -147,9 +147,11 @@ async def test_a_message_that_was_cut_off_is_continued_in_its_row_and_its_conver
         assert first["finish_reason"] == "length"
         messages.append(first["message"])
         body = {"messages": messages, "continue_final_message": True}
-        rest = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]["content"]
-        assert rest == " 3."
-        messages[-1] = {"role": "assistant", "content": f"It is{rest}"}
+        continuation = (await client.post(CHAT, json=body)).json()["choices"][0]["message"][
+            "content"
+        ]
+        assert continuation == " 3."
+        messages[-1] = {"role": "assistant", "content": f"It is{continuation}"}
         await client.post(CHAT, json={"messages": [*messages, user("Sure?")]})
         assert [len(row.turns) for row in talk.rollout.rows] == [3]
         begun = [user("2+2?"), {"role": "assistant", "content": "I say"}]
@@ -170,7 +172,7 @@ async def test_a_long_conversation_is_rendered_in_a_thread_and_answered_alike(
         longer = [*messages, answer, user("and now?")]
         second = (await client.post(CHAT, json={"messages": longer})).json()
         assert second["choices"][0]["message"]["content"] == "b"
-        assert not talk.rollout.branches  # it went on in its row
+        assert not talk.rollout.branches  # it continued in its row
         counted = (await client.post("/tokenize", json={"messages": messages})).json()["count"]
         assert counted == first["usage"]["prompt_tokens"]
         talk.check()
@@ -372,7 +374,7 @@ async def test_what_makes_no_sense_is_refused_in_openais_form(
         error = refused.json()["error"]
         assert error["type"] == "invalid_request_error"
         assert why in error["message"]
-        assert not talk.engine.heard
+        assert not talk.engine.received
 
 
 async def test_too_much_is_refused(

@@ -51,7 +51,7 @@ BODY = st.fixed_dictionaries(
 
 @settings(max_examples=40, deadline=None)
 @given(body=BODY | JSON, path=st.sampled_from([CHAT, "/v1/completions", "/tokenize"]))
-async def test_no_body_kills_it_or_goes_without_an_answer(
+async def test_no_body_kills_it_or_stays_without_an_answer(
     tmp_path_factory: pytest.TempPathFactory, body: Any, path: str
 ) -> None:
     gateway = Gateway()

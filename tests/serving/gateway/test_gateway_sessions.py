@@ -146,7 +146,7 @@ async def test_a_client_that_closes_its_connection_has_its_turns_given_up(
         if len(running) == num_turns:
             asked.set()
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("no test sets it")
 
     def give_up(rollout: Rollout) -> None:
         running.discard(rollout.rollout_id)
@@ -174,7 +174,7 @@ async def test_a_client_that_closes_its_connection_has_its_turns_given_up(
     assert await gateway.episode(agent)(talk.episode, "task") == 1.0
 
 
-async def test_a_task_whose_agent_left_before_it_was_told_goes_to_the_next(
+async def test_a_task_whose_agent_left_before_it_got_it_goes_to_the_next(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     session = gateway.open(Talk(tmp_path, "chatml").episode, "task")
@@ -200,7 +200,7 @@ async def test_an_agent_that_is_not_async_has_a_thread(gateway: Gateway, tmp_pat
     assert await gateway.episode(agent)(talk.episode, "task") == 3.0
 
 
-async def test_an_agent_that_neither_returns_nor_posts_a_reward_is_told_so(
+async def test_an_agent_that_neither_returns_nor_posts_a_reward_gets_an_error(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     async def forgetful(endpoint: object, task: object) -> None:

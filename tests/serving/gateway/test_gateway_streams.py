@@ -107,7 +107,7 @@ async def test_a_stream_has_neither_reasoning_nor_marks_of_calls_in_its_content(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A token a byte: most characters of the world are several."""
+    """A token a byte: most characters of Unicode are several."""
     bytes_known = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: n for n, byte in enumerate(bytes_known)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,16 +136,16 @@ def test_text_that_grows_is_the_whole_text_up_to_its_last_whole_character(
     whole = len(ids)
     if is_cut_off:
         ids += tokenizer.encode("漢").ids[:-1]  # half a character, or nothing
-    growing, at = IncrementalDetokenizer(tokenizer.decode), 0
+    detokenizer, at = IncrementalDetokenizer(tokenizer.decode), 0
     for tokens in [*cuts, len(ids)]:
         at = min(at, whole)
-        growing.add(ids[at : min(at + tokens, whole)])
+        detokenizer.add(ids[at : min(at + tokens, whole)])
         at += tokens
-        assert tokenizer.decode(ids[:at]).startswith(growing.text)
-    assert growing.text == words
-    growing.add(ids[whole:])
-    assert growing.text == words
-    assert growing.tokens == len(ids)
+        assert tokenizer.decode(ids[:at]).startswith(detokenizer.text)
+    assert detokenizer.text == words
+    detokenizer.add(ids[whole:])
+    assert detokenizer.text == words
+    assert detokenizer.tokens == len(ids)
 
 
 def test_a_token_of_a_stream_is_decoded_only_twice() -> None:
@@ -156,8 +156,8 @@ def test_a_token_of_a_stream_is_decoded_only_twice() -> None:
         decoded += len(token_ids)
         return "x" * len(token_ids)
 
-    growing = IncrementalDetokenizer(decode)
+    detokenizer = IncrementalDetokenizer(decode)
     for _ in range(1000):
-        growing.add([1] * 10)
-    assert growing.text == "x" * 10_000
+        detokenizer.add([1] * 10)
+    assert detokenizer.text == "x" * 10_000
     assert decoded < 3 * 10_000

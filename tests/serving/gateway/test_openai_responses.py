@@ -47,10 +47,10 @@ async def test_items_and_answers_by_their_id_continue_one_row(
         length = len(talk.rollout.turns[0].token_ids)
         assert first["usage"]["output_tokens"] == length
         assert first["weight_versions"] == [{"version": "0", "start": 0, "end": length}]
-        rest = {"input": [*given, *first["output"], output_of(call)]}
+        second_body = {"input": [*given, *first["output"], output_of(call)]}
         if by_id:
-            rest = {"input": [output_of(call)], "previous_response_id": first["id"]}
-        second = (await client.post(RESPONSES, json={**body, **rest})).json()
+            second_body = {"input": [output_of(call)], "previous_response_id": first["id"]}
+        second = (await client.post(RESPONSES, json={**body, **second_body})).json()
         assert second["output"][0]["content"][0]["text"] == "It is 3."
         assert second["previous_response_id"] == (first["id"] if by_id else None)
         assert [len(row.turns) for row in talk.rollout.rows] == [2]
@@ -84,7 +84,7 @@ async def test_a_stream_has_the_events_of_each_item_numbered_from_0(
         assert [events[7]["item"], events[11]["item"]] == whole["output"]
 
 
-async def test_log_probs_and_a_cut_answer_are_told(gateway: Gateway, tmp_path: Path) -> None:
+async def test_log_probs_and_a_cut_answer_are_reported(gateway: Gateway, tmp_path: Path) -> None:
     async with session_of(gateway, tmp_path) as (talk, _, client):
         talk.engine.words += ["It is"]
         include = ["message.output_text.logprobs", "reasoning.encrypted_content"]

@@ -54,9 +54,9 @@ def main(url: str, model: str) -> None:
     ready(service.create_training_client_from_state(path))
     saved = client.save_weights_for_sampler("sampled").result().path
     ready(service.create_sampling_client(model_path=saved)).sample(prompt, 1, params).result()
-    rest = service.create_rest_client()
-    assert len(rest.list_checkpoints(client.model_id).result().checkpoints) == 2
-    rest.delete_checkpoint_from_tinker_path(path).result()
+    rest_client = service.create_rest_client()
+    assert len(rest_client.list_checkpoints(client.model_id).result().checkpoints) == 2
+    rest_client.delete_checkpoint_from_tinker_path(path).result()
     pairs = zip(sampled.prompt_logprobs[1:], trained, strict=True)
     sys.stdout.write(str(max(abs(ours - theirs) for ours, theirs in pairs)))
 

@@ -38,7 +38,7 @@ def server(model: Path, state: Path) -> Iterator[tidegate.TinkerServer]:
 
 
 @pytest.fixture
-def rest(service: Any) -> Any:
+def rest_client(service: Any) -> Any:
     return service.create_rest_client()
 
 
@@ -99,17 +99,17 @@ def test_a_checkpoint_is_replaced_only_if_its_client_says_so(service: Any, model
 
 
 def test_runs_and_checkpoints_are_listed_with_what_the_sdk_shows_of_them(
-    service: Any, rest: Any, model: Path
+    service: Any, rest_client: Any, model: Path
 ) -> None:
     client = trained_client(service, model, steps=1)
-    before = rest.list_user_checkpoints(limit=1).result().cursor.total_count
+    before = rest_client.list_user_checkpoints(limit=1).result().cursor.total_count
     path = client.save_state("listed", user_metadata={"note": "first"}).result().path
     client.save_weights_for_sampler("listed", ttl_seconds=3600).result()
     client.save_weights_and_get_sampling_client().result()  # ephemeral: in no list
 
     of_run = {
         each.checkpoint_id: each
-        for each in rest.list_checkpoints(client.model_id).result().checkpoints
+        for each in rest_client.list_checkpoints(client.model_id).result().checkpoints
     }
     assert of_run.keys() == {"weights/listed", "sampler_weights/listed"}
     training, sampler = of_run["weights/listed"], of_run["sampler_weights/listed"]
@@ -119,39 +119,39 @@ def test_runs_and_checkpoints_are_listed_with_what_the_sdk_shows_of_them(
     assert training.size_bytes > sampler.size_bytes > 0  # it has the optimizer's state, too
     assert training.expires_at is None
     assert sampler.expires_at > sampler.time
-    page = rest.list_user_checkpoints(limit=1, offset=1).result()
+    page = rest_client.list_user_checkpoints(limit=1, offset=1).result()
     assert [each.tinker_path for each in page.checkpoints] == [path]
     assert page.cursor.total_count == before + 2
 
-    run = rest.get_training_run_by_tinker_path(path).result()
-    assert run in rest.list_training_runs().result().training_runs
+    run = rest_client.get_training_run_by_tinker_path(path).result()
+    assert run in rest_client.list_training_runs().result().training_runs
     assert (run.training_run_id, run.base_model, run.lora_rank) == (client.model_id, str(model), 4)
     assert run.last_checkpoint == training
     assert run.last_sampler_checkpoint == sampler
-    info = rest.get_weights_info_by_tinker_path(path).result()
+    info = rest_client.get_weights_info_by_tinker_path(path).result()
     assert (info.base_model, info.lora_rank, info.train_unembed) == (str(model), 4, False)
-    session = rest.get_session(client.model_id.partition(":")[0]).result()
+    session = rest_client.get_session(client.model_id.partition(":")[0]).result()
     assert client.model_id in session.training_run_ids
     assert len(session.sampler_ids) == 1
 
 
 def test_a_deleted_or_expired_checkpoint_is_gone_and_its_name_is_free(
-    service: Any, rest: Any, model: Path, state: Path
+    service: Any, rest_client: Any, model: Path, state: Path
 ) -> None:
     client = trained_client(service, model, steps=1)
     paths = [client.save_state(name).result().path for name in ("kept", "deleted", "expired")]
-    rest.delete_checkpoint_from_tinker_path(paths[1]).result()
-    rest.set_checkpoint_ttl_from_tinker_path(paths[2], 0).result()
-    left = rest.list_checkpoints(client.model_id).result().checkpoints
+    rest_client.delete_checkpoint_from_tinker_path(paths[1]).result()
+    rest_client.set_checkpoint_ttl_from_tinker_path(paths[2], 0).result()
+    left = rest_client.list_checkpoints(client.model_id).result().checkpoints
     assert [each.tinker_path for each in left] == paths[:1]
     assert not (state / client.model_id / "weights" / "deleted").exists()
     for path in paths[1:]:
         with pytest.raises(tinker.BadRequestError, match="there is no checkpoint"):
             service.create_training_client_from_state(path).result()
         with pytest.raises(tinker.NotFoundError):
-            rest.delete_checkpoint_from_tinker_path(path).result()
+            rest_client.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.BadRequestError, match="name the checkpoint as weights/NAME"):
-        rest.delete_checkpoint(client.model_id, "kept").result()
+        rest_client.delete_checkpoint(client.model_id, "kept").result()
     assert client.save_state("expired").result().path == paths[2]
 
 

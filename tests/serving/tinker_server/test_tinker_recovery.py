@@ -1,4 +1,4 @@
-"""The server is killed at any moment, and the real SDK goes on with the next one."""
+"""Tests that the real SDK continues with the next server after a kill at any moment."""
 
 import contextlib
 import os
@@ -101,7 +101,7 @@ def train(client: Any, steps: int) -> list[float]:
     return [output.result().metrics["loss:sum"] for output in outputs]
 
 
-def test_training_goes_on_over_kills_as_if_there_were_none(
+def test_training_continues_over_kills_as_if_there_were_none(
     mortal: MortalServer, model: Path
 ) -> None:
     service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
@@ -249,7 +249,7 @@ def test_a_restart_neither_needs_nor_restores_a_checkpoint_that_was_deleted(
     mortal: MortalServer, model: Path
 ) -> None:
     service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
-    rest = tinker.RestClient(base_url=mortal.url, api_key="tml-anybody")
+    rest_client = tinker.RestClient(base_url=mortal.url, api_key="tml-anybody")
     first = service.create_lora_training_client(base_model=str(model), rank=4, seed=7).result()
     train(first, steps=1)
     path = first.save_state("kept").result().path
@@ -257,11 +257,11 @@ def test_a_restart_neither_needs_nor_restores_a_checkpoint_that_was_deleted(
     second = service.create_lora_training_client(base_model=str(model), rank=4).result()
     second.load_state_with_optimizer(path).result()
     for each in (path, sampler_path):
-        rest.delete_checkpoint_from_tinker_path(each).result()
+        rest_client.delete_checkpoint_from_tinker_path(each).result()
     mortal.kill()
     mortal.start()
     assert train(second, steps=2) == train(first, steps=2)
-    assert rest.list_checkpoints(first.model_id).result().checkpoints == []
+    assert rest_client.list_checkpoints(first.model_id).result().checkpoints == []
     with pytest.raises(tinker.BadRequestError, match="there is no checkpoint"):
         service.create_training_client_from_state(path).result()
     assert first.save_state("kept").result().path == path  # a later request may have the name

@@ -31,7 +31,7 @@ GREEDY = {"max_tokens": 6, "temperature": 0.0, "logprobs": 0, "ignore_eos": True
 
 
 class Calls:
-    """A client whose methods are counted as they are looked up."""
+    """A client that counts accesses to its methods."""
 
     def __init__(self, url: str, **fields: Any) -> None:
         self._client = RemoteInferenceClient(
@@ -64,7 +64,7 @@ async def refusal(call: Awaitable[Any]) -> list[Any]:
 
 
 def ipc_chunk() -> dict[str, Any]:
-    """Return a chunk as SkyRL's sender makes it, of a handle that no GPU knows."""
+    """Return a chunk as SkyRL's sender makes it, of a handle that is valid on no GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     fields = (torch.Tensor, torch.Size([6]), (1,), 0, torch.storage.TypedStorage, torch.float32, 0)

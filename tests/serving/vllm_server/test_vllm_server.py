@@ -41,7 +41,7 @@ def test_the_server_says_what_it_is_as_vllm_does(client: Client) -> None:
     assert {"/pause", "/update_weights", "/inference/v1/generate"} <= paths.keys()
 
 
-def test_texts_and_conversations_are_told_as_tokens_and_back(client: Client) -> None:
+def test_texts_and_conversations_are_tokenised_and_decoded(client: Client) -> None:
     reported = client.post("/tokenize", {"prompt": "hi", "return_token_strs": True})
     assert reported["token_strs"] == ["h", "i"]
     assert (reported["count"], reported["max_model_len"]) == (2, CONTEXT_TOKENS_MAX)
@@ -121,7 +121,7 @@ def test_an_answer_to_tokens_has_vllms_fields(client: Client) -> None:
     assert [c["token_ids"] for c in again["choices"]] == [one["token_ids"], two["token_ids"]]
 
 
-def test_a_stop_token_or_string_is_named_and_left_out_of_the_text(client: Client) -> None:
+def test_a_stop_token_or_string_is_named_and_is_not_in_the_text(client: Client) -> None:
     drawn = {"max_tokens": 8, "seed": 3, "ignore_eos": True, "skip_special_tokens": False}
     ids = client.generate(token_ids=PROMPT, sampling_params=drawn)["choices"][0]["token_ids"]
     stop = next(i for i in ids[1:] if i != ids[0])

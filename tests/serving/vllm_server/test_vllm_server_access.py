@@ -36,7 +36,7 @@ BODIES: dict[str, Any] = {
 
 @pytest.fixture
 def stranger(server: tidegate.VLLMServer) -> Iterator[httpx.Client]:
-    """A client that knows no token."""
+    """A client without a token."""
     with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
         yield http
 
@@ -116,7 +116,7 @@ def test_without_a_control_token_trainers_that_know_none_are_served(model: Path)
         assert answer.status_code == 403
 
 
-def test_a_control_token_that_could_be_guessed_is_refused(model: Path) -> None:
+def test_a_control_token_that_is_too_short_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="could be guessed"):
         tidegate.vllm_server(model=model, control_token="short")
 
@@ -124,7 +124,7 @@ def test_a_control_token_that_could_be_guessed_is_refused(model: Path) -> None:
 # ---------------------------------------------------------------- paths of files
 
 
-def test_files_outside_the_named_directories_are_never_read_and_nobody_learns_of_them(
+def test_files_outside_the_named_directories_are_never_read_nor_revealed(
     client: Client, model: Path, tmp_path: Path
 ) -> None:
     there, missing = tmp_path / "there", tmp_path / "missing"
@@ -136,7 +136,7 @@ def test_files_outside_the_named_directories_are_never_read_and_nobody_learns_of
     up = model / ".." / ".." / there.relative_to(tmp_path.parent.parent)
 
     def reported(path: Path | str) -> list[tuple[int, str]]:
-        """What each path says, with the name of the file left out."""
+        """The text of each path's answer, without the name of the file."""
         client.post("/start_weight_update")
         asked = [
             ("/update_weights", {"update_info": {"path": str(path)}}),
@@ -237,7 +237,7 @@ def test_a_small_request_for_a_large_answer_is_refused_by_the_limits_name(
     assert (reported["code"], reported["param"]) == (400, param)
 
 
-def test_as_many_log_probs_as_the_server_was_started_with_are_told(client: Client) -> None:
+def test_as_many_log_probs_as_the_server_was_started_with_are_reported(client: Client) -> None:
     body = {"prompt": [30, 41], "max_tokens": 2, "logprobs": 20, "ignore_eos": True}
     (choice,) = client.post("/v1/completions", body)["choices"]
     assert len(choice["logprobs"]["token_logprobs"]) == 2
@@ -281,7 +281,7 @@ def test_a_large_answer_is_that_of_a_small_one(
     assert asked() == small
 
 
-def test_the_longest_block_of_the_loop_is_told(client: Client) -> None:
+def test_the_longest_block_of_the_loop_is_reported(client: Client) -> None:
     lines = client.http.get("/metrics").text.splitlines()
     (line,) = [one for one in lines if one.startswith("tidegate_event_loop_longest_block_seconds{")]
     assert float(line.split()[-1]) >= 0

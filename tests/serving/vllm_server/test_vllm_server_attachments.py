@@ -48,7 +48,7 @@ def test_answers_have_experts_of_all_positions_but_the_last_and_each_tokens_kept
         later = greedy | {"routed_experts_prompt_start": 3}
         asked = {"token_ids": PROMPT, "sampling_params": greedy}
         [npy] = client.generate(**asked)["choices"]
-        [rest] = client.generate(**asked | {"sampling_params": later})["choices"]
+        [later_rollout] = client.generate(**asked | {"sampling_params": later})["choices"]
         raw = http.post("/skyrl/v1/generate", json=asked | {"sampling_params": later}).content
 
     tokens = len(PROMPT) + 6
@@ -68,15 +68,15 @@ def test_answers_have_experts_of_all_positions_but_the_last_and_each_tokens_kept
     assert experts_of(chunks[-1]).shape[0] == tokens - 1
     assert [len(ids) for chunk in chunks for ids in chunk["sampling_mask"]] == [4] * 6
 
-    assert np.array_equal(experts_of(rest), experts_of(npy)[3:])
-    # SkyRL's client looks for these bytes, before it reads the JSON.
+    assert np.array_equal(experts_of(later_rollout), experts_of(npy)[3:])
+    # SkyRL's client searches for these bytes, before it reads the JSON.
     assert raw.count(b'"routed_experts":{"data":"') == 1
     [packed] = json.loads(raw)["choices"]
     assert packed["token_ids"] == npy["token_ids"]
     envelope = packed["routed_experts"]
     data = np.frombuffer(base64.b64decode(envelope["data"]), envelope["dtype"])
     assert envelope["dtype"] == "uint8"
-    assert np.array_equal(data.reshape(envelope["shape"]), experts_of(rest))
+    assert np.array_equal(data.reshape(envelope["shape"]), experts_of(later_rollout))
 
 
 def test_skyrls_route_says_which_flag_is_missing(tmp_path: Path) -> None:

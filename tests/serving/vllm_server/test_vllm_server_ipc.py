@@ -155,7 +155,7 @@ def test_the_handles_of_ten_thousand_tensors_are_read_of_every_protocol(protocol
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
-def test_without_cuda_a_trainer_is_told_so_as_it_comes() -> None:
+def test_without_cuda_a_trainer_gets_an_error_as_it_connects() -> None:
     receiver = IpcUpdateReceiver()
     with pytest.raises(ApiError, match="--weight-transfer gloo or disk") as reported:
         receiver.connect({"packed": True})

@@ -273,7 +273,7 @@ def test_tensors_that_cant_be_are_refused(wrong: dict[str, Any], why: str) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
-def test_without_cuda_the_trainer_is_told_what_to_start_the_server_with(
+def test_without_cuda_the_trainer_gets_the_option_to_start_the_server_with(
     identity: ncclUniqueId,
 ) -> None:
     with pytest.raises(ApiError, match="--weight-transfer gloo") as reported:
@@ -299,7 +299,7 @@ sys.stdin.read()
     "TIDEGATE_VLLM_PYTHON" not in os.environ,
     reason="TIDEGATE_VLLM_PYTHON must name a Python with vLLM: `make test-vllm`",
 )
-def test_the_id_that_vllms_own_group_tells_is_read() -> None:
+def test_the_id_that_vllms_own_group_stores_is_read() -> None:
     import socket
 
     with socket.socket() as free:

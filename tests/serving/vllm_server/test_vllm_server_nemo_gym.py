@@ -84,8 +84,8 @@ def test_a_turns_tokens_stay_as_they_were_sampled_whatever_its_message_is_tokeni
         messages, fields = [*QUESTION, plain, MORE], {"required_prefix_token_ids": sampled}
     else:
         messages, fields = [*QUESTION, first | plain, MORE], {}
-    rest = gym.prompt([MORE])
-    tail = [stop, *client.post("/tokenize", {"prompt": "\n"})["tokens"], *rest]
+    prompt_ids = gym.prompt([MORE])
+    tail = [stop, *client.post("/tokenize", {"prompt": "\n"})["tokens"], *prompt_ids]
     expected = [*sampled[: len(sampled) - stops], *tail]
     assert gym.prompt(messages, **fields) == expected
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, **fields}
@@ -116,7 +116,7 @@ def test_a_prefix_that_cannot_be_honoured_is_refused(client: Client, token: int)
 
 
 def test_an_answer_to_a_prompt_that_is_too_long_names_the_context_length(client: Client) -> None:
-    # By these words its server tells a full context from other refusals.
+    # Its server distinguishes a full context from other refusals by this text.
     long = [{"role": "user", "content": "word " * 2000}]
     refused = client.refusal(CHAT, {"messages": long, **CAPTURE})
     assert refused["code"] == 400

@@ -121,7 +121,7 @@ def test_a_request_that_is_kept_continues_under_the_new_weights(
     assert (old["start"], old["end"], new["end"]) == (0, new["start"], CONTEXT_TOKENS_MAX - 4)
     said = [(one["token_id"], one["logprob"]) for one in choice["logprobs"]["content"]]
     assert differs(said[: old["end"]], models[0]) < 1e-3
-    # With the cache cleared the new weights have read all of it; else they go on from old KV.
+    # With the cache cleared the new weights have read all of it; else they continue from old KV.
     is_recomputed = differs(said, models[1], start=new["start"]) < 1e-3
     assert is_recomputed == (clears != "false")
 
@@ -145,7 +145,7 @@ def test_skyrls_phases_bring_new_weights_by_collective_rpc(
         assert client.refusal("/collective_rpc", body)["code"] == code
 
 
-def test_a_trainer_of_nccl_or_ipc_is_told_that_this_server_takes_weights_by_another_way(
+def test_a_trainer_of_nccl_or_ipc_gets_an_error_that_names_this_servers_transfer(
     client: Client,
 ) -> None:
     where = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
@@ -243,7 +243,7 @@ def test_weights_are_reloaded_from_a_directory_and_named_later(
     assert client.refusal("/collective_rpc", {"method": "shutdown"})["code"] == 501
 
 
-def test_checksums_tell_sets_of_weights_apart(client: Client, models: list[Path]) -> None:
+def test_checksums_distinguish_sets_of_weights(client: Client, models: list[Path]) -> None:
     before = client.post("/weight_checker", {"action": "checksum"})["checksums"]
     assert "dp0:pp0:pcp0:tp0:model.norm.weight" in before
     same = {"action": "compare", "baseline": before}
@@ -339,8 +339,8 @@ def test_a_server_ends_while_it_waits_for_a_trainer_that_never_comes(models: lis
     before = set(threading.enumerate())
     with tidegate.vllm_server(model=models[0], weight_transfer="gloo") as server:
         client = Client(server)
-        nobody = {"master_address": "127.0.0.1", "master_port": _free_port()}
-        body = {"init_info": {**nobody, "rank_offset": 1, "world_size": 2}}
+        unreachable = {"master_address": "127.0.0.1", "master_port": _free_port()}
+        body = {"init_info": {**unreachable, "rank_offset": 1, "world_size": 2}}
 
         def ask() -> None:
             with contextlib.suppress(httpx.HTTPError):

@@ -30,7 +30,7 @@ class _Anything(type):
 
 
 def _anything(name: str) -> _Anything:
-    if name.startswith("__"):  # whoever asks for these wants to know that they aren't there
+    if name.startswith("__"):  # callers of these test whether they are present
         raise AttributeError(name)
 
     def construct(self: object, *args: object, **options: object) -> None:

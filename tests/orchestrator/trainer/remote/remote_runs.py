@@ -1,4 +1,4 @@
-"""How tests have a run listen, and trainers come to it: in threads, and in processes."""
+"""Helpers that start a listening run, and connect trainers to it, in threads and in processes."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,8 @@ def joined(run: tidegate.Rollouts, address: str, **options: Any) -> tidegate.Syn
 
 
 async def refused(run: tidegate.Rollouts, address: str, **who: int) -> None:
-    """Be told why not. It is asked again until the time is up, so that is short if it can be."""
+    """Return the reason for a refusal. The request is repeated until the time is up, so that is
+    short if it can be."""
     late = joined(run, address, connect_timeout_s=2.0, **who)
     try:
         await asyncio.to_thread(late.__enter__)
@@ -90,7 +91,7 @@ class Trainer:
 def trained(
     run: tidegate.Rollouts, address: str, model: Path, **who: Any
 ) -> tuple[list[tidegate.Batch], list[int]]:
-    """What a rank got, and the versions it was told."""
+    """What a rank received, and the versions that were announced to it."""
     batches, versions = [], []
     with joined(run, address, **who) as rollouts:
         for batch in rollouts.batches():

@@ -27,7 +27,7 @@ async def test_a_request_that_comes_twice_is_done_once_and_what_was_lost_is_aske
     idle, other_end = os.pipe()
     dealer = TrainerDealer(address, identity=b"by hand", keys=keys)
 
-    async def heard(*messages: Any) -> Any:
+    async def answer_to(*messages: Any) -> Any:
         for message in messages:
             dealer.send((wire.encode(message),))
         frames = dealer.receive()
@@ -42,23 +42,25 @@ async def test_a_request_that_comes_twice_is_done_once_and_what_was_lost_is_aske
     pause = wire.RequestEnvelope(request_id=2, request=wire.ControlRun(action="resume"))
     try:
         async with listening(run, address):
-            welcome = await heard(join)
-            first = await heard(pause)
-            again = await heard(pause)
-            on_asking = await heard(
+            welcome = await answer_to(join)
+            first = await answer_to(pause)
+            again = await answer_to(pause)
+            on_asking = await answer_to(
                 wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[2, 3])
             )
-            missing = await heard()
-            settled = await heard(wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[3]))
-            ignored = await heard(
+            missing = await answer_to()
+            settled = await answer_to(
+                wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[3])
+            )
+            ignored = await answer_to(
                 pause, wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[])
             )
-            stranger = await heard(
+            stranger = await answer_to(
                 wire.LeaveRun(is_done=False),
                 wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[]),
             )
             dealer.send((b"garbage",))
-            complaint = await heard()
+            complaint = await answer_to()
     finally:
         dealer.close()
         os.close(idle)

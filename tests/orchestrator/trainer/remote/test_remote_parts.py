@@ -129,7 +129,7 @@ def test_a_rank_is_its_process_own_until_that_is_silent_or_leaves() -> None:
     assert not ranks.join(b"d", 1, 2, now_s=7.0)
 
 
-def test_another_world_begins_once_all_of_the_one_before_are_gone() -> None:
+def test_another_world_size_is_accepted_once_all_earlier_ranks_are_gone() -> None:
     ranks = RankRegistry()
     ranks.join(b"a", 0, 2, now_s=0.0)
     ranks.join(b"b", 1, 2, now_s=0.0)
@@ -168,7 +168,7 @@ def test_a_new_process_continues_with_the_batch_that_the_one_before_had_not_done
     progress.set_consumed(0, 1)
     assert progress.join(0, None) == 1
     progress.add_batch(batch_of(2, number=2))
-    progress.begin(2)  # another world
+    progress.begin(2)  # another world size
     assert [progress.join(rank, None) for rank in (0, 1)] == [1, 1]
     progress.published_after(2)
     progress.begin(1)
@@ -208,9 +208,9 @@ def test_batches_are_kept_until_acknowledged_a_few_of_them() -> None:
 def test_a_rank_that_cant_be_is_refused_before_any_run_is_waited_for(
     rank: int, world_size: int
 ) -> None:
-    nobody = tidegate.connect_sync("ipc:///nobody/there", rank=rank, world_size=world_size)
+    unconnected = tidegate.connect_sync("ipc:///nobody/there", rank=rank, world_size=world_size)
     with pytest.raises(ConfigError, match=f"rank={rank}, world_size={world_size}"):
-        nobody.__enter__()
+        unconnected.__enter__()
 
 
 async def test_a_rank_is_waited_for_as_long_as_it_may_come_and_named_then() -> None:

@@ -1,4 +1,5 @@
-"""Do the ranks of a trainer share one run, whoever dies, and whatever they leave out?"""
+"""Tests that the ranks of a trainer share one run, whichever rank dies, and whichever rows they
+skip."""
 
 import asyncio
 from pathlib import Path
@@ -44,7 +45,7 @@ async def test_ranks_get_parts_of_the_same_batch_and_publish_once_for_all(
         assert theirs.shard == BatchShard(1, 2, 4, total, theirs.shard.rows)
 
 
-async def test_each_rank_says_which_rows_of_its_part_it_left_out(
+async def test_each_rank_reports_which_rows_of_its_part_it_discarded(
     run: tidegate.Rollouts, model: Path, address: str
 ) -> None:
     async with listening(run, address, tasks=range(2)) as listen:

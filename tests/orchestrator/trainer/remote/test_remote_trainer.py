@@ -60,7 +60,7 @@ async def test_what_a_killed_trainer_had_in_hand_is_given_to_the_next_and_all_is
     assert report.tokens == statistics.ledger.trained > 0
 
 
-# ---------------------------------------------------------------- one face for both
+# ---------------------------------------------------------------- one interface for both
 
 
 async def test_a_remote_run_answers_as_one_in_this_process_does(
@@ -148,7 +148,7 @@ async def test_a_trainer_brings_its_own_tasks_and_weights_in_pieces_to_a_run_on_
     assert scores.version == run.version
 
 
-async def test_what_a_trainers_own_tasks_fail_of_is_told_once_what_had_begun_is_trained(
+async def test_the_error_of_a_trainers_own_tasks_is_raised_once_begun_tasks_are_trained(
     run: tidegate.Rollouts, model: Path, address: str
 ) -> None:
     def broken() -> Iterator[int]:
@@ -252,7 +252,7 @@ async def test_a_run_that_no_trainer_comes_to_says_so(run: tidegate.Rollouts, ad
         )
 
 
-async def test_a_trainer_is_told_when_its_run_ends_and_gives_up_one_that_is_silent(
+async def test_a_trainer_is_notified_when_its_run_ends_and_gives_up_a_silent_one(
     run: tidegate.Rollouts, address: str
 ) -> None:
     is_begun = threading.Event()

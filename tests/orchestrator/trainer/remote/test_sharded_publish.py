@@ -146,7 +146,7 @@ async def published(
     one: tidegate.RemoteRollouts,
     state: dict[str, torch.Tensor],
 ) -> list[int]:
-    """Publish from two ranks, of which the second holds no part, and go on to the next batch."""
+    """Publish from two ranks, of which the second holds no part, and take the next batch."""
     versions = await asyncio.gather(
         zero.publish(state, sharded=True), one.publish({}, sharded=True)
     )
@@ -187,7 +187,7 @@ async def test_a_publish_fails_if_a_rank_is_replaced_meanwhile_and_the_next_one_
         assert await scores(run) == of_parts
 
 
-async def test_a_publish_of_a_rank_alone_fails_once_the_others_go_on_without_it(
+async def test_a_publish_of_a_rank_alone_fails_once_the_others_continue_without_it(
     model: Path, address: str
 ) -> None:
     async with serving(model, engines=1) as run, two_ranks(run, address) as (zero, one):

@@ -24,7 +24,7 @@ def add(a: int, b: list[int]) -> str:
 
 
 async def main(base_url: str, api_key: str, api: str = "chat") -> str:
-    set_tracing_disabled(True)  # it would tell OpenAI of what happens here
+    set_tracing_disabled(True)  # it would report this run to OpenAI
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         kind = OpenAIResponsesModel if api == "responses" else OpenAIChatCompletionsModel
         model = kind("policy", openai_client=client)
