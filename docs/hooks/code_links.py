@@ -2,7 +2,7 @@
 
 Pages link to files outside docs/ by relative paths, which work in a clone. ``mkdocs.yml`` loads
 this hook, which adds a page ``code/PATH`` for each such file and points the links there.
-tests/test_docs_site.py checks that no link is left out.
+tests/test_docs_site.py checks that no link is omitted.
 """
 
 import os.path
