@@ -173,18 +173,18 @@ def measure(
 ) -> Iterator[Row]:
     """Run the rounds; discard the first as a warm-up."""
     kind, _, address = url.partition("+")
-    asked = requests(SHAPES["small"], options.requests)
+    workload = requests(SHAPES["small"], options.requests)
     ways: dict[str, Callable[[], Coroutine[Any, Any, float]]] = {
-        "tidegate": lambda: through_tidegate(url, model, asked, options.concurrent),
-        "whole": lambda: directly(kind, address, asked, options.concurrent, is_streamed=False),
-        "streamed": lambda: directly(kind, address, asked, options.concurrent, is_streamed=True),
+        "tidegate": lambda: through_tidegate(url, model, workload, options.concurrent),
+        "whole": lambda: directly(kind, address, workload, options.concurrent, is_streamed=False),
+        "streamed": lambda: directly(kind, address, workload, options.concurrent, is_streamed=True),
     }
     rounds: list[dict[str, Round]] = []
     for number in range(options.rounds + 1):
         order = WAYS[number % 3 :] + WAYS[: number % 3]
         rounds.append({way: one_round(ways[way], address, session) for way in order})
     del rounds[0]
-    tokens = sum(request.output_tokens for request in asked)
+    tokens = sum(request.output_tokens for request in workload)
     yield from rows(rounds, kind, tokens, options.concurrent)
 
 
@@ -244,14 +244,16 @@ def steps(address: str) -> int:
     return int(sum(map(float, counts)))
 
 
-async def through_tidegate(url: str, model: Path, asked: list[Request], concurrent: int) -> float:
+async def through_tidegate(
+    url: str, model: Path, workload: list[Request], concurrent: int
+) -> float:
     """Return the seconds from the first turn's submission to the last turn's end, in one batch."""
     begun_s: list[float] = []
     ended_s: list[float] = []
     gate = asyncio.Semaphore(concurrent)
 
     async def episode(episode: tidegate.Episode, task: int) -> float:
-        request = asked[task]
+        request = workload[task]
         episode.append(request.prompt)
         async with gate:
             begun_s.append(time.perf_counter())
@@ -264,17 +266,17 @@ async def through_tidegate(url: str, model: Path, asked: list[Request], concurre
         model=model,
         engine_urls=[url],
         group_size=1,
-        groups_per_batch=len(asked),
+        groups_per_batch=len(workload),
         max_staleness=0,
         temperature=1.0,
     ) as rollouts:
-        async for _ in rollouts.batches(iter(range(len(asked))), episode=episode):
+        async for _ in rollouts.batches(iter(range(len(workload))), episode=episode):
             break
     return max(ended_s) - min(begun_s)
 
 
 async def directly(
-    kind: str, address: str, asked: list[Request], concurrent: int, *, is_streamed: bool
+    kind: str, address: str, workload: list[Request], concurrent: int, *, is_streamed: bool
 ) -> float:
     """Return the seconds from the first request to the last answer read and decoded."""
     import aiohttp
@@ -283,7 +285,7 @@ async def directly(
     salt = secrets.token_hex(8)
     gate = asyncio.Semaphore(concurrent)
 
-    async def ask(session: aiohttp.ClientSession, request: Request) -> None:
+    async def send(session: aiohttp.ClientSession, request: Request) -> None:
         body = msgspec.json.encode(body_of(request, salt) | {"stream": is_streamed})
         headers = {"Content-Type": "application/json"}
         async with gate, session.post(address + path, data=body, headers=headers) as response:
@@ -303,7 +305,7 @@ async def directly(
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=unhurried) as session:
         begun_s = time.perf_counter()
-        await asyncio.gather(*(ask(session, request) for request in asked))
+        await asyncio.gather(*(send(session, request) for request in workload))
         return time.perf_counter() - begun_s
 
 

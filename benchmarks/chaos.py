@@ -247,7 +247,11 @@ def rows(chaos: Chaos, ended_well: bool) -> list[Row]:
     return [
         *results,
         Row("batches", len(trained), "batches"),
-        Row("batches_trained_again", received - len(trained), "batches, in lives that were lost"),
+        Row(
+            "batches_trained_again",
+            received - len(trained),
+            "batches, by processes that were killed",
+        ),
         *check_tasks(trained),
         *check_ledger(trained, result),
         *check_staleness(trained),

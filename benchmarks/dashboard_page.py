@@ -28,7 +28,7 @@ from benchmarks.orchestrator.subject import WEIGHTS, settings_for, solve, wait_f
 from benchmarks.table import Row, compared, show
 
 BATCHES = 5
-LOOKS = 25
+PAGE_VIEWS = 25
 """Number of updates to wait for; one arrives each second."""
 MEMORY_MAX_MB = 200.0
 UPDATE_MAX_S = 1.0
@@ -59,10 +59,10 @@ def shared_out_mb(pid: int) -> float:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
-    raise RuntimeError(f"the system doesn't tell the memory of process {pid}")
+    raise RuntimeError(f"the system doesn't report the memory of process {pid}")
 
 
-def look(url: str) -> None:
+def view_page(url: str) -> None:
     """Run the browser; print a line of figures for each update."""
     from playwright.sync_api import sync_playwright
 
@@ -75,7 +75,7 @@ def look(url: str) -> None:
         devtools.send("Performance.enable")
         empty_mb = renderer_mb(os.getpid())
         page.goto(url)
-        for _ in range(LOOKS):
+        for _ in range(PAGE_VIEWS):
             seen = int(page.evaluate("Number(document.body.dataset.frames ?? 0)"))
             page.wait_for_function(NEXT_UPDATE, arg=seen, timeout=UPDATE_TIMEOUT_MS)
             metrics = devtools.send("Performance.getMetrics")["metrics"]
@@ -94,7 +94,7 @@ def look(url: str) -> None:
         browser.close()
 
 
-def looked_at() -> list[dict[str, Any]]:
+def measured_views() -> list[dict[str, Any]]:
     """Return the browser's figures for a full run."""
     work = work_of("full")
     with (
@@ -105,19 +105,19 @@ def looked_at() -> list[dict[str, Any]]:
         batches = rollouts.batches(itertools.count(), episode=solve)
         next(batches)
         rollouts.publish(WEIGHTS)
-        command = [sys.executable, "-m", "benchmarks.dashboard_page", "--look"]
+        command = [sys.executable, "-m", "benchmarks.dashboard_page", "--view-page"]
         viewer = subprocess.Popen(
             [*command, str(rollouts.dashboard_url)], stdout=subprocess.PIPE, text=True
         )
         for _ in itertools.islice(batches, BATCHES):
             rollouts.publish(WEIGHTS)
-        said, _ = viewer.communicate(timeout=300)  # the run keeps going meanwhile
-        return [json.loads(line) for line in said.splitlines()]
+        output, _ = viewer.communicate(timeout=300)  # the run keeps going meanwhile
+        return [json.loads(line) for line in output.splitlines()]
 
 
 def rows() -> Iterator[Row]:
     """Return all lines of the table. The first updates, while the page loads, are skipped."""
-    found = looked_at()[2:]
+    found = measured_views()[2:]
     if len(found) < 2:
         raise SystemExit("the browser saw too few updates: does TIDEGATE_CHROMIUM name one?")
     pairs = list(itertools.pairwise(found))
@@ -137,10 +137,10 @@ def main() -> None:
     """Measure, or run as the browser process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--look", metavar="URL", help="be the one who looks, at this page")
+    parser.add_argument("--view-page", metavar="URL", help="run the browser process, on this page")
     options = parser.parse_args()
-    if options.look:
-        look(options.look)
+    if options.view_page:
+        view_page(options.view_page)
     else:
         show(rows(), as_json=options.json)
 

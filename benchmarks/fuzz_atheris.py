@@ -42,7 +42,7 @@ class Target:
         self._frames += 1
         if self._frames % FRAMES_PER_FLEET == 0:
             self._fleet = FuzzedFleet(seed=0)
-        self._fleet.hear(b"healthy", frame)
+        self._fleet.receive(b"healthy", frame)
 
 
 def mutate(frame: bytes, bytes_max: int, seed: int) -> bytes:

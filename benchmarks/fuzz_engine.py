@@ -100,7 +100,7 @@ class FuzzedEngine:
         self._send(frame)
         if self.frames % 50 == 0:
             self._send(encode(Resume()))
-            self._hear()
+            self._receive()
         if self._sent - self._read > FRAMES_AHEAD_MAX:
             self.settle()
         return frame
@@ -109,7 +109,7 @@ class FuzzedEngine:
         """Wait until the engine has read all frames; restart it if it has ended."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while self._thread.is_alive() and self._read < self._sent:
-            self._hear()
+            self._receive()
             if time.monotonic() > deadline_s:
                 raise AssertionError(f"the engine has read {self._read} of {self._sent} frames")
             self._router.poll(1)
@@ -122,7 +122,7 @@ class FuzzedEngine:
         self._submit(4_000_000_000)
         deadline_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline_s:
-            for message in self._hear():
+            for message in self._receive():
                 if isinstance(message, Step) and 4_000_000_000 in array("I", message.turns):
                     return True
             self._router.poll(10)
@@ -150,17 +150,17 @@ class FuzzedEngine:
         sampling = SamplingParams(max_tokens=2)
         self._send(encode(SubmitTurn(turn=turn, token_ids=prompt, sampling=sampling)))
 
-    def _hear(self) -> list[FromEngine]:
+    def _receive(self) -> list[FromEngine]:
         """Read the engine's messages; welcome it, and acknowledge its steps."""
-        heard: list[FromEngine] = []
+        received: list[FromEngine] = []
         while self._router.poll(0):
             peer, *frames = self._router.recv_multipart()
             if peer != self._name:  # last messages of a previous engine
                 continue
             message = decode_from_engine(frames[0])
-            heard.append(message)
+            received.append(message)
             self._answer(message)
-        return heard
+        return received
 
     def _answer(self, message: FromEngine) -> None:
         reply: Message | None = None
@@ -197,7 +197,7 @@ class FuzzedEngine:
         self._thread = threading.Thread(target=self._live, name=self._name.decode())
         self._thread.start()
         deadline_s = time.monotonic() + TIMEOUT_S
-        while not any(isinstance(message, Hello) for message in self._hear()):
+        while not any(isinstance(message, Hello) for message in self._receive()):
             if time.monotonic() > deadline_s:
                 raise AssertionError("the engine does not say hello")
             self._router.poll(10)
@@ -214,7 +214,7 @@ class FuzzedEngine:
         self._send(encode(Shutdown()))
         self._thread.join(TIMEOUT_S)
         if self._thread.is_alive():
-            raise AssertionError("the engine doesn't end when it is told to")
+            raise AssertionError("the engine doesn't end at a Shutdown")
         if not self._staging._thread.is_alive():
             self.failures.append("the thread that stages weights has died")
         self._staging.close()

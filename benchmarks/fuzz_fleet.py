@@ -83,7 +83,7 @@ class FuzzedFleet:
             vocab_size = self._bad.vocab_size + (self._chance.random() < 0.9)
             stranger = LiveState(engine=peer.decode(), vocab_size=vocab_size)
             frame = encode(hello_of(stranger))
-        self.hear(peer, frame)
+        self.receive(peer, frame)
         if self.frames % FRAMES_PER_HEALTHY_STEP == 0:
             self._answer_turns()
         if self.frames % FRAMES_PER_CHECK == 0:
@@ -100,7 +100,7 @@ class FuzzedFleet:
 
     # ------------------------------------------------------------ stand-in for the scheduler
 
-    def hear(self, peer: bytes, frame: bytes) -> int:
+    def receive(self, peer: bytes, frame: bytes) -> int:
         """Process one frame and its commands; return the number of steps accepted."""
         steps = 0
         for item in self.fleet.receive([(peer, frame)], self._now_s):
@@ -166,7 +166,7 @@ class FuzzedFleet:
 
     def _join(self, state: LiveState) -> None:
         state.seq, state.turns = 0, []
-        self.hear(state.engine.encode(), encode(hello_of(state, self.fleet.newest_version)))
+        self.receive(state.engine.encode(), encode(hello_of(state, self.fleet.newest_version)))
 
     def _answer_turns(self) -> None:
         """Let the healthy engine end all of its turns."""
@@ -174,7 +174,7 @@ class FuzzedFleet:
         self.healthy_steps += 1
         self.healthy_tokens += len(self._healthy.turns)
         self._healthy.turns = []
-        if self.hear(b"healthy", encode(step)) != 1:
+        if self.receive(b"healthy", encode(step)) != 1:
             raise AssertionError(f"the healthy engine's step {step.seq} was not taken in")
         self._do_all(self.fleet.tick(self._now_s))
         self.fleet.take_acks()

@@ -176,11 +176,11 @@ class FixedEngine:
 
     async def park(self, rollout: Rollout) -> None:
         """Not used here."""
-        raise AssertionError("nobody waits for newer weights here")
+        raise AssertionError("no agent waits for newer weights here")
 
-    async def score(self, rollout: Rollout, asked: object) -> NoReturn:
+    async def score(self, rollout: Rollout, queries: object) -> NoReturn:
         """Not used here."""
-        raise AssertionError("nobody has tokens scored here")
+        raise AssertionError("no agent requests scores here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Create another row."""
@@ -205,18 +205,18 @@ class Client:
             self._streams = await asyncio.open_connection("127.0.0.1", self.port)
         reader, writer = self._streams
         writer.write(head_of(path, key, len(body)) + body)
-        answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        status = int(answer.split(" ", 2)[1])
-        if "content-length: " in answer:
-            length = int(answer.split("content-length: ")[1].split("\r\n")[0])
-            said = await reader.readexactly(length)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        status = int(head.split(" ", 2)[1])
+        if "content-length: " in head:
+            length = int(head.split("content-length: ")[1].split("\r\n")[0])
+            answer = await reader.readexactly(length)
         else:
-            said = await reader.readuntil(b"\r\n0\r\n\r\n")
-        if "connection: close" in answer:
+            answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+        if "connection: close" in head:
             self.close()
-        return status, said
+        return status, answer
 
-    async def say(self, raw: bytes) -> bytes:
+    async def send_raw(self, raw: bytes) -> bytes:
         """Send arbitrary bytes over a new connection, and read to the end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
@@ -228,7 +228,7 @@ class Client:
         finally:
             writer.close()
 
-    async def say_half(self, raw: bytes) -> None:
+    async def send_half(self, raw: bytes) -> None:
         """Send part of a request, and leave its connection open for a while."""
         _, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(raw)
@@ -332,7 +332,7 @@ class FuzzedGateway:
                 each(done)
                 done += 1
                 await self._send(client, endpoint)
-            await self._ask_properly(client, endpoint)
+            await self._send_valid_request(client, endpoint)
             return 0.0
 
         play = gateway.episode(agent)
@@ -358,24 +358,26 @@ class FuzzedGateway:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 if kind < 0.05:
                     body = self._body(right)
-                    await client.say(self._garbled(f"POST {path} HTTP/1.1\r\n\r\n".encode() + body))
+                    await client.send_raw(
+                        self._garbled(f"POST {path} HTTP/1.1\r\n\r\n".encode() + body)
+                    )
                     self.refused += 1
                     return
                 if kind < 0.05 + HALF_SHARE:
                     body = self._body(right)
                     whole = head_of(path, key, len(body)) + body
-                    await client.say_half(whole[: self.chance.randrange(len(whole) + 1)])
+                    await client.send_half(whole[: self.chance.randrange(len(whole) + 1)])
                     self.refused += 1
                     return
                 if kind < 0.05 + 2 * HALF_SHARE:
                     body = oversized_head(self.chance, path, key)
-                    await client.say(body)
+                    await client.send_raw(body)
                     self.refused += 1
                     return
                 is_large = self.chance.random() < LARGE_SHARE
                 self.large += is_large
                 body = large_body(self.chance, right, bytes_max) if is_large else self._body(right)
-                status, said = await client.post(path, key, body)
+                status, answer = await client.post(path, key, body)
         except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
             client.close()
             if len(body) <= bytes_max:
@@ -384,14 +386,14 @@ class FuzzedGateway:
             return
         self.refused += 400 <= status < 500
         may_fail = status == 503 or path in MAY_FAIL
-        if (status >= 500 and not may_fail) or (status >= 400 and b'"error"' not in said):
-            self.failures.append(f"{path} {body[:300]!r}: {status} {said[:300]!r}")
+        if (status >= 500 and not may_fail) or (status >= 400 and b'"error"' not in answer):
+            self.failures.append(f"{path} {body[:300]!r}: {status} {answer[:300]!r}")
 
-    async def _ask_properly(self, client: Client, endpoint: Endpoint) -> None:
+    async def _send_valid_request(self, client: Client, endpoint: Endpoint) -> None:
         body = json.dumps({"messages": [{"role": "user", "content": "and now?"}]}).encode()
-        status, said = await client.post("/v1/chat/completions", endpoint.api_key, body)
-        if status != 200 or json.loads(said)["choices"][0]["message"]["content"] != WORDS:
-            self.failures.append(f"a healthy agent was told {status} {said[:300]!r}")
+        status, answer = await client.post("/v1/chat/completions", endpoint.api_key, body)
+        if status != 200 or json.loads(answer)["choices"][0]["message"]["content"] != WORDS:
+            self.failures.append(f"a healthy agent got {status} {answer[:300]!r}")
         self.healthy += 1
 
     # ------------------------------------------------------------ bodies
@@ -464,12 +466,12 @@ class FuzzedServer:
                 path, right = fuzzed.chance.choice(list(SERVER_PATHS.items()))
                 await fuzzed.send(client, path, key, right, SERVER_BODY_BYTES_MAX)
                 if path.startswith("/pause") or number % BODIES_PER_SESSION == 0:
-                    await self._ask_properly(client, key)
-            await self._ask_properly(client, key)
+                    await self._send_valid_request(client, key)
+            await self._send_valid_request(client, key)
         finally:
             client.end()
 
-    async def _ask_properly(self, client: Client, key: str) -> None:
+    async def _send_valid_request(self, client: Client, key: str) -> None:
         body = {"prompt": [3, 4, 5], "max_tokens": 2, "ignore_eos": True}
         path, resuming = "/v1/completions", Client(client.port)
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -478,8 +480,8 @@ class FuzzedServer:
             # A half request for a pause may take effect after the first resume.
             while not (await asyncio.wait({request_of}, timeout=1.0))[0]:
                 await resuming.post("/resume", key, b"")
-            status, said = await request_of
+            status, answer = await request_of
         resuming.close()
-        if status != 200 or json.loads(said)["usage"]["completion_tokens"] != 2:
-            self.fuzzed.failures.append(f"a healthy client was told {status} {said[:300]!r}")
+        if status != 200 or json.loads(answer)["usage"]["completion_tokens"] != 2:
+            self.fuzzed.failures.append(f"a healthy client got {status} {answer[:300]!r}")
         self.fuzzed.healthy += 1

@@ -106,7 +106,7 @@ def subject(kind: str, watched: str) -> dict[str, Any]:
                 viewer.start()
             result = measured(rollouts, warm_up, batches)
             if kind == "full":
-                result |= looked_at(rollouts)
+                result |= measured_reads(rollouts)
             if viewer is not None:
                 viewer.stop()
                 result["updates"] = viewer.updates
@@ -128,22 +128,22 @@ def measured(rollouts: tidegate.SyncRollouts, warm_up: int, batches: int) -> dic
     return {"rollouts": counted, "cpu_s": cpu_s, "wall_s": wall_s}
 
 
-def looked_at(rollouts: tidegate.SyncRollouts) -> dict[str, Any]:
+def measured_reads(rollouts: tidegate.SyncRollouts) -> dict[str, Any]:
     """Measure how long one observation blocks the run's loop, in CPU time of its thread."""
     from tidegate.observability.dashboard.snapshots import group_lines
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
-    def look(scheduler: Scheduler) -> tuple[float, int]:
+    def measure(scheduler: Scheduler) -> tuple[float, int]:
         started_ns = time.thread_time_ns()
         rollouts._handle._statistics_of(scheduler)
         groups = group_lines(scheduler.core)
         taken_ms = (time.thread_time_ns() - started_ns) / 1e6
         return taken_ms, sum(group.rollouts for group in groups)
 
-    looks = [rollouts._handle._read(look) for _ in range(20)]
+    readings = [rollouts._handle._read(measure) for _ in range(20)]
     return {
-        "look_ms": statistics.median(ms for ms, _ in looks),
-        "outstanding": looks[-1][1],
+        "look_ms": statistics.median(ms for ms, _ in readings),
+        "outstanding": readings[-1][1],
     }
 
 

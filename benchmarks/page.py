@@ -110,8 +110,10 @@ def scheduling_table(rows: Rows) -> Iterator[str]:
         cells = []
         for workload in workloads:
             here = [r for r in wanted if (r["policy"], r["workload"]) == (policy, workload)]
-            nearest = min(here, key=lambda row: abs(row["eta"] - 4), default=None)
-            cells.append(f"{nearest['value']:.2f} (η={nearest['eta']})" if nearest else "-")
+            closest_row = min(here, key=lambda row: abs(row["eta"] - 4), default=None)
+            cells.append(
+                f"{closest_row['value']:.2f} (η={closest_row['eta']})" if closest_row else "-"
+            )
         yield f"| {policy} | {' | '.join(cells)} |"
 
 

@@ -41,7 +41,7 @@ class Workload:
     prompt_tokens: int
     turns: int
     turn_tokens: int
-    said_between_tokens: int
+    tokens_per_observation: int
     steps_per_swap: int
     limits: EngineLimits
 
@@ -63,7 +63,7 @@ WORKLOADS = {
         prompt_tokens=24,
         turns=3,
         turn_tokens=5,
-        said_between_tokens=4,
+        tokens_per_observation=4,
         steps_per_swap=60,
         limits=_limits(16, 512),
     ),
@@ -72,7 +72,7 @@ WORKLOADS = {
         prompt_tokens=600,
         turns=3,
         turn_tokens=100,
-        said_between_tokens=50,
+        tokens_per_observation=50,
         steps_per_swap=500,
         limits=_limits(64, 8192),
     ),
@@ -156,8 +156,8 @@ def prefilled_per_sampled(work: Workload, *, shares_prefixes: bool) -> float:
                 del running[handle]
                 session.turns_left -= 1
                 if session.turns_left:
-                    said = chance.geometric(1 / work.said_between_tokens)
-                    session.context += chance.integers(0, VOCAB, said).tolist()
+                    observation_tokens = chance.geometric(1 / work.tokens_per_observation)
+                    session.context += chance.integers(0, VOCAB, observation_tokens).tolist()
                     _submit(engine, session, running, work, chance)
         steps += 1
         if steps % work.steps_per_swap == 0:

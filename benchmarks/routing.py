@@ -41,9 +41,9 @@ class Crowd:
     """A turn table with many running turns, to which one is added as one is removed."""
 
     def __init__(self, policy: RoutingPolicy, engines: int) -> None:
-        self._book = TurnTracker(PlacementRules(routing_policy=policy))
+        self._tracker = TurnTracker(PlacementRules(routing_policy=policy))
         for number in range(engines):
-            self._book.join(EngineJoined(f"engine-{number:04}", 0, 64))
+            self._tracker.join(EngineJoined(f"engine-{number:04}", 0, 64))
         self._running: deque[Rollout] = deque()
         self._sent = 0
         for _ in range(engines * TURNS_PER_ENGINE):
@@ -55,14 +55,14 @@ class Crowd:
         turn = Turn(rollout, SamplingParams(max_tokens=8))
         rollout.turns.append(turn)
         self._running.append(rollout)
-        self._book.submit(turn, rollout.group_id)
+        self._tracker.submit(turn, rollout.group_id)
 
     def us_per_turn(self) -> float:
         """Return the CPU time to send one turn and cancel one."""
         began_s = process_time()
         for _ in range(TURNS):
             self._send()
-            self._book.cancel(self._running.popleft())
+            self._tracker.cancel(self._running.popleft())
         return (process_time() - began_s) / TURNS * 1e6
 
 

@@ -52,14 +52,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Batch:
     """Turns with the same options, and random logits for them."""
 
-    def __init__(self, vocab_size: int, asked: dict[str, Any], askers: int = ROWS) -> None:
+    def __init__(self, vocab_size: int, options: dict[str, Any], askers: int = ROWS) -> None:
         random = np.random.default_rng(0)
         reader = OptionReader(vocab_size=vocab_size, max_running_turns=64)
         ranks = 1 + np.stack([random.permutation(vocab_size) for _ in range(ROWS)])
         self._logits = torch.from_numpy(-1.5 * np.log(ranks)).float()
         self._rows = []
         for seed in range(ROWS):
-            sampling = SamplingParams(**({"max_tokens": 1000} | (asked if seed < askers else {})))
+            sampling = SamplingParams(**({"max_tokens": 1000} | (options if seed < askers else {})))
             tokens = np.zeros(PROMPT_TOKENS + 1000, np.int32)
             known = PROMPT_TOKENS + OUTPUT_TOKENS
             tokens[:known] = random.zipf(1.3, known) % vocab_size
@@ -93,7 +93,7 @@ def _us(work: Callable[[], object]) -> float:
 def rows_of(vocab_size: int) -> Iterator[Row]:
     """Measure all options at one vocabulary size."""
     plain = Batch(vocab_size, {})
-    batches = {name: Batch(vocab_size, asked) for name, asked in OPTIONS.items()}
+    batches = {name: Batch(vocab_size, options) for name, options in OPTIONS.items()}
     batches["penalties_of_1_row"] = Batch(vocab_size, OPTIONS["penalties"], askers=1)
     for name, batch in {"plain": plain, **batches}.items():
         repeats = range(RUNS * (10 if vocab_size < 50_000 else 1))

@@ -52,8 +52,8 @@ class Agents:
     @property
     def limits(self) -> EngineLimits:
         """Limits of the engine."""
-        said = (self.turn_tokens + self.observation_tokens) * self.turns / 2
-        tokens = self.trajectories * (said + self.prompt_tokens / self.group_size)
+        mean_context_tokens = (self.turn_tokens + self.observation_tokens) * self.turns / 2
+        tokens = self.trajectories * (mean_context_tokens + self.prompt_tokens / self.group_size)
         return EngineLimits(
             max_running_turns=self.slots,
             max_step_tokens=1024,
@@ -81,7 +81,7 @@ class Trajectory:
 class Counted:
     """Counters of a run."""
 
-    asked_tokens: int = 0
+    requested_tokens: int = 0
     """Context positions of all turns."""
     ideal_tokens: int = 0
     """Context positions that an infinite cache would have."""
@@ -100,7 +100,7 @@ class Bench:
     """One engine and its agents."""
 
     agents: Agents
-    says_sessions: bool
+    has_sessions: bool
     scheduler: EngineScheduler = field(init=False)
     counted: Counted = field(default_factory=Counted)
 
@@ -146,7 +146,7 @@ class Bench:
         if not known and trajectory.group in prompts:
             known = len(trajectory.context) - 1
         prompts.add(trajectory.group)
-        self.counted.asked_tokens += len(trajectory.context)
+        self.counted.requested_tokens += len(trajectory.context)
         self.counted.ideal_tokens += known // BLOCK_TOKENS * BLOCK_TOKENS
         self.scheduler.submit(
             SubmitTurn(
@@ -154,7 +154,7 @@ class Bench:
                 token_ids=np.array(trajectory.context, "<i4").tobytes(),
                 sampling=SamplingParams(max_tokens=trajectory.turns[-1][0]),
                 priority=trajectory.group,
-                session=trajectory.number if self.says_sessions else 0,
+                session=trajectory.number if self.has_sessions else 0,
             )
         )
 
@@ -205,7 +205,7 @@ def rows() -> list[Row]:
     lines: list[Row] = []
     for share in (1.0, 0.8):
         agents = Agents(cache_share=share)
-        plain, kept = (Bench(agents, says_sessions=says).run(0) for says in (False, True))
+        plain, kept = (Bench(agents, has_sessions=says).run(0) for says in (False, True))
         name = f"prefill_saved_share_cache_{share:.1f}"
         lines.append(compared(name, "", kept.saved_share, plain.saved_share))
     return lines

@@ -78,9 +78,11 @@ class Engine:
         for number in range(turns):
             chance = np.random.default_rng(number)
             prompt = chance.integers(0, VOCAB, PROMPT_TOKENS).astype("<i4")
-            asked = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=temperature, seed=number)
+            sampling = SamplingParams(
+                max_tokens=OUTPUT_TOKENS, temperature=temperature, seed=number
+            )
             handle = next(self._handles)
-            message = SubmitTurn(turn=handle, token_ids=prompt.tobytes(), sampling=asked)
+            message = SubmitTurn(turn=handle, token_ids=prompt.tobytes(), sampling=sampling)
             self._scheduler.submit(message)
         spent = Spent(0.0, 0, 0, 0)
         started = process_time()

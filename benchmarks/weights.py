@@ -57,8 +57,8 @@ class Receivers:
             for c in commands
         ]
         for process in self._all:  # one by one: the first on a host is its relay
-            self._tell(process, encode(weights.init()).hex())
-            self._heard(process, "ready")
+            self._send_line(process, encode(weights.init()).hex())
+            self._expect_line(process, "ready")
 
     def fan_out_s(self, tensors: list[NamedBuffer]) -> float:
         """Return the seconds from the trainer's tensors to the last engine's copy."""
@@ -66,9 +66,9 @@ class Receivers:
         begun_s = time.monotonic()
         [update] = self._weights.write(self._version, tensors)
         for process in self._all:
-            self._tell(process, encode(update).hex())
+            self._send_line(process, encode(update).hex())
         for process in self._all:
-            self._heard(process, "done")
+            self._expect_line(process, "done")
         return time.monotonic() - begun_s
 
     def cpu_s(self) -> float:
@@ -82,17 +82,17 @@ class Receivers:
         self._weights.close()
 
     @staticmethod
-    def _tell(process: "subprocess.Popen[str]", line: str) -> None:
+    def _send_line(process: "subprocess.Popen[str]", line: str) -> None:
         assert process.stdin is not None
         process.stdin.write(line + "\n")
         process.stdin.flush()
 
     @staticmethod
-    def _heard(process: "subprocess.Popen[str]", word: str) -> None:
+    def _expect_line(process: "subprocess.Popen[str]", word: str) -> None:
         assert process.stdout is not None
-        said = process.stdout.readline().strip()
-        if said != word:
-            raise RuntimeError(f"an engine said {said!r} where {word!r} was expected")
+        line = process.stdout.readline().strip()
+        if line != word:
+            raise RuntimeError(f"an engine said {line!r} where {word!r} was expected")
 
 
 def _cpu_s(pid: int) -> float:
@@ -146,18 +146,18 @@ def local_rows(counts: list[int]) -> Iterator[Row]:
                 relays[hosts] = measured(
                     sender("relay", address=HOME), local(count, hosts), LOCAL_BYTES
                 )
-                said = f"{what}: relay, {hosts} hosts; peer: one by one"
-                yield compared(said, "s", relays[hosts].wall_s, naive.wall_s)
-                yield compared(f"{said}", "CPU-s", relays[hosts].cpu_s, naive.cpu_s)
+                line = f"{what}: relay, {hosts} hosts; peer: one by one"
+                yield compared(line, "s", relays[hosts].wall_s, naive.wall_s)
+                yield compared(f"{line}", "CPU-s", relays[hosts].cpu_s, naive.cpu_s)
         if count <= GLOO_MAX:
             gloo = measured(sender("collective", address=HOME), local(count, 1), LOCAL_BYTES)
             for hosts, ours in relays.items():
-                said = f"{what}: relay, {hosts} hosts; peer: gloo"
-                yield compared(said, "s", ours.wall_s, gloo.wall_s)
+                line = f"{what}: relay, {hosts} hosts; peer: gloo"
+                yield compared(line, "s", ours.wall_s, gloo.wall_s)
         ray_s = by_ray(count) if count <= RAY_MAX else None
         if ray_s is not None:
-            said = f"{what}: relay, 1 hosts; peer: Ray's object store"
-            yield compared(said, "s", relays[1].wall_s, ray_s)
+            line = f"{what}: relay, 1 hosts; peer: Ray's object store"
+            yield compared(line, "s", relays[1].wall_s, ray_s)
 
 
 HOME = "tcp://127.0.0.1:5555"

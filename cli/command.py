@@ -60,26 +60,28 @@ def _options(
     pass
 
 
-TRAIN, LOOK, ENGINES, CHECK = "Train", "Look at a run", "Engines", "Check and measure"
+TRAIN, INSPECT, ENGINES, CHECK = "Train", "Inspect a run", "Engines", "Check and measure"
 
 _add(TRAIN, checkout.demo, **PASS_ON)
 _add(TRAIN, run.run, *run.EXAMPLES, **run.TAKES_ANY_FLAG)
 
 _add(TRAIN, plan.plan, *plan.EXAMPLES)
 
-_add(LOOK, watch.dashboard, "tidegate dashboard runs/demo", "tidegate dashboard runs/a runs/b")
-_add(LOOK, watch.top, "tidegate top runs/demo", "tidegate top http://127.0.0.1:8080")
-_add(LOOK, records.report, "tidegate report runs/demo")
-_add(LOOK, records.compare, "tidegate compare runs/sync runs/async --picture both.png")
+_add(INSPECT, watch.dashboard, "tidegate dashboard runs/demo", "tidegate dashboard runs/a runs/b")
+_add(INSPECT, watch.top, "tidegate top runs/demo", "tidegate top http://127.0.0.1:8080")
+_add(INSPECT, records.report, "tidegate report runs/demo")
+_add(INSPECT, records.compare, "tidegate compare runs/sync runs/async --picture both.png")
 _add(
-    LOOK,
+    INSPECT,
     records.explain,
     "tidegate explain runs/demo rollout:41",
     "tidegate explain runs/demo batch:3",
 )
-_add(LOOK, records.trace, "tidegate trace runs/demo")
-_add(LOOK, records.audit, "tidegate audit runs/demo", "tidegate audit runs/big --rollouts-max 500")
-_add(LOOK, records.replay, "tidegate replay runs/demo")
+_add(INSPECT, records.trace, "tidegate trace runs/demo")
+_add(
+    INSPECT, records.audit, "tidegate audit runs/demo", "tidegate audit runs/big --rollouts-max 500"
+)
+_add(INSPECT, records.replay, "tidegate replay runs/demo")
 
 _add(ENGINES, engines.engine, **PASS_ON)
 _add(

@@ -30,7 +30,7 @@ def doctor(
         typer.Option(
             "--update",
             help="Also load other weights (--model's with noise, written beside it), then the "
-            "original ones again. Only while nobody else uses the engine.",
+            "original ones again. Only while no other client uses the engine.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

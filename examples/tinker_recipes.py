@@ -51,7 +51,7 @@ so that the tiny model reads a prompt of 30 tokens."""
 
 PHRASES = [QUESTION_SUFFIX, *EXAMPLE, "\\boxed{", "User:", "Assistant:", "\n\n"]
 
-LESSONS, GUESSES = 150, 30
+LESSONS, WARM_UP_EXAMPLES = 150, 30
 """Warm-up steps on correct answers; then those of which most have a random answer."""
 
 CORRECT_SHARE = 0.3
@@ -114,7 +114,7 @@ def warm_up(model: Any, tokenizer: Any) -> None:
         {"role": "user", "content": EXAMPLE[0] + QUESTION_SUFFIX},
         {"role": "assistant", "content": EXAMPLE[1]},
     ]
-    for step in range(LESSONS + GUESSES):
+    for step in range(LESSONS + WARM_UP_EXAMPLES):
         is_lesson = step < LESSONS
         rows: list[tuple[list[int], list[int]]] = []
         for a, b in itertools.product(TERMS, TERMS):

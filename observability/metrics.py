@@ -307,7 +307,7 @@ TIMES = (
     Metric(
         "tidegate_publishes_total",
         "counter",
-        "Publishes of weights that the trainer has awaited, the number behind "
+        "Publishes of weights that the trainer has waited for, the number behind "
         'tidegate_trainer_seconds_total{activity="publish"}.',
         of_run(lambda s: s.publishes),
     ),
@@ -360,7 +360,7 @@ TIMES = (
     ),
     forecast(
         "tidegate_batch_interval_attainable_seconds",
-        "Mean seconds per batch if nobody waited avoidably: the time of the slower of generation "
+        "Mean seconds per batch without avoidable waits: the time of the slower of generation "
         "and training. The excess of tidegate_batch_interval_seconds can be saved.",
         "attainable_batch_interval_s",
     ),
@@ -595,7 +595,7 @@ ROLLOUTS = (
     Metric(
         "tidegate_tool_call_turns_total",
         "counter",
-        "Turns with offered tools that look like tool calls, by `parsed` (`yes`, `no`). If none is "
+        "Turns with offered tools that resemble tool calls, by `parsed` (`yes`, `no`). If none is "
         "parsed, the model writes calls in a form that is not read.",
         by_key(_call_turns),
         ("parsed",),

@@ -254,7 +254,7 @@ def _results(facts: Facts) -> list[str]:
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
         ("mean wait of a group for its last rollout", seconds_cell(facts.straggler_wait_s)),
         ("episodes' time by activity", activities_cell(facts.episode_activity_s)),
-        ("turns that look like tool calls, parsed", _tool_calls_cell(facts)),
+        ("turns that resemble tool calls, parsed", _tool_calls_cell(facts)),
         ("mean time of a publish; mean engine stall per swap", _publish_cell(facts)),
         ("prefilled tokens found in cache", _cache_cell(facts)),
         ("draft tokens verified", _drafts_cell(facts)),

@@ -230,7 +230,7 @@ def rollout_story(
         events += _turn_events(number, turn, run, at)
     events += [*_returned(rollout, run), *_group_wait(rollout, group, run), *_outcome(rollout, run)]
     where = "an evaluation" if rollout.group_id < 0 else f"of group {rollout.group_id}"
-    return Story(f"Rollout {rollout.rollout_id}, {where}", tuple(events), _note(run))
+    return Story(f"Rollout {rollout.rollout_id}, {where}", tuple(events), _state_of_records(run))
 
 
 def _admitted(
@@ -489,7 +489,7 @@ def group_story(rows: Sequence[RecordedRollout], run: RunContext) -> Story:
         )
     outcomes = dict.fromkeys(event.text for row in rows for event in _outcome_of_group(row, run))
     events += [StoryEvent(EventKind.TRAINED, text) for text in outcomes]
-    return Story(f"Group {rows[0].group_id}", tuple(events), _note(run))
+    return Story(f"Group {rows[0].group_id}", tuple(events), _state_of_records(run))
 
 
 def _row_event(row: RecordedRollout, known: Mapping[int, tuple[float, float]]) -> StoryEvent:
@@ -556,7 +556,7 @@ def batch_story(
         began_s, ended_s = publishes[0]
         text = f"v{version + 1} was published in {_duration(ended_s - began_s)}"
         events.append(StoryEvent(EventKind.SWAPPED, text, ended_s))
-    return Story(f"Batch trained at v{version}", tuple(events), _note(run))
+    return Story(f"Batch trained at v{version}", tuple(events), _state_of_records(run))
 
 
 def _training(version: int, run: RunContext) -> tuple[float | None, float | None]:
@@ -621,7 +621,7 @@ def _under(run: RunContext) -> str:
     return f"; rule: {run.policy}" if run.policy else ""
 
 
-def _note(run: RunContext) -> str:
+def _state_of_records(run: RunContext) -> str:
     if run.times.are_known:
         return "Times count from the trace's first event; it times up to 24 episodes at once."
     return "No times: a run has them once it has ended and left a trace.json."

@@ -335,7 +335,7 @@ def trace_lines(directory: Path) -> list[str]:
         f"{path}: {length_us / 1e6:.1f} s, {len(trace.instants)} marks",
         *(_track_line(name, track, length_us) for name, track in sorted(trace.tracks.items())),
         *_episode_lines(trace.episodes),
-        "To look at it: open https://ui.perfetto.dev and drop the file there (it stays in the "
+        "To see it, open https://ui.perfetto.dev and drop the file there (it stays in the "
         "browser).",
     ]
 

@@ -73,7 +73,7 @@ class RoutedExpertsRecorder:
             )
         return torch.stack(chosen, 1)
 
-    def _note(self, number: int) -> Callable[[Tensor], None]:
+    def _record(self, number: int) -> Callable[[Tensor], None]:
         def note(ids: Tensor) -> None:
             self._chosen[number] = ids.detach()
 
@@ -116,7 +116,7 @@ def record_routed_experts(model: nn.Module) -> Iterator[RoutedExpertsRecorder]:
     recorder = RoutedExpertsRecorder(layers)
     with ExitStack() as hooks:
         for number, layer in enumerate(layers):
-            hooks.enter_context(_on_chosen(layer, recorder._note(number)))
+            hooks.enter_context(_on_chosen(layer, recorder._record(number)))
         yield recorder
 
 

@@ -527,10 +527,10 @@ class _LargeWork:
                 raise ApiError(503, why)
             self.pending += 1
         future = self.pool.submit(work)
-        future.add_done_callback(self._note_end)
+        future.add_done_callback(self._record_end)
         return future
 
-    def _note_end(self, _: object) -> None:
+    def _record_end(self, _: object) -> None:
         with self.lock:
             self.pending -= 1
 

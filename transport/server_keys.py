@@ -70,7 +70,7 @@ def key_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """
     key, path = environment.get(VARIABLE), environment.get(FILE_VARIABLE)
     if key and path:
-        raise ConfigError(f"{VARIABLE} and {FILE_VARIABLE} are both set; leave out one of them")
+        raise ConfigError(f"{VARIABLE} and {FILE_VARIABLE} are both set; omit one of them")
     if path:
         return _find(_read(Path(path)), url, path)
     return _checked(key.strip(), VARIABLE) if key else None
@@ -84,7 +84,7 @@ def own_key(variable: str, environment: Mapping[str, str] = os.environ) -> str |
     """
     key, path = environment.get(variable), environment.get(f"{variable}_FILE")
     if key and path:
-        raise ConfigError(f"{variable} and {variable}_FILE are both set; leave out one of them")
+        raise ConfigError(f"{variable} and {variable}_FILE are both set; omit one of them")
     if not path:
         return _checked(key.strip(), variable) if key else None
     lines = _read(Path(path), f"{variable}_FILE", "it holds one key, in one line")
@@ -107,7 +107,7 @@ def tenant_keys(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     variable = f"{TENANT_KEYS_VARIABLE}_FILE"
     path, single = environment.get(variable), own_key(OWN_KEY_VARIABLE, environment)
     if path and single:
-        raise ConfigError(f"{variable} and {OWN_KEY_VARIABLE} are both set; leave out one of them")
+        raise ConfigError(f"{variable} and {OWN_KEY_VARIABLE} are both set; omit one of them")
     if not path:
         return {single: "tenant"} if single else {}
     hint = "it holds a line NAME KEY for each tenant"

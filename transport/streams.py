@@ -57,7 +57,7 @@ class SendWindow:
         if not self.is_open and not continues_step:
             raise ValueError(
                 f"{self._credit_steps} steps are unacknowledged, which is all the credit there "
-                f"is; look at is_open before sending"
+                f"is; check is_open before sending"
             )
         self._frames.append(frame)
         self._next_seq += 1

@@ -82,7 +82,7 @@ class ZapAuthenticator:
             allowed = read_allowed(self._keys.allowed)
         except ConfigError as error:
             status, text = b"300", b"the list of keys can't be read"
-            self._warn(f"nobody is let in: {error}")
+            self._warn(f"every peer is refused: {error}")
         else:
             key = credentials[0] if credentials else b""
             name = allowed.get(key, "") if mechanism == b"CURVE" else ""

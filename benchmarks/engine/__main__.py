@@ -162,7 +162,7 @@ def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Measu
                 )
             except subprocess.TimeoutExpired:
                 del taken[name]
-                said = f"{name} is left out: it did not end within {PEER_TIMEOUT_S:.0f} s"
+                said = f"{name} is omitted: it did not end within {PEER_TIMEOUT_S:.0f} s"
                 print(said, file=sys.stderr, flush=True)
     return taken
 

@@ -100,7 +100,7 @@ class FakeEngine:
             )
         )
 
-    def hear(self, message: FromOrchestrator, now_s: float) -> None:
+    def receive(self, message: FromOrchestrator, now_s: float) -> None:
         """Process one message."""
         match message:
             case SubmitTurn(turn=turn):
@@ -148,7 +148,7 @@ class FakeEngine:
         )
         self._window.sent(seq, self._send(message))
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a heartbeat."""
         self._send(
             EngineHeartbeat(

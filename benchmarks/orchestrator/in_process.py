@@ -33,7 +33,7 @@ class InProcessEngines:
         assert self._loop is not None
         engine = self._engines[peer]
         assert isinstance(message, FromOrchestrator)
-        engine.hear(message, self._loop.time())
+        engine.receive(message, self._loop.time())
         self._schedule()
         return True
 

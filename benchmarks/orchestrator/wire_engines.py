@@ -40,20 +40,22 @@ def serve(engines: dict[Socket, FakeEngine]) -> None:
     poller = zmq.Poller()
     for socket in engines:
         poller.register(socket, zmq.POLLIN)
-    next_beat_s = time.monotonic() + HEARTBEAT_S
+    next_heartbeat_s = time.monotonic() + HEARTBEAT_S
     while not all(engine.has_ended for engine in engines.values()):
-        due = min((s for e in engines.values() if (s := e.due_s) is not None), default=next_beat_s)
-        wait_s = min(due, next_beat_s) - time.monotonic()
+        due = min(
+            (s for e in engines.values() if (s := e.due_s) is not None), default=next_heartbeat_s
+        )
+        wait_s = min(due, next_heartbeat_s) - time.monotonic()
         for socket, _ in poller.poll(max(0, math.ceil(wait_s * 1000))):
             read(socket, engines[socket])
         now_s = time.monotonic()
         for engine in engines.values():
             if (due_s := engine.due_s) is not None and due_s <= now_s:
                 engine.step(now_s)
-        if now_s >= next_beat_s:
-            next_beat_s = now_s + HEARTBEAT_S
+        if now_s >= next_heartbeat_s:
+            next_heartbeat_s = now_s + HEARTBEAT_S
             for engine in engines.values():
-                engine.beat()
+                engine.send_heartbeat()
 
 
 def read(socket: Socket, engine: FakeEngine) -> None:
@@ -64,7 +66,7 @@ def read(socket: Socket, engine: FakeEngine) -> None:
             frame = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return
-        engine.hear(decode_from_orchestrator(frame), now_s)
+        engine.receive(decode_from_orchestrator(frame), now_s)
 
 
 def main() -> None:

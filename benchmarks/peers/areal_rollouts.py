@@ -107,7 +107,7 @@ def train(executor: Any, engine: Any, work: argparse.Namespace) -> None:
         batch = executor.prepare_batch(dataloader, workflow=workflow)
         assert len(batch) == work.batch
         engine.set_version(number + 1)
-    watch.tell(work.batches * work.batch * work.group_size)
+    watch.print_line(work.batches * work.batch * work.group_size)
 
 
 def in_process(work: argparse.Namespace) -> None:

@@ -50,7 +50,7 @@ class Stopwatch:
         self._since_s = time.perf_counter()
         self._cpu_since_s = time.process_time()
 
-    def tell(self, rollouts: int) -> None:
+    def print_line(self, rollouts: int) -> None:
         """Print the time since creation as JSON."""
         wall_s = time.perf_counter() - self._since_s
         cpu_s = time.process_time() - self._cpu_since_s

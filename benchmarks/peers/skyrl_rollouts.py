@@ -170,7 +170,7 @@ async def train(client: Any, work: argparse.Namespace) -> None:
     logger.remove()  # not measured; the constructor has set it up
     trainer.warm_up = work.warm_up
     await trainer.train()
-    trainer.watch.tell(work.batch * work.batches * work.group_size)
+    trainer.watch.print_line(work.batch * work.batches * work.group_size)
 
 
 async def over_http(url: str, work: argparse.Namespace) -> None:

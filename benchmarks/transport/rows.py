@@ -70,4 +70,4 @@ def show(rows: Iterable[Row], *, as_json: bool) -> None:
 
 def skipped(what: str, module: str) -> None:
     """Print why a peer has no row."""
-    print(f"# {what} is left out: {module} is not installed (pip install 'tidegate[bench]')")
+    print(f"# {what} is omitted: {module} is not installed (pip install 'tidegate[bench]')")

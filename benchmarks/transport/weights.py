@@ -185,15 +185,15 @@ def _channel(
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(_end(role, home or "")) for role in roles]
         for end in ends:
-            end.tell(encode(out.init()).hex())
+            end.send_line(encode(out.init()).hex())
 
         def run() -> dict[str, float]:
             before_s = time.process_time()
             [update] = out.write(0, tensors)
             written_s = time.process_time()
             for end in ends:
-                end.tell(encode(update).hex())
-            received_s = sum(end.hear() for end in ends)
+                end.send_line(encode(update).hex())
+            received_s = sum(end.read_seconds() for end in ends)
             sent_s = time.process_time() - written_s
             return {
                 "sent": sent_s + received_s,
@@ -245,8 +245,8 @@ def _together(ends: "list[_End]") -> Run:
 
     def run() -> dict[str, float]:
         for end in ends:
-            end.tell("go")
-        return {"sent": sum(end.hear() for end in ends)}
+            end.send_line("go")
+        return {"sent": sum(end.read_seconds() for end in ends)}
 
     run()
     return run
@@ -260,12 +260,12 @@ class _End:
         assert process.stdout is not None
         self._stdin, self._stdout = process.stdin, process.stdout
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Start its part of a transfer."""
         self._stdin.write(line + "\n")
         self._stdin.flush()
 
-    def hear(self) -> float:
+    def read_seconds(self) -> float:
         """Return the CPU seconds that its part took."""
         return float(self._stdout.readline())
 

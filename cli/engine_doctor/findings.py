@@ -47,7 +47,7 @@ class Finding:
     """What the user can do about the finding; empty if nothing is necessary."""
 
 
-DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1, and let nobody else reach it"
+DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1, and let no other host reach it"
 NEWER_SGLANG = "use SGLang 0.5.21 or newer"
 
 

@@ -151,7 +151,7 @@ def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnL
     if len(token_ids) == setup.vocab_size:
         raise ValueError(
             f"token_ids holds all {setup.vocab_size} tokens of the vocabulary, so none is left to "
-            "sample; leave out at least one"
+            "sample; omit at least one"
         )
 
     def processor(logits: torch.Tensor, turn: TurnTokens) -> None:

@@ -236,7 +236,7 @@ def check_config(config: DictConfig, *, replicas: int, rewards: list[Any] | None
         )
     if "episode_timeout_s" in options:
         raise ConfigError(
-            "a group whose episodes all time out would be missing in verl's batch: leave out "
+            "a group whose episodes all time out would be missing in verl's batch: omit "
             "engine_kwargs.tidegate.episode_timeout_s, and have agent loops limit their time"
         )
     if options.get("deadline_policy") == "split":

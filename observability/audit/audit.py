@@ -244,7 +244,7 @@ def audit_run(
             replayed exactly.
     """
     if exact and tolerance is not None:
-        raise AuditError(f"an exact audit has no tolerance; leave out tolerance={tolerance:g}")
+        raise AuditError(f"an exact audit has no tolerance; omit tolerance={tolerance:g}")
     tolerance = 0.0 if exact else tolerance
     directory = Path(directory)
     _refuse_without_weights(directory)
@@ -561,14 +561,14 @@ def _nearer_rivals(verdicts: list[RivalVerdict]) -> Iterator[Problem]:
     Omits spans that disagree by more than the tolerance, which are reported already, unless a
     bit-exact replay of the rival is equal to the record.
     """
-    nearest: dict[tuple[int, int], RivalVerdict] = {}
+    closest: dict[tuple[int, int], RivalVerdict] = {}
     for verdict in verdicts:
         spans = [part.span for part in verdict.rival.parts]
         is_reported = not all(_agreeing(span).all() for span in spans)
         if verdict.is_wrong and (math.isinf(verdict.log_odds) or not is_reported):
             place = spans[0].rollout_id, spans[0].turn
-            nearest[place] = max(nearest.get(place, verdict), verdict, key=lambda v: v.log_odds)
-    for (rollout_id, turn), verdict in nearest.items():
+            closest[place] = max(closest.get(place, verdict), verdict, key=lambda v: v.log_odds)
+    for (rollout_id, turn), verdict in closest.items():
         span = verdict.rival.span
         end = span.first_token + len(span.token_ids)
         claim = f"are nearer to {verdict.rival.claim}"

@@ -1,7 +1,7 @@
 """ASGI application of the dashboard (Starlette): the page, its JSON API, updates, and metrics.
 
     /                     the page (page.html), with /page.css and /page.js beside it
-    /api/state            everything shown, once; ?recent=1 leaves out the past
+    /api/state            everything shown, once; ?recent=1 omits the past
     /api/updates          one frame per second, as Server-Sent Events; event ``ended`` is the last
     /api/timeline         finer timeline of a range of a recorded run: ?start_us=0&end_us=9000000
     /api/rollouts         list of rollouts: ?state=trained&text=word&sort=reward&skip=200

@@ -152,7 +152,7 @@ class LiveSource:
             assert isinstance(candidates, _Candidates)
             found += [line for line in candidates.lines if self._is_found(line, candidates, query)]
             if candidates.left_out:
-                notes.append(f"{candidates.left_out} younger outstanding rollouts left out")
+                notes.append(f"{candidates.left_out} younger outstanding rollouts omitted")
         if not query.is_unconsumed_only:
             for each in self._recorder.ended:
                 (line,) = rollout_lines(

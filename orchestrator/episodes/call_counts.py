@@ -1,4 +1,4 @@
-"""Counts turns that look like tool calls, and warns if none of them can be parsed.
+"""Counts turns that resemble tool calls, and warns if none of them can be parsed.
 
 :class:`Conversation` counts its turns here; :class:`RunStatistics` shows the counts. A model whose
 calls have a form that :mod:`tool_calls` does not parse trains without ever using a tool, and no
@@ -36,7 +36,7 @@ class ToolCallCounts:
             return
         self._warn_at_turns *= 10
         log.warning(
-            "0 of %d turns that look like tool calls were parsed, the last one is %r: its form is "
+            "0 of %d turns that resemble tool calls were parsed, the last one is %r: its form is "
             "none of those in docs/agents.md (Tool calls), or the model writes it wrongly. Parse "
             "turn.text in the episode, or give the tokenizer a response_template",
             self.turns,

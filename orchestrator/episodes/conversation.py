@@ -45,7 +45,7 @@ from tidegate.orchestrator.episodes.tool_calls import (
     ParsedReply,
     ReplyFormat,
     end_of_call,
-    looks_like_call,
+    resembles_call,
 )
 from tidegate.transport.media import Media
 from tidegate.transport.sampling import LogitsProcessor
@@ -407,7 +407,7 @@ class Conversation(Generic[Row]):
         text = self._content(turn, options)
         reply = prepared.reply_format.parse(text)
         schemas = prepared.reply_format.tools
-        if schemas and (reply.tool_calls or looks_like_call(text, schemas)):
+        if schemas and (reply.tool_calls or resembles_call(text, schemas)):
             self._model.call_counts.count(text, is_parsed=bool(reply.tool_calls))
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
         [message] = plain_messages([turn.message])

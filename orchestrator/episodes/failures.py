@@ -136,7 +136,7 @@ HINTS = (
     ("'coroutine' object", "an `await` is missing there, as in `await episode.generate(…)`"),
     (
         "can't be used in 'await' expression",
-        "what is awaited there is not async: define it with `async def`, or leave out the `await`",
+        "the value after `await` is not awaitable: define it with `async def`, or omit the `await`",
     ),
 )
 """Beginners' mistakes by a part of Python's message, with what to do about them."""

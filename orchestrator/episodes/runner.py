@@ -244,7 +244,7 @@ class EpisodeTask(asyncio.Task[None]):
         super().__init__(playing, loop=runner.loop, name=f"rollout {rollout.rollout_id}")
 
 
-def _note_lack_of_engine(task: EpisodeTask) -> None:
+def _log_lack_of_engine(task: EpisodeTask) -> None:
     """Record whether a turn of the episode waits for an engine, because cancelling the turn hides
     it."""
     last_turns = [row.turns[-1] for row in task.rollout.rows if row.turns]
@@ -322,7 +322,7 @@ class EpisodeRunner:
         ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self.loop = asyncio.get_running_loop()
         self._on_error = on_error
-        self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up, _note_lack_of_engine)
+        self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up, _log_lack_of_engine)
         self._budget_s = settings.episode_park_after_s
         self._defaults = sampling
         self._model = model

@@ -410,7 +410,7 @@ _MARKS = tuple(dict.fromkeys(mark for each in FORMATS for mark in each.marks))
 _BEGIN_CALLS = ("{", "[")
 """First characters of turns that are calls without a mark."""
 
-_LOOKS_LIKE_CALL = re.compile(
+_CALL_RESEMBLANCE = re.compile(
     r"<[|\uff5c/]?\s*(?:\w+:)?(?:tool|function|invoke)|\[TOOL_CALLS|to=functions\.|python_tag",
     re.IGNORECASE,
 )
@@ -430,9 +430,9 @@ def kept_special_tokens(vocabulary: Collection[str]) -> set[str]:
     return marks & set(vocabulary)
 
 
-def looks_like_call(text: str, tools: OfferedTools) -> bool:
+def resembles_call(text: str, tools: OfferedTools) -> bool:
     """Whether a text seems to have a tool call of any supported or unsupported form."""
-    if _LOOKS_LIKE_CALL.search(text):
+    if _CALL_RESEMBLANCE.search(text):
         return True
     names = [name for name in tools if name in text]
     return any(re.search(rf'["\']{re.escape(name)}["\']\s*,', text) for name in names)

@@ -158,7 +158,7 @@ class StalenessSettings(SettingsRecord):
         if self.group_size == 1 and isinstance(self.group_filter, DynamicSampling):
             raise ConfigError(
                 "DynamicSampling drops groups of equal rewards, which with group_size=1 are all; "
-                "raise group_size, or leave out group_filter"
+                "raise group_size, or omit group_filter"
             )
         return self
 
@@ -342,7 +342,7 @@ class FleetSettings(SettingsRecord):
         if self.engine_urls and self.cluster is not None:
             raise ConfigError(
                 f"engine_urls are driven from this machine, and cluster={self.cluster!r} places "
-                f"engines elsewhere; leave out one of them"
+                f"engines elsewhere; omit one of them"
             )
         for url in self.engine_urls:
             refuse_secrets(url)
@@ -453,7 +453,7 @@ class EngineSettings(SettingsRecord):
         if self.devices and self.device != CPU:
             raise ConfigError(
                 f"device={self.device!r} and devices={list(self.devices)} both choose where "
-                f"engines compute; leave out one of them"
+                f"engines compute; omit one of them"
             )
         if self.quantization == "fp8" and self.deterministic:
             raise ConfigError(
@@ -640,7 +640,7 @@ class RunSettings(SettingsRecord):
         if self.fleet.engine_urls and self.engine.step_time_min_s:
             raise ConfigError(
                 f"step_time_min_s={self.engine.step_time_min_s} slows engines that the run starts, "
-                f"and engine_urls names servers, which it can't slow; leave out one of them"
+                f"and engine_urls names servers, which it can't slow; omit one of them"
             )
         if self.engine.quantization is not None and self.weights.weight_deltas == "elements":
             raise ConfigError(
@@ -844,7 +844,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in filter(RECORD_OF.__contains__, values):
         record = RECORD_OF[name]
         if name in fields[record]:
-            raise ConfigError(f"{name} is set twice, by itself and in {record}; leave out one")
+            raise ConfigError(f"{name} is set twice, by itself and in {record}; omit one")
         fields[record][name] = values[name]
     devices = fields["engine"].get("devices")
     if devices and isinstance(devices, Sequence):

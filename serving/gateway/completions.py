@@ -170,7 +170,7 @@ def begin(
     try:
         for begin_choice in beginnings:
             choice = begin_choice()
-            choice.turn.add_done_callback(session.note_turn)
+            choice.turn.add_done_callback(session.record_turn)
             active.choices.append(choice)
     except BaseException:
         active.cancel()

@@ -54,7 +54,7 @@ class Session:
     responses: ResponseStore = field(default_factory=ResponseStore)
     """Answers that requests of ``/v1/responses`` can continue."""
 
-    def note_turn(self, turn: "asyncio.Future[GeneratedTurn]") -> None:
+    def record_turn(self, turn: "asyncio.Future[GeneratedTurn]") -> None:
         """Keep the error of a turn that has ended, if the policy has caused it."""
         error = None if turn.cancelled() else turn.exception()
         self.refusal = error if isinstance(error, ContextFull | TurnTimeout) else None

@@ -66,13 +66,13 @@ class ActiveChoice:
                 self._generating = asyncio.ensure_future(episode.generate(**self.options))
                 await asyncio.wait([self._generating])
                 if not self._generating.cancelled():
-                    self._note(self._generating.exception())
+                    self._record(self._generating.exception())
         except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
-            self._note(error)
+            self._record(error)
         finally:
             if self._generating is not None and not self._generating.done():
                 self._generating.cancel()
-                self._note(RunClosed("the run has ended"))
+                self._record(RunClosed("the run has ended"))
             self._end()
         return REWARD
 
@@ -84,7 +84,7 @@ class ActiveChoice:
         if self._generating is not None:
             self._generating.cancel()
 
-    def _note(self, error: BaseException | None) -> None:
+    def _record(self, error: BaseException | None) -> None:
         if error is None or self.is_aborted:
             return
         is_plain = isinstance(error, Exception)

@@ -163,7 +163,7 @@ def test_help_lists_every_command_under_a_heading_with_its_first_line(
     names = [name_of(each) for each in command.app.registered_commands]
     headings = output.split("Options:")[1]
     assert [n for n in names if not re.search(rf"^  {n}  +[A-Z]", headings, re.MULTILINE)] == []
-    assert "Look at a run:" in output
+    assert "Inspect a run:" in output
     assert "\x1b[" not in output, "coloured without a terminal"
 
 

@@ -293,7 +293,7 @@ async def test_while_the_list_cannot_be_read_no_peer_connects_and_afterwards_the
     with closing(DealerSocket(listener.address, b"b", keys=engine)) as dealer:
         dealer.send(TurnsResumed())
         await inbox.wait_for(1)
-    assert "nobody is let in: others may change" in caplog.text
+    assert "every peer is refused: others may change" in caplog.text
 
 
 def test_without_an_authenticator_a_listener_with_keys_accepts_no_peer(keys: Path) -> None:

@@ -181,7 +181,7 @@ async def awaits_a_number() -> float:
     ("episode", "hint"),
     [
         (forgets_an_await, "an `await` is missing there"),
-        (awaits_a_number, "define it with `async def`, or leave out the `await`"),
+        (awaits_a_number, "define it with `async def`, or omit the `await`"),
     ],
 )
 async def test_the_run_ends_with_the_line_that_is_wrong_and_what_to_write(

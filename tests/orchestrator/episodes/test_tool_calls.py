@@ -17,8 +17,8 @@ from tidegate.orchestrator.episodes.tool_calls import (
     ParsedReply,
     ToolCall,
     end_of_call,
-    looks_like_call,
     parse_reply,
+    resembles_call,
     settled_text,
     typed_value,
 )
@@ -140,7 +140,7 @@ UNREADABLE = [
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_a_call_that_cannot_be_read_stays_in_the_content(text: str) -> None:
     assert parse_reply(text, SCHEMAS) == ParsedReply(text)
-    assert looks_like_call(text, SCHEMAS)
+    assert resembles_call(text, SCHEMAS)
 
 
 def test_a_call_of_gpt_oss_that_cannot_be_read_stays_in_the_content() -> None:
@@ -451,13 +451,13 @@ async def test_a_form_of_calls_that_is_never_parsed_is_counted_and_logged(
     assert (counts.parsed_turns, counts.turns) == (0, 2 * WARN_AFTER_TURNS)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert f"0 of {WARN_AFTER_TURNS} turns that look like tool calls were parsed" in warnings[0]
+    assert f"0 of {WARN_AFTER_TURNS} turns that resemble tool calls were parsed" in warnings[0]
     assert "<function_call>search(tides)" in warnings[0]
 
 
 def test_plain_answers_do_not_resemble_calls() -> None:
     for text in ("High at noon.", "if a < b: return [1]", '{"answer": 3}', "Use the search."):
-        assert not looks_like_call(text, SCHEMAS), text
+        assert not resembles_call(text, SCHEMAS), text
 
 
 # ---------------------------------------------------------------- templates
