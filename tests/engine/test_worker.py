@@ -47,7 +47,7 @@ from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, Sc
 pytestmark = pytest.mark.wire
 
 
-def test_tokens_are_those_of_the_model_and_say_who_sampled_them(
+def test_tokens_are_those_of_the_model_and_name_their_weight_version(
     engine: Orchestra, models: Models
 ) -> None:
     turns = [

@@ -103,7 +103,7 @@ def test_an_outdated_load_is_no_measure_of_the_least() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_a_policy_chooses_somebody_who_may_be_chosen_and_the_same_one_when_asked_again(
+def test_a_policy_chooses_an_allowed_engine_and_the_same_one_on_repetition(
     policy: RoutingPolicy,
 ) -> None:
     chance = random.Random(1)

@@ -40,7 +40,7 @@ def test_a_step_without_a_measurement_changes_nothing() -> None:
     assert speeds.after_step(0.7, rows=3, tokens=3, busy_us=0) == 0.7
 
 
-def test_who_comes_is_taken_for_as_fast_as_the_others() -> None:
+def test_a_new_engine_is_assumed_as_fast_as_the_others() -> None:
     assert MeasuredSpeeds().first("new", [0.1, 0.3]) == pytest.approx(0.2)
     assert MeasuredSpeeds().first("new", []) == 1.0
 

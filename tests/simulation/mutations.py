@@ -290,7 +290,7 @@ def a_lost_engines_turns_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation(seed=88)
-def turns_sent_before_a_reconnect_are_believed_to_have_arrived(patch: pytest.MonkeyPatch) -> None:
+def turns_sent_before_a_reconnect_are_assumed_to_have_arrived(patch: pytest.MonkeyPatch) -> None:
     right = TurnTracker.join
 
     def join(self: TurnTracker, event: ev.EngineJoined) -> list[ev.Command]:

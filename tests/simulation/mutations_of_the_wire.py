@@ -33,14 +33,16 @@ __all__ = ["MUTATIONS"]
 
 @mutation(seed=0)
 def a_step_counts_as_received_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
-    def hear_step(self: Fleet, name: str, engine: Engine, step: Step, received: Received) -> None:
+    def receive_step(
+        self: Fleet, name: str, engine: Engine, step: Step, received: Received
+    ) -> None:
         verdict = engine.window.accept(engine.hello.epoch, step.seq)
         if (seq := engine.window.acknowledgement()) is not None:
             self.send(name, Ack(seq=seq))
         if verdict is StepAcceptance.NEW:
             received.append(step_arrived(name, step, engine.hello.epoch))
 
-    patch.setattr(Fleet, "_receive_step", hear_step)
+    patch.setattr(Fleet, "_receive_step", receive_step)
 
 
 @mutation(seed=1)
@@ -55,7 +57,7 @@ def a_replayed_step_is_taken_in_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation(seed=9)
-def a_gap_in_a_stream_is_overlooked(patch: pytest.MonkeyPatch) -> None:
+def a_gap_in_a_stream_is_ignored(patch: pytest.MonkeyPatch) -> None:
     right = ReceiveWindow.accept
 
     def accept(self: ReceiveWindow, epoch: int, seq: int) -> StepAcceptance:

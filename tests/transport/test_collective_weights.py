@@ -85,7 +85,7 @@ def as_bytes(sent: list[NamedBuffer]) -> dict[str, bytes]:
     return {tensor.name: bytes(tensor.data) for tensor in sent}
 
 
-def test_all_who_ask_share_a_round_and_the_same_group_serves_the_next(
+def test_all_requesters_share_a_round_and_the_same_group_serves_the_next(
     weights: CollectiveSender,
 ) -> None:
     engines = [Engine(weights) for _ in range(3)]
@@ -195,7 +195,7 @@ def test_a_member_that_stops_within_a_round_delays_no_other_round(
         short_timeout.close()
 
 
-def test_one_that_hangs_in_a_round_holds_up_neither_who_gives_it_up_nor_the_next_version(
+def test_a_member_that_hangs_in_a_round_delays_neither_the_others_nor_the_next_version(
     weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "ROUND_TIMEOUT_S", FOR_EVER_S)

@@ -317,7 +317,7 @@ def answers(address: str, fetch: FetchRequest) -> list[bytes]:
 # ------------------------------------------------------------------------------ order of the chain
 
 
-def test_relays_form_a_chain_that_closes_over_who_is_silent() -> None:
+def test_relays_form_a_chain_that_skips_a_silent_host() -> None:
     line = RelayTree()
     assert line.parent(ParentRequest("w", "a")) == ""
     assert line.parent(ParentRequest("w", "b")) == "a"

@@ -258,14 +258,14 @@ def test_an_engine_knows_whether_there_is_a_connection_and_which(tmp_path: Path)
         for number in (1, 2):
             assert dealer.connection() is None
             with closing(RouterSocket(address, name="test")) as router:
-                hear_from(dealer, router)
+                receive_from(dealer, router)
                 assert dealer.connection() == number
             deadline_s = time.monotonic() + WAIT_S
             while dealer.connection() is not None and time.monotonic() < deadline_s:
                 dealer.receive(0.01)
 
 
-def hear_from(dealer: DealerSocket, router: RouterSocket) -> None:
+def receive_from(dealer: DealerSocket, router: RouterSocket) -> None:
     """Send until a message is received, because messages to a dead connection are lost."""
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:

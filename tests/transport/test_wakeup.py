@@ -17,7 +17,7 @@ def is_readable(wakeup: Wakeup, *, wait_ms: int = 0) -> bool:
     return bool(poll.poll(wait_ms))
 
 
-def test_it_wakes_who_waits_until_it_is_quieted() -> None:
+def test_it_wakes_its_waiter_until_it_is_cleared() -> None:
     wakeup = Wakeup()
     assert not is_readable(wakeup)
     waking = threading.Thread(target=wakeup.wake)

@@ -81,7 +81,7 @@ def test_weights_of_any_size_come_from_beside_the_orchestrators_address(
     weights.close()
 
 
-def test_each_tensor_can_be_had_before_the_next_has_come(weights: ZmqSender) -> None:
+def test_each_tensor_is_available_before_the_next_has_arrived(weights: ZmqSender) -> None:
     [update] = weights.write(1, [tensor("first", 5), tensor("last", 20 * CHUNK_BYTES)])
     end = receiver(weights.init(), RECEIVER_CONFIG)
     arriving = end.tensors(update)
@@ -384,7 +384,7 @@ def test_a_sender_that_makes_no_sense_is_refused(answer: list[bytes]) -> None:
         end.close()
 
 
-def test_with_keys_only_who_has_them_gets_weights(
+def test_with_keys_only_receivers_that_have_them_get_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_channel, "STALL_TIMEOUT_S", 1.0)

@@ -127,7 +127,7 @@ def test_given_tokens_are_scored_in_chunks_as_in_one_forward(
 
 
 @pytest.mark.parametrize("model", ["gpt2", "gemma2", *HYBRIDS])
-def test_a_row_sees_what_rows_before_it_in_its_step_write_whoever_computes(
+def test_a_row_reads_what_rows_before_it_in_its_step_write_in_each_implementation(
     model: str, tmp_path: Path
 ) -> None:
     model_type, options = MODELS.get(model, (model, {}))

@@ -89,7 +89,7 @@ def test_ranks_of_an_engine_report_what_one_alone_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_blocks_that_rows_share_have_the_routed_experts_of_whoever_computed_them(
+def test_blocks_that_rows_share_have_the_routed_experts_of_the_row_that_computed_them(
     model_type: str, tmp_path: Path
 ) -> None:
     path = make_model_directory(tmp_path, model_type, **MIXTURES.get(model_type, ("", {}))[1])

@@ -91,7 +91,7 @@ async def test_vllm_sleeps_in_parts_though_it_puts_all_to_sleep_at_once(
     ]
 
 
-async def test_a_vllm_that_somebody_else_wakes_is_given_up(models: list[Path]) -> None:
+async def test_a_vllm_that_another_client_wakes_is_given_up(models: list[Path]) -> None:
     async with paused_vllm(models[0]) as (adapter, double):
         await adapter.sleep(1, ["weights", "kv_cache"])
         double.sleeping.clear()

@@ -111,7 +111,7 @@ def test_experts_may_come_together_or_one_by_one_and_none_may_be_missing(tmp_pat
         ("gpt2", "transformer.wpe.weight", (512, 63), r"\[512, 63\].*\[512, 64\]"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_refused_whoever_computes_the_model(
+def test_a_tensor_that_does_not_fit_is_refused_in_each_implementation_of_a_model(
     tmp_path: Path, model_type: str, name: str, shape: tuple[int, ...], words: str
 ) -> None:
     staged = open_model(make_model_directory(tmp_path, model_type), "float32").allocate()

@@ -23,7 +23,7 @@ def weights(model: Path) -> Weights:
     return Weights.allocate(ModelConfig.from_directory(model), torch.float32)
 
 
-def test_whoever_waits_for_a_directory_to_be_read_hears_of_each_tensor(
+def test_a_waiter_for_a_directory_to_be_read_is_notified_of_each_tensor(
     model: Path, weights: Weights
 ) -> None:
     beats: list[int] = []

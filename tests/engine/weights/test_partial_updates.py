@@ -127,7 +127,7 @@ def test_a_part_made_for_other_weights_is_refused(qwen: Rig, bases: BaseVersions
     ]
 
 
-def test_a_tied_head_without_its_embedding_is_refused_and_not_overlooked(qwen: Rig) -> None:
+def test_a_tied_head_without_its_embedding_is_refused_and_not_ignored(qwen: Rig) -> None:
     head = torch.zeros(96, 64)
     from tidegate.orchestrator.weight_sync.state_dict import named_buffers as of_state_dict
 

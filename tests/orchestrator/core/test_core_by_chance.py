@@ -266,7 +266,7 @@ class AnyRun(RuleBasedStateMachine):
         assert sum(core.trained.staleness.values()) <= len(rollouts)
 
     @invariant()
-    def the_gate_at_consumption_never_had_to_close(self) -> None:
+    def handing_over_refused_no_group(self) -> None:
         """Admission alone keeps the bound, if every publish follows a batch."""
         if not hasattr(self, "driver") or self.has_rolled_back:
             return

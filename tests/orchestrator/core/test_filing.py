@@ -92,7 +92,7 @@ class AnySteps(RuleBasedStateMachine):
             self._send(dict.fromkeys(self.on_engine, tokens_per_row))
 
     @rule()
-    def the_engine_hears_what_is_over(self) -> None:
+    def the_engine_gets_ended_sessions(self) -> None:
         self.on_engine = list(self.submissions)
 
     @rule(data=st.data())

@@ -60,7 +60,7 @@ def test_each_task_is_cancelled_at_its_own_time_and_those_in_time_are_not() -> N
     }
 
 
-def test_nobodys_time_runs_while_it_stands_still() -> None:
+def test_no_timeout_runs_while_deadlines_are_suspended() -> None:
     async def main() -> Ended:
         deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         loop = asyncio.get_running_loop()
@@ -158,7 +158,7 @@ def test_a_task_that_is_held_can_be_cut_short() -> None:
     assert run_in_virtual_time(main()) == {"a": (1.0, "too long")}
 
 
-def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
+def test_a_cancellation_by_other_code_is_no_timeout() -> None:
     async def main() -> Ended:
         deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         task = asyncio.create_task(
@@ -172,7 +172,7 @@ def test_who_is_cancelled_by_somebody_else_did_not_take_too_long() -> None:
     assert run_in_virtual_time(main()) == {"a": (1.0, "cancelled")}
 
 
-def test_who_is_cancelled_for_both_reasons_is_somebody_elses() -> None:
+def test_a_cancellation_for_both_reasons_counts_as_other_codes() -> None:
     async def main() -> Ended:
         deadlines, ended = Deadlines[Task](TIMEOUT_S, ignore_task), Ended()
         loop = asyncio.get_running_loop()

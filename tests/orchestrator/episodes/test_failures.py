@@ -126,7 +126,7 @@ CLASSES = [
 
 
 @pytest.mark.parametrize(("error", "cause", "reason"), CLASSES)
-def test_an_error_is_classed_by_who_caused_it(
+def test_an_error_is_classed_by_its_cause(
     error: Exception, cause: FailureCause, reason: str
 ) -> None:
     assert classify(error, rollout_with(3)) == FailureClass(cause, reason)

@@ -21,7 +21,7 @@ def sessions_of(*keepers: str) -> tuple[OpenSessions, Sent]:
     return sessions, sent
 
 
-async def test_the_engine_of_a_rollouts_last_turn_hears_once_that_it_is_over() -> None:
+async def test_the_engine_of_a_rollouts_last_turn_gets_one_message_of_its_end() -> None:
     sessions, sent = sessions_of("a", "b")
     one, other = Rollout(4, 0, 0), Rollout(5, 0, 1)
     for session in (5, 5, 6):
@@ -34,7 +34,7 @@ async def test_the_engine_of_a_rollouts_last_turn_hears_once_that_it_is_over() -
     assert sent == [("a", EndSessions(sessions=[5, 6]))]
 
 
-async def test_an_engine_that_a_session_has_left_hears_of_it() -> None:
+async def test_an_engine_that_a_session_has_left_gets_a_message() -> None:
     sessions, sent = sessions_of("a", "b")
     sessions.submitted("a", 1)
     sessions.submitted("b", 1)
@@ -46,7 +46,7 @@ async def test_an_engine_that_a_session_has_left_hears_of_it() -> None:
     assert sent[1:] == [("b", EndSessions(sessions=[1]))]
 
 
-async def test_engines_that_keep_nothing_left_or_have_forgotten_hear_nothing() -> None:
+async def test_engines_without_anything_kept_get_no_message() -> None:
     sessions, sent = sessions_of("a", "b", "c")
     sessions.joined("plain", hello("plain"))
     for number, engine in enumerate(("plain", "a", "b", "c"), 1):

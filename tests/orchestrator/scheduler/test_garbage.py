@@ -51,7 +51,7 @@ def test_a_program_with_the_collector_off_keeps_it_off() -> None:
     assert gc.get_threshold() == (0, 10, 10)
 
 
-def test_what_somebody_sets_during_a_run_stays() -> None:
+def test_a_value_set_during_a_run_stays() -> None:
     with GcTuning().during(50_000):
         gc.set_threshold(10_000, 5, 5)
     assert gc.get_threshold() == (10_000, 5, 5)

@@ -122,7 +122,7 @@ def test_a_trainer_that_never_publishes_gets_an_error_that_says_so() -> None:
     assert len(driver.batches) == 3
 
 
-def test_who_asks_ahead_of_a_publish_is_refused_rather_than_given_what_would_get_too_old() -> None:
+def test_a_request_ahead_of_a_publish_is_refused_rather_than_answered_with_too_old_groups() -> None:
     driver = Driver(max_staleness=2, groups_per_batch=1)
     driver.join("a")
     ask(driver, 1)
@@ -163,7 +163,7 @@ def test_a_trainer_whose_tasks_ended_during_its_step_catches_up_after_its_publis
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 3])
-def test_who_publishes_once_the_tasks_of_an_iterator_have_ended_is_not_held_up(tasks: int) -> None:
+def test_a_publish_after_an_iterators_last_task_is_not_delayed(tasks: int) -> None:
     driver = Driver(max_staleness=tasks - 1, groups_per_batch=1)
     driver.join("a")
     for _ in range(4):

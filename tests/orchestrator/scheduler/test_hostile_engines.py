@@ -182,7 +182,7 @@ def test_remarks_without_end_are_not_all_passed_on(wire: Wire) -> None:
     wire.fleet.malformed_frames = 0
 
 
-def test_those_who_come_and_go_under_ever_new_names_are_forgotten() -> None:
+def test_peers_that_connect_under_ever_new_names_are_forgotten() -> None:
     wire = Wire()
     for number in range(REMEMBERED_MAX + 50):
         name = f"e{number}"
@@ -224,7 +224,7 @@ def test_names_that_would_garble_a_log_are_refused_in_few_words(name: str) -> No
     assert refusal.message.isprintable()
 
 
-def test_a_name_that_is_no_text_is_nobodys() -> None:
+def test_a_name_that_is_no_text_names_no_session() -> None:
     wire = Wire()
     wire.hear(hello("\ufffd"), peer="\ufffd".encode())
     frames = [(b"\xff", encode(Goodbye(reason="I am the one of that name")))]

@@ -95,7 +95,7 @@ def test_what_another_process_continues_from_is_gone_as_soon_once_it_has_been_tr
     assert tokens() is None
 
 
-def test_a_turn_that_somebody_keeps_has_its_tokens_when_its_rollout_is_gone() -> None:
+def test_a_turn_that_a_caller_keeps_has_its_tokens_after_its_rollout() -> None:
     core = new_core()
     rollout = begin(core)
     core.handle(step("a", 0, [(core.turns.next_handle - 1, [5, 6], STOP)]))

@@ -89,7 +89,7 @@ async def test_a_paused_run_scores_once_it_continues_and_no_time_of_the_episode_
         assert (await evaluating).rewards == [-2.0]
 
 
-async def test_who_does_not_wait_any_more_frees_the_engine_for_others(
+async def test_an_abandoned_request_frees_the_engine_for_others(
     tidegate_serve: ServeInTests, tidegate_engine: Callable[..., ScriptedEngine]
 ) -> None:
     """The only place for scores is taken by one that takes 0.8 s, until it is given up."""

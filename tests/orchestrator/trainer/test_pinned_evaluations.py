@@ -72,7 +72,7 @@ async def test_every_token_of_a_pinned_evaluation_is_of_its_version_while_traini
         assert not tags.engines["test"] & tags.engines["train"]
 
 
-async def test_a_version_that_no_engine_serves_is_refused_with_those_that_can_be_had(
+async def test_a_version_that_no_engine_serves_is_refused_with_the_available_ones(
     tidegate_serve: ServeInTests,
 ) -> None:
     async with tidegate_serve(engines=2, evaluation_engines=1, **SMALL) as run:

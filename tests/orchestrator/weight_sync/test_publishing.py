@@ -316,7 +316,7 @@ async def test_what_a_publish_in_the_background_failed_of_is_raised_by_the_next_
         assert await rollouts.publish({}) == 2  # 1 was given away
 
 
-async def test_what_a_publish_in_the_background_failed_of_is_raised_to_who_waits_for_a_batch(
+async def test_the_error_of_a_publish_in_the_background_is_raised_to_the_waiter_for_a_batch(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(staging_s=1.0, refuses_publishes=1)
@@ -345,7 +345,7 @@ async def test_no_batch_is_handed_over_between_a_publish_and_its_certainty(
         await until(lambda: rollouts.statistics().training_groups == 1)  # the second's
 
 
-async def test_who_waits_for_a_batch_already_gets_none_of_an_older_version_either(
+async def test_a_waiting_request_for_a_batch_gets_none_of_an_older_version_either(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(staging_s=5.0, step_s=0.5)

@@ -114,7 +114,7 @@ def test_parts_add_up_and_late_engines_get_all_of_them() -> None:
     assert fleet.control.state.kept_buffers == {3, 4}
 
 
-def test_parts_of_a_whole_set_bring_it_to_who_lacks_it_and_only_to_them() -> None:
+def test_parts_of_a_whole_set_bring_it_to_the_engines_that_lack_it_and_only_to_them() -> None:
     fleet = Fleet("a")
     fleet.publish(1, *NAMES)
     fleet.publish(2, "norm")

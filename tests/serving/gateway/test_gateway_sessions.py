@@ -31,7 +31,7 @@ def gateway() -> Iterator[Gateway]:
     gateway.close()
 
 
-async def test_whoever_has_no_key_of_an_open_session_is_refused(
+async def test_a_request_without_the_key_of_an_open_session_is_refused(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     async with session_of(gateway, tmp_path) as (talk, session, client):
@@ -79,7 +79,9 @@ async def test_an_agent_from_outside_takes_a_task_and_posts_its_reward(
     assert gateway.num_sessions == 0
 
 
-async def test_a_task_is_not_given_to_who_has_gone_away(gateway: Gateway, tmp_path: Path) -> None:
+async def test_a_task_is_not_given_to_an_agent_that_has_disconnected(
+    gateway: Gateway, tmp_path: Path
+) -> None:
     opener = gateway.episode()
     first = asyncio.ensure_future(opener(Talk(tmp_path, "chatml").episode, "first"))
     headers = {"Authorization": "Bearer master"}

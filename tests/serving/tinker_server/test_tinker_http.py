@@ -119,7 +119,7 @@ def test_a_tenant_neither_sees_nor_uses_what_is_anothers(
     assert alice.result(save)["path"] == path
 
 
-def test_requests_that_cannot_be_read_or_are_nobodys_are_refused(
+def test_requests_that_cannot_be_read_or_have_no_owner_are_refused(
     server: tidegate.TinkerServer, alice: Tenant
 ) -> None:
     stranger = Tenant(server.url, "tml-stranger")

@@ -58,7 +58,7 @@ def test_every_path_that_changes_what_is_served_wants_the_control_token(
     assert stranger.get("/weight_info").json() == {"weight_version": "default"}
 
 
-def test_who_knows_no_token_may_ask_for_completions(stranger: httpx.Client) -> None:
+def test_a_client_without_a_token_may_request_completions(stranger: httpx.Client) -> None:
     answer = stranger.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert answer.status_code == 200
 
