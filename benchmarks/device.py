@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.device [--json]`` runs the stages in order, each in a process of its own with
 a time limit. Rows are printed, and appended to ``--rows FILE``, as they are measured, so a run that
-is cut off leaves what it has measured; the same command goes on after the last stage that ended.
+is cut off leaves what it has measured; the same command continues after the last stage that ended.
 
     machine: device, releases, and the rates of a copy and of a large matrix product
     parity: tests of every kernel, and of steps on the device against steps on the CPU
@@ -361,7 +361,7 @@ class Recorder:
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def ended(self) -> set[str]:
-        """Return the stages of the same device and shape that have come to their end."""
+        """Return the stages of the same device and shape that have ended."""
         if not self._path.exists():
             return set()
         rows = [json.loads(line) for line in self._path.read_text().splitlines()]

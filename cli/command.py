@@ -1,8 +1,9 @@
 """Registry of the commands of `tidegate` (typer), and its entry point :func:`main`.
 
-A command is a typer-annotated function in another module of this folder, and its docstring is its
-help. To add one, import its module here and register it with :func:`_add`. Such modules must not
-import anything heavy at the top, because `tidegate --help` imports all of them.
+The console script `tidegate` calls :func:`main`. A command is a typer-annotated function in another
+module of this folder, and its docstring is its help. To add one, import its module here and
+register it with :func:`_add`. Such modules must not import anything heavy at the top, because
+`tidegate --help` imports all of them.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """The agent demo's tool, a calculator, which environment worker processes import and run.
 
-It imports only the standard library, so that a worker is small and starts at once.
+``tool_lessons`` calls it too. It imports only the standard library, so that a worker is small and
+starts at once.
 """
 
 import re

@@ -1,6 +1,7 @@
 """Warm-up demonstrations for the coding task: right programs, and those that lack parentheses.
 
-``tiny_model`` uses :class:`CodingLessons` as its school.
+``agent_demo`` makes :class:`CodingLessons` for ``tiny_model``, which trains on them. Built on
+``coding`` and torch.
 """
 
 import random

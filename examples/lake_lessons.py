@@ -1,6 +1,7 @@
 """Warm-up demonstrations for the FrozenLake player: good and partly random walks over lakes.
 
-``tiny_model`` uses :class:`LakeLessons` as its school.
+``agent_demo`` makes :class:`LakeLessons` for ``tiny_model``, which trains on them. Built on
+``frozen_lake`` and torch.
 
 Shapes: B walks in a batch, T tokens in the longest of them.
 """

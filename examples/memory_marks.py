@@ -1,7 +1,7 @@
 """Peak memory of a process tree by phase, sampled from /proc, for trainer and engines together.
 
-``grpo`` uses it. It counts anonymous pages; a peak shorter than the sampling interval may be
-missed.
+The training loop of ``grpo`` uses it; standard library only. It counts anonymous pages; a peak
+shorter than the sampling interval may be missed.
 """
 
 import mmap

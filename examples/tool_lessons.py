@@ -1,7 +1,8 @@
 """Warm-up demonstrations for the tool agent: conversations with calculator calls, as token ids.
 
-``tiny_model`` uses :class:`ToolLessons` as its school. Conversations are tokenized as the
-orchestrator does it: the agent's output and the template's additions are encoded separately.
+``agent_demo`` makes :class:`ToolLessons` for ``tiny_model``, which trains on them. Conversations
+are tokenized as the orchestrator does it: the agent's output and the template's additions are
+encoded separately.
 """
 
 import datetime

@@ -45,8 +45,8 @@ _EPISODES_PIDS = (EPISODES_PID, 2)
 """Includes 2, the id that older traces have."""
 
 MERGE_GAP_US = 1000
-"""Steps of one version with a shorter gap become one interval. At any zoom that shows a whole batch
-they look the same, and the trace of some minutes stays under 1 MB."""
+"""Steps of one version with a shorter gap become one interval. At any zoom that shows a whole
+batch, the trace is drawn the same, and the trace of some minutes stays under 1 MB."""
 
 INTERVALS_MAX = 8_000
 """Limit per track: 2 MB of memory and 1 MB of JSON. At the limit the merge gap doubles."""

@@ -1,8 +1,9 @@
 """Draft tokens by prompt lookup: the tokens that followed the last n-gram earlier in the context.
 
 The ``lookup`` source of ``--speculative-method`` (n-gram speculation in vLLM), called by the
-scheduler. Costs one dictionary lookup per token; works well where outputs repeat their input, as in
-code edits, tables and calculations.
+scheduler, and by the ``rollouts`` source. Built on ``engine/scheduling/drafts.py``'s interface.
+Costs one dictionary lookup per token; works well where outputs repeat their input, as in code
+edits, tables and calculations.
 """
 
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ not known."""
 
 def attachment_columns(rollouts: Sequence[Rollout], lengths: Int64s) -> dict[str, torch.Tensor]:
     """Return the columns of rows whose contexts have ``lengths`` [R] tokens, by their names in
-    :class:`PackedBatch`. Attachments that no turn requested are left out."""
+    :class:`PackedBatch`. Attachments that no turn requested are omitted."""
     if not [turn for row in rollouts for turn in row.turns if turn.attachments]:
         return {}
     columns = _routed_experts(rollouts, lengths) | _kept_tokens(rollouts, lengths)

@@ -84,7 +84,7 @@ class ModelFiles:
     token_cache: TokenCache = field(init=False, compare=False, repr=False)
     """Cached tokens of texts that episodes append."""
     call_counts: ToolCallCounts = field(init=False, compare=False, repr=False)
-    """Counts of turns that look like tool calls."""
+    """Counts of turns that resemble tool calls."""
     hidden_token_ids: frozenset[int] | None = field(init=False, compare=False, repr=False)
     """Special tokens that a reply's text omits; None if the text omits all special tokens."""
 

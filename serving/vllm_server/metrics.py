@@ -1,7 +1,8 @@
 """Prometheus metrics of the vLLM-compatible server, under vLLM's names.
 
-The route ``/metrics`` renders it. Ended requests are counted here; all other figures are read from
-the run at each scrape. Written as text; no library is needed.
+The route ``/metrics`` of ``app.py`` renders it; ``completions.py`` counts. Ended requests are
+counted here; all other figures are read from the run at each scrape. Written as text; no library is
+needed.
 """
 
 import time

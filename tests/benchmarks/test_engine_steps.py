@@ -1,4 +1,4 @@
-"""Does the engine's benchmark count as overhead and as stall what is one, and nothing else?"""
+"""Tests that the engine's benchmark counts exactly overhead as overhead, and stalls as stalls."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Does an end of a weight transfer say so when the other has gone?"""
+"""Tests that one end of a weight transfer reports the death of the other."""
 
 import io
 import socket

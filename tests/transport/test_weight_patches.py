@@ -1,4 +1,4 @@
-"""Patches of weights: what is decoded equals what was encoded, and damaged bytes are refused."""
+"""Patches of weights: decoded patches equal the encoded ones, and damaged bytes are refused."""
 
 import msgspec
 import numpy as np

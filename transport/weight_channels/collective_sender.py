@@ -1,8 +1,8 @@
 """Orchestrator's end of the ``collective`` weight channel: forms rounds and broadcasts as rank 0.
 
-The publish path writes to it. It stores versions as :class:`ZmqSender` does, and also answers that
-channel's requests. Rounds run one after another on a thread of their own, so that new requests are
-read meanwhile. Built on ``zmq.py`` and ``torch.distributed``.
+The orchestrator's ``weight_sync/`` writes versions to it. It stores versions as :class:`ZmqSender`
+does, and also answers that channel's requests. Rounds run one after another on a thread of their
+own, so that new requests are read meanwhile. Built on ``zmq.py`` and ``torch.distributed``.
 """
 
 import socket

@@ -1,9 +1,9 @@
 """Weight channel by files: safetensors in a directory that orchestrator and engines share.
 
-The publish path writes files, the engine's staging reads them. It needs no connection between
-hosts, only a shared file system. A file is renamed to its final name once complete, and never
-changes then. The format is written here, because the safetensors library wants all tensors as
-copies or raw pointers; tests read the files with the library.
+The orchestrator's ``weight_sync/`` writes files, the engine's staging reads them. It needs no
+connection between hosts, only a shared file system. A file is renamed to its final name once
+complete, and never changes then. The format is written here, because the safetensors library wants
+all tensors as copies or raw pointers; tests read the files with the library.
 """
 
 import json

@@ -141,7 +141,7 @@ def test_a_sampled_token_without_a_teachers_log_prob_is_not_taken_for_a_certain_
     logprobs = some_batch().teacher_logprobs
     assert logprobs is not None
     expected = torch.zeros(3, 9)
-    expected[0, 2:5] = expected[1, 2:3] = torch.nan  # turns that nobody scored
+    expected[0, 2:5] = expected[1, 2:3] = torch.nan  # turns without scores
     expected[0, 7:], expected[2, 2:4] = torch.tensor([-1, -2]), torch.tensor([-3, -4])
     torch.testing.assert_close(logprobs, expected, equal_nan=True)
 

@@ -1,4 +1,4 @@
-"""Is every token of a run over another engine what its tags say? Whole runs, audited.
+"""Tests that version tags are right in runs over other engines: whole runs, audited.
 
 The engine is a double of vLLM that computes with real weights and keeps real KV, so a tag that is
 wrong by one token, one version or one cached prefix shows in a log-prob. Against the real server:

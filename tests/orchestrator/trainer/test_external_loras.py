@@ -1,4 +1,4 @@
-"""Are LoRA adapters served by others' engines as by our own? Runs over doubles, each token audited.
+"""Tests of LoRA adapters on other engines: runs over doubles, each token audited.
 
 The doubles compute with real adapters, so a token of an old one under a new one's tag shows.
 """

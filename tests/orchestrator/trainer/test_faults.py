@@ -1,4 +1,4 @@
-"""Does a run survive what befalls real processes, and name what it can't get past?"""
+"""Tests that a run survives faults of real processes, and names those that it can't survive."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What becomes of a trainer that does the unusual? A clear error or the right thing, no hang."""
+"""Tests of unusual calls by a trainer: each gives a clear error or a right result, and no hang."""
 
 import asyncio
 import contextlib

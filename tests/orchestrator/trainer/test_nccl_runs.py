@@ -1,4 +1,4 @@
-"""Is every token of a run what its tags say where weights go to vLLM by NCCL? Whole runs, audited.
+"""Tests that version tags are right in runs that send weights to vLLM by NCCL: whole runs, audited.
 
 vLLM and NCCL are doubles, the GPU is the host's memory; the worker and all that it sends are real.
 """

@@ -1,4 +1,4 @@
-"""Does a run continue when a host with an address of its own is cut off, and take it back?
+"""Tests that a run continues without a host that is cut off, and uses it again afterwards.
 
 `make test-namespaces` runs it: it makes networks, which wants root and a machine to itself.
 """

@@ -1,4 +1,4 @@
-"""Would the chaos and soak benchmarks notice if a promise were broken?"""
+"""Tests that the chaos and soak benchmarks detect a broken promise."""
 
 from benchmarks.chaos import check_ledger, check_reward, check_staleness, check_tasks
 from benchmarks.chaos_trainer import TrainedBatch

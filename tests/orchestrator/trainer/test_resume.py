@@ -1,4 +1,4 @@
-"""Does a run continue after its process has died, as if nothing had happened? With real engines."""
+"""Tests that a run continues after its process has died, with real engines."""
 
 import asyncio
 import json

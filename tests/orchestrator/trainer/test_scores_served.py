@@ -1,4 +1,4 @@
-"""Do trainers get log-probs, embeddings and rewards from real engines, in the midst of a run?"""
+"""Tests that trainers get log-probs, embeddings and rewards from real engines during a run."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Do options of sampling come through a whole run, from an episode to the audit?"""
+"""Tests of sampling options in a whole run, from the episode to the audit."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Does a trainer that shares its machine with an engine train as ever, and every token audit?"""
+"""Tests of sleep and wake in a whole run on one machine, each token audited."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Do draft tokens pass through a whole run, from a setting to the audit and the report?"""
+"""Tests of speculative decoding in a whole run, from the setting to the audit and the report."""
 
 from pathlib import Path
 from typing import Any

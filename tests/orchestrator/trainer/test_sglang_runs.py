@@ -1,4 +1,4 @@
-"""Is every token of a run over SGLang what its tags say? A whole run over a double, audited.
+"""Tests that version tags are right in a run over SGLang: a whole run over a double, audited.
 
 It computes with real weights and keeps real KV, so a tag that is wrong by one token, one version or
 one cached prefix shows in a log-prob.

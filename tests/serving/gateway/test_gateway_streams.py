@@ -1,4 +1,4 @@
-"""A stream of the gateway says the same as an answer in one piece."""
+"""A stream of the gateway has the same text as an answer in one piece."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

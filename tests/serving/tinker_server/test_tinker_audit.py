@@ -73,7 +73,7 @@ def test_snapshots_and_inflight_samples_of_several_models_are_audited(
                 train(client, steps=1)
                 futures += sample(client.save_weights_and_get_sampling_client().result(), 2)
                 inflight = client.save_weights_and_get_sampling_client(kind="inflight").result()
-                futures += sample(inflight, 2)  # go on under the next one's weights
+                futures += sample(inflight, 2)  # continue under the next one's weights
         lengths = [len(s.tokens) for future in futures for s in future.result().sequences]
     report = audit_run(run)
     assert_all_replayed(report)

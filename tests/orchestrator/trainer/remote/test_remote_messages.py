@@ -1,4 +1,4 @@
-"""Is what a trainer and its run say to each other done once, and asked for where it was lost?"""
+"""Messages of a trainer and its run take effect once, and are requested again if lost."""
 
 import asyncio
 import os
