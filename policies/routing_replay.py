@@ -21,6 +21,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tidegate.errors import ModelError
+
+OnChoice = Callable[[int, Tensor, Tensor], None]
+"""Called when a router chooses: with the layer's number, its scores [N, E], and the replayed ids
+[N, k]. Scores are probabilities, logits or biased scores, whichever the model ranks."""
 
 EXPERT_ID_ARGUMENTS = ("top_k_index", "router_indices")
 """Names that ``transformers``' expert modules give their argument of chosen ids [N, k]."""
@@ -122,7 +127,11 @@ def record_routed_experts(model: nn.Module) -> Iterator[RoutedExpertsRecorder]:
 
 @contextmanager
 def replay_routed_experts(
-    model: nn.Module, routed_experts: Tensor, mask: Tensor | None = None
+    model: nn.Module,
+    routed_experts: Tensor,
+    mask: Tensor | None = None,
+    *,
+    on_choice: OnChoice | None = None,
 ) -> Iterator[None]:
     """Run forward passes of a ``transformers`` mixture with given experts instead of its choices.
 
@@ -138,6 +147,7 @@ def replay_routed_experts(
             model reads, the k experts that each of its L mixture layers chose, layers in order.
         mask: [R, T] or [N], bool: tokens whose routed experts are known. At others, for example
             padding, the model chooses. None: all are known.
+        on_choice: called with each router's scores, which the audit compares with the given ids.
 
     Raises:
         ModelError: as for :func:`mixture_layers`; or a forward pass used other experts, because
@@ -149,7 +159,8 @@ def replay_routed_experts(
     ids, known = _flattened(routed_experts, mask, layers, type(model).__name__)
     with ExitStack() as hooks:
         for number, layer in enumerate(layers):
-            hooks.enter_context(_replayed(layer, ids[:, number], known))
+            observe = None if on_choice is None else partial(on_choice, number)
+            hooks.enter_context(_replayed(layer, ids[:, number], known, observe))
         yield
 
 
@@ -235,10 +246,15 @@ def _flattened(
 
 
 @contextmanager
-def _replayed(layer: MixtureLayer, ids: Tensor, known: Tensor | None) -> Iterator[None]:
+def _replayed(
+    layer: MixtureLayer,
+    ids: Tensor,
+    known: Tensor | None,
+    observe: Callable[[Tensor, Tensor], None] | None,
+) -> Iterator[None]:
     """Make a layer's router choose ``ids`` [N, k] for ``known`` tokens [N], and check the experts
     that were used."""
-    choice = _ReplacedChoice(layer, ids, known)
+    choice = _ReplacedChoice(layer, ids, known, observe)
     active: list[ExitStack] = []
 
     def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -265,8 +281,15 @@ def _replayed(layer: MixtureLayer, ids: Tensor, known: Tensor | None) -> Iterato
 class _ReplacedChoice(TorchFunctionMode):
     """Replaces the result of ``topk`` over a layer's experts by given ids."""
 
-    def __init__(self, layer: MixtureLayer, ids: Tensor, known: Tensor | None) -> None:
+    def __init__(
+        self,
+        layer: MixtureLayer,
+        ids: Tensor,
+        known: Tensor | None,
+        observe: Callable[[Tensor, Tensor], None] | None,
+    ) -> None:
         super().__init__()
+        self._observe = observe
         self._layer = layer
         self._ids = ids
         self._known = known
@@ -286,6 +309,8 @@ class _ReplacedChoice(TorchFunctionMode):
         if scores.shape[-1] == layer.num_experts and scores.dim() == 2:
             own = func(*args, **named)
             ids = self._replace(own.indices)
+            if self._observe is not None:
+                self._observe(scores, ids)
             return torch.return_types.topk((scores.gather(-1, ids), ids))
         if layer.num_groups > 1 and scores.shape == (len(self._ids), layer.num_groups):
             # Experts outside the chosen groups have a score of zero in some models, so the groups

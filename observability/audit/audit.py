@@ -307,6 +307,7 @@ def audit_run(
     agreeing = [int(_agreeing(segment).sum()) for segment in segments]
     problems += _mismatches(segments)
     problems += _wrong_kept_sets(segments)
+    problems += _wrong_routes(replays)
     problems += _nearer_rivals(verdicts)
     return AuditReport(
         tolerance=max((s.tolerance for s in segments), default=tolerance or TOLERANCE),
@@ -609,6 +610,28 @@ def _wrong_kept_sets(segments: Iterable[Segment]) -> list[Problem]:
                 f"{segment.first_token + first}, off by {segment.kept_errors[first]:.2e} nats"
             )
             problems.append(Problem(segment.rollout_id, segment.turn, message))
+    return problems
+
+
+def _wrong_routes(replays: Iterable[Replay]) -> list[Problem]:
+    """Report positions whose recorded routed experts are not those that the weights choose which
+    computed them. Experts whose scores are as close as the tolerance may change places."""
+    problems = []
+    for replay in replays:
+        if replay.routes is None:
+            continue
+        last = max(replay.segments, key=lambda segment: segment.position)
+        wrong = np.flatnonzero(replay.routes.errors > last.tolerance)
+        if len(wrong):
+            first = int(wrong[0])
+            version = next(stage.version for stage in replay.stages if first < stage.end)
+            message = (
+                f"the recorded routed experts of {len(wrong)} of "
+                f"{int(replay.routes.known.sum())} positions are not those that their weights "
+                f"choose, first position {first}, computed by v{version}, off by "
+                f"{replay.routes.errors[first]:.2e} nats"
+            )
+            problems.append(Problem(last.rollout_id, last.turn, message))
     return problems
 
 

@@ -12,6 +12,7 @@ width.
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tidegate.observability.audit.replay_plan import (
     ReplayedAdapter,
     Segment,
 )
+from tidegate.policies.routing_replay import mixture_layers, replay_routed_experts
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -224,12 +226,13 @@ def _read_recurrent(model: Any, replay: Replay, pasts: dict[int, Any]) -> None:
     stage = _stage(replay)
     cache = pasts.pop(id(replay), None) or empty_cache(model)
     token_ids = torch.from_numpy(replay.context[stage.start : stage.end].astype(np.int64))
-    output = model(
-        input_ids=token_ids[None],
-        attention_mask=torch.ones(1, stage.end, dtype=torch.long),
-        use_cache=True,
-        **cache_argument(model, cache),
-    )
+    with _recorded_routing(model, [replay], stage.end - stage.start):
+        output = model(
+            input_ids=token_ids[None],
+            attention_mask=torch.ones(1, stage.end, dtype=torch.long),
+            use_cache=True,
+            **cache_argument(model, cache),
+        )
     _store_logprobs(output.logits, [replay])
     if replay.stages_done + 1 < len(replay.stages):
         pasts[id(replay)] = cache
@@ -254,13 +257,14 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Any]) -> None:
         mask[row, past - stage.start : past + count] = 1
     starts = torch.tensor([stage.start for stage in stages])
     cache = _joined_pasts([pasts.pop(id(r), []) for r in batch], past)
-    output = model(
-        input_ids=token_ids,
-        attention_mask=mask,
-        position_ids=starts[:, None] + torch.arange(new),
-        use_cache=True,
-        **cache_argument(model, cache),
-    )
+    with _recorded_routing(model, batch, new):
+        output = model(
+            input_ids=token_ids,
+            attention_mask=mask,
+            position_ids=starts[:, None] + torch.arange(new),
+            use_cache=True,
+            **cache_argument(model, cache),
+        )
     _store_logprobs(output.logits, batch)
     for row, (replay, stage) in enumerate(zip(batch, stages, strict=True)):
         if replay.stages_done + 1 < len(replay.stages):
@@ -269,6 +273,58 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Any]) -> None:
                 (layer.keys[row, :, positions].clone(), layer.values[row, :, positions].clone())
                 for layer in cache.layers
             ]
+
+
+@contextmanager
+def _recorded_routing(model: Any, batch: list[Replay], new: int) -> Iterator[None]:
+    """Replay the recorded routed experts in a forward pass of ``new`` tokens of each context, and
+    note how far each is from the model's own choice."""
+    routed = [(row, r, r.routes) for row, r in enumerate(batch) if r.routes is not None]
+    if not routed:
+        yield
+        return
+    layers = mixture_layers(model)
+    experts_max = min(layer.num_experts for layer in layers)
+    per_token = max(routes.experts.shape[2] for _, _, routes in routed)
+    experts = torch.zeros(len(batch), new, len(layers), per_token, dtype=torch.long)
+    known = torch.zeros(len(batch), new, dtype=torch.bool)
+    for row, replay, routes in routed:
+        stage = _stage(replay)
+        chosen, part = slice(stage.start, stage.end), routes.experts[stage.start : stage.end]
+        ids = np.sort(part.astype(np.int64), -1)
+        is_possible = routes.known[chosen].copy()
+        if part.shape[1:] == experts.shape[2:]:
+            is_possible &= (ids < experts_max).all((1, 2)) & (ids[..., 1:] > ids[..., :-1]).all(
+                (1, 2)
+            )
+            experts[row, : len(part)] = torch.from_numpy(part.astype(np.int64))
+        else:
+            is_possible[:] = False
+        known[row, : len(part)] = torch.from_numpy(is_possible)
+        routes.errors[chosen][routes.known[chosen] & ~is_possible] = np.inf
+
+    def note(number: int, scores: torch.Tensor, ids: torch.Tensor) -> None:
+        errors = route_errors(scores, ids).view(len(batch), new).numpy()
+        for row, replay, routes in routed:
+            stage = _stage(replay)
+            noted = routes.errors[stage.start : stage.end]
+            np.maximum(noted, errors[row, : len(noted)], out=noted)
+
+    with replay_routed_experts(model, experts, known, on_choice=note):
+        yield
+
+
+def route_errors(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return by how much the best expert left out exceeds the worst of ``ids`` [N, k]; 0 or more.
+
+    In nats: scores [N, E] that are probabilities are compared by their logarithms, others, such as
+    logits, as they are.
+    """
+    is_probability = bool((scores >= 0).all() and (scores <= 1).all())
+    ranked = scores.log() if is_probability else scores
+    worst = ranked.gather(-1, ids).amin(-1)
+    best_left_out = ranked.scatter(-1, ids, -torch.inf).amax(-1)
+    return (best_left_out - worst).clamp(min=0).nan_to_num(nan=0.0).float()
 
 
 def _joined_pasts(pasts: list[Layers], past: int) -> Any:

@@ -8,7 +8,7 @@ one version are the *stages* of a replay.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
+from tidegate.orchestrator.core.token_attachments import RoutedExperts
 from tidegate.transport.messages import KvSpan
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -92,6 +93,45 @@ class Segment:
 
 
 @dataclass(slots=True)
+class RecordedRoutes:
+    """Experts to which a pass's positions were routed, as its engine reported them."""
+
+    experts: npt.NDArray[np.uint8 | np.uint16]
+    """[P, L, k], of the P positions of a context."""
+    known: npt.NDArray[np.bool_]
+    """[P], whether the position's experts were reported."""
+    errors: npt.NDArray[np.float32] = field(init=False)
+    """[P], by how many nats an expert that was left out scores above one that is recorded, in the
+    worst layer; infinite where no router can choose these experts. Computed by the replay."""
+
+    def __post_init__(self) -> None:
+        self.errors = np.zeros(len(self.known), np.float32)
+
+    def joined_with(self, later: "RecordedRoutes | None", at: int) -> "RecordedRoutes":
+        """Return these experts up to position ``at``, and those of ``later`` from it on."""
+        if later is None or later.experts.shape[1:] != self.experts.shape[1:]:
+            return RecordedRoutes(self.experts[:at], self.known[:at])
+        return RecordedRoutes(
+            np.concatenate([self.experts[:at], later.experts[at:]]),
+            np.concatenate([self.known[:at], later.known[at:]]),
+        )
+
+    def has(self, other: "RecordedRoutes | None") -> bool:
+        """Whether these are the same experts at all positions that both know, and ``other`` knows
+        no position that is unknown here."""
+        if other is None:
+            return False
+        positions = other.known
+        if len(positions) > len(self.known) or self.experts.shape[1:] != other.experts.shape[1:]:
+            return False
+        own = self.known[: len(positions)]
+        return bool(
+            (own | ~positions).all()
+            and (self.experts[: len(positions)][positions] == other.experts[positions]).all()
+        )
+
+
+@dataclass(slots=True)
 class Replay:
     """One context, to be read by the versions of its stages in order, and the tokens whose
     log-probs are needed."""
@@ -102,6 +142,8 @@ class Replay:
     """Gapless from position 0; neighbouring stages differ in version."""
     segments: list[Segment]
     adapter: ReplayedAdapter = NO_ADAPTER
+    routes: RecordedRoutes | None = None
+    """Routed experts with which a mixture is replayed; None if none were recorded."""
     stages_done: int = 0
     """Number of stages already computed."""
 
@@ -132,6 +174,8 @@ class PassChange:
     """Last span of the earlier pass."""
     first: Segment
     """First span of the later pass; continues ``last``."""
+    routes: tuple[RecordedRoutes | None, RecordedRoutes | None] = (None, None)
+    """Routed experts of the earlier pass, and of the later one."""
 
 
 @dataclass(slots=True)
@@ -163,10 +207,16 @@ def plan_rollout(rollout: RecordedRollout) -> ReplayPlan:
         contradictions = list(_broken_tables(turn, len(context)))
         if not contradictions:
             first = len(plan.replays)
-            for history, spans in _passes(turn):
-                _plan_pass(
-                    plan, history, spans, _TurnContext(rollout, turn_index, context, logprobs)
-                )
+            passes = list(_passes(turn))
+            turn_context = _TurnContext(rollout, turn_index, context, logprobs)
+            first_passes = _first_passes(turn, passes)
+            for number, (history, spans) in enumerate(passes):
+                reports = [
+                    report
+                    for report, first_pass in zip(turn.routed_experts, first_passes, strict=True)
+                    if first_pass <= number
+                ]
+                _plan_pass(plan, history, spans, reports, turn_context)
             plan.changes += _changes(plan.replays[first:])
         plan.problems += [
             Problem(rollout.rollout_id, turn_index, message) for message in contradictions
@@ -237,6 +287,7 @@ def _plan_pass(
     plan: ReplayPlan,
     history: TurnPrefill | None,
     spans: list[VersionSpan],
+    reports: Sequence[RoutedExperts],
     turn_context: _TurnContext,
 ) -> None:
     """Check the tags of one pass against its history, and add its replay."""
@@ -280,7 +331,47 @@ def _plan_pass(
     adapter = NO_ADAPTER
     if (options := turn.options) is not None:
         adapter = ReplayedAdapter(options.adapter, options.adapter_version is not None)
-    plan.replays.append(Replay(turn_context.context, stages, segments, adapter=adapter))
+    routes = _joined(reports, stages[-1].end)
+    plan.replays.append(
+        Replay(turn_context.context, stages, segments, adapter=adapter, routes=routes)
+    )
+
+
+def _first_passes(
+    turn: RecordedTurn, passes: Sequence[tuple[TurnPrefill | None, list[VersionSpan]]]
+) -> list[int]:
+    """Return, for each of a turn's reports of routed experts, the first pass that it is of.
+
+    Positions are reported before the next token is sampled, and each pass's anew; reports that
+    agree with the one before continue it. So a report's end is a position of its last pass, and the
+    next report is of a later pass.
+    """
+    starts = [turn.start + spans[0].start for _, spans in passes]
+    first_passes: list[int] = []
+    begin = 0
+    for report in turn.routed_experts:
+        first_passes.append(begin)
+        end = report.start + len(report.experts)
+        last = max((n for n, start in enumerate(starts) if start <= end), default=0)
+        if last >= begin:  # else the engine was lost before the pass sampled a token
+            begin = last + 1
+    return first_passes
+
+
+def _joined(reports: Sequence[RoutedExperts], positions: int) -> RecordedRoutes | None:
+    """Return the last report of each of ``positions`` positions; None without any."""
+    if not reports:
+        return None
+    newest = reports[-1].experts
+    routes = RecordedRoutes(
+        np.zeros((positions, *newest.shape[1:]), newest.dtype), np.zeros(positions, np.bool_)
+    )
+    for start, experts in reports:
+        if experts.shape[1:] == newest.shape[1:] and start < positions:
+            part = experts[: positions - start]
+            routes.experts[start : start + len(part)] = part
+            routes.known[start : start + len(part)] = True
+    return routes
 
 
 def _changes(passes: list[Replay]) -> Iterator[PassChange]:
@@ -289,7 +380,13 @@ def _changes(passes: list[Replay]) -> Iterator[PassChange]:
         last, first = earlier.segments[-1], later.segments[0]
         if last.position + len(last.token_ids) == first.position:
             yield PassChange(
-                later.context, later.adapter, earlier.stages, later.stages, last, first
+                later.context,
+                later.adapter,
+                earlier.stages,
+                later.stages,
+                last,
+                first,
+                (earlier.routes, later.routes),
             )
 
 
@@ -363,7 +460,14 @@ def _merged(replays: list[Replay]) -> list[Replay]:
     kept: list[Replay] = []
     for replay in sorted(replays, key=lambda r: r.stages[-1].end, reverse=True):
         for longer in kept:
-            if longer.adapter == replay.adapter and _continues(longer.stages, replay.stages):
+            has_routes = replay.routes is longer.routes or (
+                longer.routes is not None and longer.routes.has(replay.routes)
+            )
+            if (
+                has_routes
+                and longer.adapter == replay.adapter
+                and _continues(longer.stages, replay.stages)
+            ):
                 longer.segments += replay.segments
                 break
         else:

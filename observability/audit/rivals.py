@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from tidegate.observability.audit.replay_plan import (
     PassChange,
+    RecordedRoutes,
     Replay,
     ReplayedAdapter,
     Segment,
@@ -266,7 +267,13 @@ def _recomputes(change: PassChange) -> Iterator[Rival]:
     for kind, claim, part, stages, recorded in claims:
         end = part.copy.position - 1 + len(part.copy.token_ids)
         if _until(stages, end) != _until(recorded, end):
-            replay = Replay(change.context, _until(stages, end), [part.copy], change.adapter)
+            before, after = change.routes
+            routes = None if before is None else before.joined_with(after, at)
+            if stages is later:
+                routes = None if after is None else RecordedRoutes(after.experts, after.known)
+            replay = Replay(
+                change.context, _until(stages, end), [part.copy], change.adapter, routes
+            )
             yield Rival(kind, claim, replay, (part,))
 
 
@@ -291,7 +298,10 @@ def _replay(recorded: Replay, stages: Sequence[KvSpan], parts: Sequence[_Part]) 
     """Make a replay of a recorded context by other stages, as far as its parts need them."""
     end = max(each.copy.position - 1 + len(each.copy.token_ids) for each in parts)
     copies = [each.copy for each in parts]
-    return Replay(recorded.context, _until(stages, end), copies, recorded.adapter)
+    routes = recorded.routes
+    if routes is not None:
+        routes = RecordedRoutes(routes.experts, routes.known)
+    return Replay(recorded.context, _until(stages, end), copies, recorded.adapter, routes)
 
 
 def _part(span: Segment, tokens: slice) -> _Part:

@@ -289,13 +289,17 @@ KINDS: list[Callable[[list[Any], int], Rollout]] = [
 ]
 
 
-def record_run(directory: Path, models: list[Any], rollouts: list[Rollout]) -> Path:
-    """Record rollouts and weights as a run does."""
+def record_run(
+    directory: Path, models: list[Any], rollouts: list[Rollout], *, dtype: str = "float32"
+) -> Path:
+    """Record rollouts and weights as a run does, of engines that computed in ``dtype``."""
     model = directory.with_name(directory.name + "-model")
     models[0].save_pretrained(model)
     with RunRecorder(directory, settings={}, model=model) as recorder:
         for version, weights in enumerate(models[1:], start=1):
             recorder.weights(version, weights.state_dict())
+        for engine in ("engine-0", "engine-1"):
+            recorder.engine_dtype(engine, dtype)
         for rollout in rollouts:
             rollout.reward = 1.0
             rollout.state = RolloutState.TRAINED

@@ -116,6 +116,7 @@ async def test_positions_that_new_weights_recompute_have_their_experts_by_versio
         routed_experts=True,
         kv_policy="recompute",
         pause_mode="keep",
+        run_directory=tmp_path / "run",
     ) as rollouts:
         async for _ in rollouts.batches(range(8), episode=solve):
             await rollouts.publish(perturbed(module, 0.3))
@@ -132,6 +133,8 @@ async def test_positions_that_new_weights_recompute_have_their_experts_by_versio
             for report in reports
             if report.start == 0
         )
+    report = audit_run(tmp_path / "run")
+    assert report.agrees, report.lines()
 
 
 async def test_log_probs_over_a_batchs_kept_tokens_are_the_engines(tmp_path: Path) -> None:
