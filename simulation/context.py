@@ -1,7 +1,8 @@
 """State shared by all engines of a simulation: the wire, the weights, the model, the records.
 
-Made by the simulation and by crash-restart runs; passed to every simulated engine, host and
-episode.
+:mod:`simulation`, :mod:`run` and :mod:`crash_restart` make it, and pass it to every simulated
+engine, host, episode and trainer. Holds the objects of :mod:`wire`, :mod:`staging`, :mod:`model`
+and :mod:`ground_truth`.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 """Scripted episodes of a simulated run: turns, tools, forks, scores, parks, failures and hangs.
 
+:mod:`simulation` and :mod:`crash_restart` pass it to the scheduler as the run's episode function.
 An episode follows the script that the scenario draws for it, and checks that its context consists
 of the tokens that it appended and the tokens that it was given.
 """

@@ -49,7 +49,7 @@ class EngineHost:
         self._on_exit = on_exit
         self._on_drain = on_drain
         self.must_end_idle = False
-        """Whether the engine must have handed back its turns when it is told to shut down, because
+        """Whether the engine must have handed back its turns when it gets ``Shutdown``, because
         nothing but drains was planned for it."""
         self._chance = chance
         self._epoch = 0
@@ -87,7 +87,7 @@ class EngineHost:
         """Ignore the tokens of a step; :class:`EngineOwner` requires the method."""
 
     def shut_down(self, running_turns: int) -> None:
-        """Note that the engine process was told to end, while it ran this many turns."""
+        """Record that the engine process got ``Shutdown`` while it ran this many turns."""
         assert not (running_turns and self.must_end_idle), (
             f"{self.name} was told to end while it ran {running_turns} turns"
         )

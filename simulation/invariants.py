@@ -2,7 +2,8 @@
 
 Made by :mod:`simulation` and :mod:`crash_restart`, which call it after each event.
 :class:`InvariantChecker` keeps its own records of the events and commands, and recomputes every
-token from the simulated model. The oracle shares no code with the core that it checks.
+token from the simulated model. The oracle reads the core's events and :mod:`ground_truth`, and
+shares no code with the core that it checks.
 """
 
 from collections import Counter
@@ -48,7 +49,8 @@ class TrainedRows:
         del self._rows[batch]
 
     def discarded(self, event: ev.RowsDiscarded) -> None:
-        """Note the rows that the trainer has discarded; the first reason given for a row counts."""
+        """Record the rows that the trainer has discarded; the first reason given for a row
+        counts."""
         reasons = self._discarded_rows.setdefault(event.batch, {})
         reasons.update({row: event.reason for row in event.rows if row not in reasons})
 
@@ -331,7 +333,7 @@ class InvariantChecker:
     # ------------------------------------------------------------ turns that end engines
 
     def _place(self, engine: str, handle: int, rollout_id: int) -> None:
-        """Note a submitted turn, and check that not too many engines were lost with it."""
+        """Record a submitted turn, and check that not too many engines were lost with it."""
         losses = self._losses[rollout_id]
         assert losses < LOSSES_TOTAL_MAX, (
             f"rollout {rollout_id} is sent to an engine after {losses} lost engines"
@@ -352,7 +354,7 @@ class InvariantChecker:
             self._losses.update(lost.values())
 
     def _check_refused(self, turn: Turn) -> None:
-        """Note a refused turn, if the refusal is for engines that were lost with it."""
+        """Record a refused turn, if the refusal is for engines that were lost with it."""
         losses = self._losses.pop(turn.rollout_id, 0)
         if losses < CONSECUTIVE_LOSSES_MAX:
             return

@@ -1,7 +1,7 @@
 """pytest plugin for code that uses Tidegate: fixtures without GPU, engine processes or waiting.
 
 pytest loads this module in every run where Tidegate is installed, so it imports nothing but pytest
-until a test asks for one of the fixtures. An async test that uses a fixture runs in virtual time,
+until a test requests one of the fixtures. An async test that uses a fixture runs in virtual time,
 with or without pytest-asyncio, in either mode of pytest-asyncio. See docs/testing.md. The fixtures
 are made of :mod:`serve` and :mod:`scripted_engine`.
 """

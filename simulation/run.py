@@ -1,6 +1,6 @@
 """Run of a test with the user's own trainer: the real scheduler over simulated engines.
 
-Made by the test fixture in :mod:`serve`. A :class:`SimulatedRun` takes the place of
+:mod:`serve` makes it. A :class:`SimulatedRun` takes the place of
 :class:`tidegate.orchestrator.trainer.run.Run`, so the trainer's handles need no change. There is no
 thread, no process and no socket. Engines take virtual time; the trainer's own computation takes
 none.

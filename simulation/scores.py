@@ -1,8 +1,8 @@
 """Scoring requests of a simulated engine: it returns log-probs of given tokens after virtual time.
 
-Used by the simulated engine. Open requests are dropped when the engine's conversation with the
-orchestrator ends. An answer is computed by the weights that are live when the answer is sent. A
-paused or sleeping engine answers no request until the engine resumes.
+:mod:`engine` makes it. Log-probs are those of :mod:`model`. Open requests are dropped when the
+engine's conversation with the orchestrator ends. An answer is computed by the weights that are live
+when the answer is sent. A paused or sleeping engine answers no request until the engine resumes.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Sleep mode of a simulated engine: answers sleep and wake requests as a real engine does.
 
-Used by the simulated engine. No memory is freed.
+:mod:`engine` makes it. It changes the engine's :mod:`staging` and :mod:`turns`; no memory is freed.
 """
 
 from tidegate.simulation.staging import SimulatedStaging

@@ -1,9 +1,9 @@
 """Simulated trainer: trains on batches and publishes, with the unusual calls of its scenario.
 
-Part of each run of ``tidegate simulate``. The trainer calls the scheduler as the handles of
-:mod:`serve` do, and uses no other part of a run. With a look-ahead, another task requests batches
-during the train step. The trainer's loop may be slow to check for an offered batch, and may stop
-waiting before the check.
+:mod:`simulation` and :mod:`crash_restart` run it beside the scheduler, which it calls as the
+handles of :mod:`serve` do, and uses no other part of a run. With a look-ahead, another task
+requests batches during the train step. The trainer's loop may be slow to check for an offered
+batch, and may stop waiting before the check.
 """
 
 import asyncio

@@ -3,6 +3,7 @@
 A handler reads a request, calls a part of the server (:class:`TinkerParts`) and answers at once.
 Requests that take long are answered with a ``request_id``, whose result ``retrieve_future`` waits
 for. Paths, fields and answers are those of the SDK ``tinker``; docs/tinker-server.md lists them.
+:mod:`server` makes the application. Built on Starlette.
 """
 
 import asyncio
@@ -220,7 +221,7 @@ async def finish_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> 
 
 
 async def end_session(parts: TinkerParts, session: TinkerSession) -> None:
-    """Drop a session's models, and the weights of its samplers that nobody else can name."""
+    """Drop a session's models, and the weights of its samplers that no other session can name."""
     parts.sessions.close(session)
     if parts.state is not None:
         ended = SessionEnded(session_id=session.session_id)

@@ -1,7 +1,7 @@
 """Results of requests that are carried out after they were answered with a ``request_id``.
 
 ``retrieve_future`` waits here for a result; every other handler of :mod:`app` that starts work
-begins an entry. Waiting is by an event: no result is polled for.
+begins an entry. Waiting is by an event of asyncio: no result is polled for.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ KEPT_AFTER_READ_S = 60.0
 """Time for which a result that was read is kept, because its answer may be lost on the way."""
 
 KEPT_UNREAD_S = 3600.0
-"""Time for which a result that nobody reads is kept."""
+"""Time for which an unread result is kept."""
 
 Encode = Callable[[bool], bytes]
 """Returns the body of a result: protobuf if the argument is true and the result has that form."""
@@ -104,7 +104,7 @@ class FutureTable:
         entry.task.add_done_callback(end)
 
     def resolve(self, entry: Entry, outcome: Outcome) -> None:
-        """Set a request's result, and wake whoever waits for it; harmless if it has one."""
+        """Set a request's result, and wake its waiters; harmless if it has one."""
         if entry.outcome is None:
             entry.outcome = outcome
             entry.expires_s = asyncio.get_running_loop().time() + KEPT_UNREAD_S

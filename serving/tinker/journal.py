@@ -10,7 +10,8 @@ the same requests in the same order give the same weights and results. One snaps
 needed is kept, so that results which a client had not read yet are computed again.
 
 A record is its length and its CRC-32, 4 bytes each, little-endian, and MessagePack. A record that
-was cut off by the crash ends the file. :mod:`recovery` reads the journal; methods block.
+was cut off by the crash ends the file. :mod:`app`, :mod:`models` and :mod:`training_requests`
+append to the journal, :mod:`recovery` reads it; methods block. Records are msgspec's.
 """
 
 import fcntl
@@ -95,7 +96,7 @@ class SegmentStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seq_id: int
     """The request that the snapshot is before."""
     steps: int = 0
-    """The model's optimizer steps by then."""
+    """The model's optimizer steps at that time."""
 
 
 SessionRecord = SessionOpened | SessionEnded | SamplerOpened

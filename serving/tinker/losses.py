@@ -16,9 +16,9 @@ log-prob :math:`\log p`, the behaviour policy's :math:`\log q` (``logprobs``), t
 PPO: Schulman et al. 2017, arXiv:1707.06347; CISPO: MiniMax-M1, arXiv:2506.13585, where ``sg`` stops
 the gradient. GSPO-token: Zheng et al. 2025, arXiv:2507.18071, section 4.3: s has the value of the
 geometric mean of r over the tokens that the mask marks, and the gradient of the token's own
-:math:`\log p`. The SDK's documents tell no default for its thresholds, nor for the ``beta`` b of
-``dro``, so a request must have them. :mod:`peft_training` calls this module; shapes are [n], or
-[n, K] for what has no mask.
+:math:`\log p`. The SDK's documents give no default for its thresholds, nor for the ``beta`` b of
+``dro``, so a request must have them. :mod:`peft_training` calls this module; shapes are [n], or [n,
+K] for losses without a mask. Built on torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -149,7 +149,7 @@ USE_INSTEAD: Mapping[str, str] = {
     "stable_reinforce": "ppo",  # its formula is not published
     "custom": "forward_backward_custom with a Python function, which the SDK runs on the client",
 }
-"""Losses of the API that are not served, and what comes nearest."""
+"""Losses of the API that are not served, and the closest substitute of each."""
 
 
 def loss_function(name: str) -> LossFunction:

@@ -48,7 +48,7 @@ class TinkerParts:
             raise ApiError(400, why)
 
     def session(self, session_id: str, tenant: str) -> TinkerSession:
-        """Return a tenant's session, and note that its client lives."""
+        """Return a tenant's session, and record that its client is alive."""
         return self.sessions.get(session_id, tenant, asyncio.get_running_loop().time())
 
     def model(self, model_id: str, tenant: str) -> TrainedModel:

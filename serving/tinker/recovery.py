@@ -1,7 +1,8 @@
 """Restores a Tinker server's sessions, samplers and models from its state directory.
 
 The server calls :func:`recover` before it answers anything. Requests that were accepted since a
-model's snapshot are carried out again, in their order, so their results are there to be retrieved.
+model's snapshot are carried out again, in their order, so clients can retrieve their results. Built
+on :mod:`journal` and :mod:`checkpoints`.
 """
 
 import asyncio

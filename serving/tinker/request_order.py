@@ -1,8 +1,8 @@
 """Sans-IO order of one model's training requests: by ``seq_id``, each once, one at a time.
 
 The SDK numbers a model's requests from 1, sends several at once, and sends a request again when an
-answer is lost. :class:`RequestOrder` takes each arrival and each end, and returns the requests to
-start.
+answer is lost. :mod:`models` passes each arrival and each end to :class:`RequestOrder`, which
+returns the requests to start. Standard library only.
 """
 
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ class RequestOrder(Generic[Work]):
         return self._start()
 
     def finished(self) -> Work | None:
-        """Note that the running request has ended; return the work to start now, if any."""
+        """Record that the running request has ended; return the work to start now, if any."""
         assert self.is_running
         self.is_running = False
         return self._start()

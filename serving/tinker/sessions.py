@@ -1,7 +1,8 @@
 """Sessions of the Tinker API.
 
-A client opens a session, sends heartbeats while it lives, and makes models and samplers within it.
-:mod:`app` looks a request's session up here.
+A client opens a session, sends heartbeats while it runs, and makes models and samplers within it.
+:mod:`app` finds a request's session here; :mod:`recovery` restores sessions. Holds the objects of
+:mod:`models` and :mod:`samplers`.
 """
 
 import uuid
@@ -60,7 +61,7 @@ class SessionTable:
         return session
 
     def get(self, session_id: str, tenant: str, now_s: float) -> TinkerSession:
-        """Return a tenant's session, and note that its client lives.
+        """Return a tenant's session, and record that its client is alive.
 
         Raises:
             ApiError: 410, the session has ended or is not the tenant's.

@@ -1,8 +1,8 @@
 """Tenants of the Tinker server, and the API keys that they show.
 
-:mod:`app` looks a request's tenant up. A tenant owns sessions, models, samplers, results and
-checkpoints, and uses no others. Keys are compared in constant time, by the standard library's
-``hmac``.
+:mod:`server` makes :class:`Tenants` from the API keys, and :mod:`app` finds each request's tenant
+in it. A tenant owns sessions, models, samplers, results and checkpoints, and uses no others. Keys
+are compared in constant time, by the standard library's ``hmac``.
 """
 
 import hmac
@@ -38,7 +38,7 @@ class Tenants:
         """Return the tenant that shows a key.
 
         Raises:
-            ApiError: 401, nobody has this key.
+            ApiError: 401, no tenant has this key.
         """
         if not self.names:
             return ANYBODY
@@ -52,7 +52,7 @@ class Tenants:
         return found
 
     def knows(self, key: str) -> bool:
-        """Whether a key is somebody's."""
+        """Whether a key is a tenant's."""
         return self._find(key) is not None
 
     def _find(self, key: str) -> str | None:

@@ -1,8 +1,8 @@
 """Protocol of a training backend, and the records that pass through it.
 
-The server calls a backend from one thread of its own. :mod:`peft_training` is the reference; other
-trainers (FSDP, Megatron) implement :class:`TrainingBackend`. Letters in shapes: N positions of a
-sequence, K targets of one position.
+:mod:`models` calls a backend from one thread of its own. The records are numpy arrays.
+:mod:`peft_training` is the reference; other trainers (FSDP, Megatron) implement
+:class:`TrainingBackend`. Letters in shapes: N positions of a sequence, K targets of one position.
 """
 
 from collections.abc import Mapping, Sequence

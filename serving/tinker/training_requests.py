@@ -1,6 +1,6 @@
 """Requests of models: how each path's body is read, and what is done when its turn comes.
 
-:mod:`app` has one handler for all of them, and :mod:`recovery` carries them out again after a
+:mod:`app` calls one handler for all of them, and :mod:`recovery` carries them out again after a
 crash. So a request depends on its body, the model's state and the checkpoints only.
 """
 
@@ -87,7 +87,7 @@ async def begin_model(
 ) -> TrainedModel:
     """Add a model to its session and start its creation; return once it cannot be lost.
 
-    ``recovered`` is what the journal knows of it, if an earlier server began it.
+    ``recovered`` is the journal's record of it, if an earlier server began it.
     """
     model_id = session.model_id(created.model_seq_id)
     model = TrainedModel(model_id, session.tenant, created)
@@ -191,7 +191,7 @@ async def _load_weights(
         )
     if model.journal is None:
         found = partial(parts.checkpoints.find, request.path, model.tenant, kind="weights")
-    else:  # a restarted server loads it again, though the checkpoint may be deleted by then
+    else:  # a restarted server loads it again, though the checkpoint may be deleted meanwhile
         held = model.journal.directory / "loaded"
         found = partial(parts.checkpoints.hold, request.path, model.tenant, held)
     facts, directory = await asyncio.to_thread(found)

@@ -2,7 +2,7 @@
 
 Called by :mod:`plan` for each choice of settings. The forms are those of
 :mod:`tidegate.policies.predictions`, put together for groups consumed in the order of admission;
-time that episodes spend in tools is left out. :mod:`simulated` takes longer and assumes less.
+time that episodes spend in tools is omitted. :mod:`simulated` takes longer and assumes less.
 """
 
 import bisect

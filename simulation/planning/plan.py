@@ -1,7 +1,7 @@
 """Plan of a run: each choice of settings with its predicted figures, and one recommendation.
 
-Called by ``tidegate plan``; reads nothing and prints nothing. Built on :mod:`closed_forms`; the
-caller adds the simulated figures.
+``tidegate plan`` calls it through ``cli/plan_table.py``; it reads nothing and prints nothing. Built
+on :mod:`closed_forms`; the caller adds the simulated figures.
 """
 
 from collections.abc import Iterator, Sequence
