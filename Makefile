@@ -8,11 +8,12 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: test-slime test-prime-rl help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device wheelhouse bench-device simulate lint format bench page docs site clean
+.PHONY: test-slime test-prime-rl help venv demo demo-agent demo-two-agents unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device wheelhouse bench-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
 	@echo "make demo-agent        the same with an agent that calls a tool, and one that plays a game (5 min)"
+	@echo "make demo-two-agents   two adapters of one run, each with its trainer, learn a language (3 min)"
 	@echo "make unit              quick tests that start no process and open no socket (1 min)"
 	@echo "make test-ROOM         tests of one folder: test-serving, test-core, test-scheduling, ... (up to 3 min)"
 	@echo "make test              lint, types, layers, all tests, a short demo, 2,300 simulated runs (12 min)"
@@ -78,6 +79,9 @@ demo: venv
 
 demo-agent: venv
 	$(BIN)/python -m examples.agent_demo $(ARGS)
+
+demo-two-agents: venv
+	$(BIN)/python -m examples.two_agents $(ARGS)
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidegate.observability.dashboard.snapshots import DashboardSnapshot
+from tidegate.observability.dashboard.snapshots import AdapterLine, DashboardSnapshot
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
 
 MetricKind = Literal["counter", "gauge", "histogram"]
@@ -642,4 +642,106 @@ ROLLOUTS = (
 )
 
 
-METRICS: tuple[Metric, ...] = (*TOKENS, *ROLLOUTS, *STALENESS, *TIMES, *ENGINES)
+def per_adapter(
+    name: str, kind: MetricKind, help: str, read: Callable[[AdapterLine], float | None]
+) -> Metric:
+    """Return a metric with one sample for each adapter that the run trains."""
+
+    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+        values = ((line.name, read(line)) for line in snapshot.adapters)
+        return [MetricSample(float(value), (n,)) for n, value in values if value is not None]
+
+    return Metric(name, kind, help, samples, ("adapter",))
+
+
+def _adapter_tokens(snapshot: DashboardSnapshot) -> list[MetricSample]:
+    """Read the tokens of each trained adapter by account."""
+    return [
+        MetricSample(float(getattr(line, f"{account}_tokens")), (line.name, account))
+        for line in snapshot.adapters
+        for account in ("trained", "buffered", "in_flight", "discarded")
+    ]
+
+
+ADAPTERS = (
+    per_adapter(
+        "tidegate_adapter_trainer_version",
+        "gauge",
+        "Newest weight version of a trained adapter that its trainer has published, counted by the "
+        "adapter itself from 1. 0: none yet, so nothing can be sampled.",
+        lambda line: line.trainer_version,
+    ),
+    per_adapter(
+        "tidegate_adapter_live_version",
+        "gauge",
+        "Oldest version of a trained adapter that an engine may still sample with.",
+        lambda line: line.live_version,
+    ),
+    per_adapter(
+        "tidegate_adapter_staleness_mean_versions",
+        "gauge",
+        "Mean staleness of a trained adapter's trained rollouts, in the adapter's own versions.",
+        lambda line: line.mean_staleness,
+    ),
+    per_adapter(
+        "tidegate_adapter_staleness_max_versions",
+        "gauge",
+        "Largest staleness of a trained adapter's trained rollouts, in the adapter's own versions. "
+        "Never above tidegate_adapter_staleness_bound_versions.",
+        lambda line: line.max_staleness,
+    ),
+    per_adapter(
+        "tidegate_adapter_staleness_bound_versions",
+        "gauge",
+        "Largest staleness that a trained adapter's policy allows. No sample if it has no bound.",
+        lambda line: line.staleness_bound,
+    ),
+    per_adapter(
+        "tidegate_adapter_groups_running",
+        "gauge",
+        "Groups of a trained adapter in which at least one episode is running.",
+        lambda line: line.running_groups,
+    ),
+    per_adapter(
+        "tidegate_adapter_groups_buffered",
+        "gauge",
+        "Groups of a trained adapter of which all rollouts have ended, and which wait for its "
+        "trainer.",
+        lambda line: line.buffered_groups,
+    ),
+    per_adapter(
+        "tidegate_adapter_batches_total",
+        "counter",
+        "Batches handed to a trained adapter's trainer.",
+        lambda line: line.batches,
+    ),
+    per_adapter(
+        "tidegate_adapter_rollouts_trained_total",
+        "counter",
+        "Rollouts handed to a trained adapter's trainer.",
+        lambda line: line.trained_rollouts,
+    ),
+    per_adapter(
+        "tidegate_adapter_rollouts_mixed_version_total",
+        "counter",
+        "Trained rollouts of an adapter whose tokens were sampled by two or more of its versions.",
+        lambda line: line.mixed_version_rollouts,
+    ),
+    Metric(
+        "tidegate_adapter_tokens",
+        "gauge",
+        "Tokens sampled for a trained adapter, by `account` (`trained`, `buffered`, `in_flight`, "
+        "`discarded`). Together they are all that its episodes sampled.",
+        _adapter_tokens,
+        ("adapter", "account"),
+    ),
+    per_adapter(
+        "tidegate_adapter_reward_mean",
+        "gauge",
+        "Mean reward of the last batch of a trained adapter, in the units of the task's reward.",
+        lambda line: line.reward,
+    ),
+)
+
+
+METRICS: tuple[Metric, ...] = (*TOKENS, *ROLLOUTS, *STALENESS, *TIMES, *ENGINES, *ADAPTERS)

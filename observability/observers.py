@@ -144,22 +144,26 @@ class Observers:
                 batches=0 if resumed is None else resumed.batches,
             )
             recorders.insert(0, self._progress)  # its close() must not depend on another's success
-        if len(recorders) > 1:
-            return RecorderGroup(recorders)
-        return recorders[0] if recorders else None
+        return _together(recorders)
 
     def open_adapter(
         self, name: str, settings: RunSettings, resumed_batches: int | None
     ) -> Recorder | None:
         """Start the recorder of a trained adapter; see :meth:`RunObservers.open_adapter`."""
-        directory = self._settings.records.run_directory
-        if directory is None:
-            return None
-        directory = directory / ADAPTERS / directory_name(name)
-        # Records of this name may be there, of a process before a resume or of an earlier training.
-        if (directory / RUN_FILE).exists():
-            directory = next_part(directory)
-        return self._new_recorder(directory, settings, resumed_batches, self._on_failure)
+        recorders: list[Recorder] = []
+        if (directory := self._settings.records.run_directory) is not None:
+            directory = directory / ADAPTERS / directory_name(name)
+            # Records may be there, of a process before a resume or of an earlier training.
+            if (directory / RUN_FILE).exists():
+                directory = next_part(directory)
+            recorders.append(
+                self._new_recorder(directory, settings, resumed_batches, self._on_failure)
+            )
+        if self._live is not None:
+            from tidegate.observability.dashboard.live import LiveAdapterRecorder
+
+            recorders.append(LiveAdapterRecorder(self._live, name))
+        return _together(recorders)
 
     def show(
         self,
@@ -253,6 +257,13 @@ class Observers:
             points = [p for p in read_evaluations(directory) if p.batches <= resumed.batches]
             recorder.recall(read_batches(directory, batches=resumed.batches), points)
         return recorder
+
+
+def _together(recorders: Sequence[Recorder]) -> Recorder | None:
+    """Return one recorder for all; None if there are none."""
+    if len(recorders) > 1:
+        return RecorderGroup(recorders)
+    return recorders[0] if recorders else None
 
 
 def _settings_as_json(settings: RunSettings) -> dict[str, Any]:

@@ -5,14 +5,17 @@
 token; `audit/` does.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tidegate.errors import AuditError
 from tidegate.observability.facts import Facts, read_facts, read_metrics, runs_beside
 from tidegate.observability.forks import ForkCounts
+from tidegate.observability.run_directories import adapter_directories
 from tidegate.observability.run_files import replace_file
 from tidegate.transport.printable import printable
 
@@ -161,12 +164,42 @@ def _count(task: Mapping[str, Any]) -> str:
     return str(count_max) if count_min == count_max else f"{count_min} to {count_max}"
 
 
-def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
+def adapter_table(adapters: Sequence[Facts]) -> list[str]:
+    """Return a table of the adapters that the run trained; empty without any."""
+    if not adapters:
+        return []
+    return [
+        "## Trained adapters",
+        "",
+        "| adapter | versions | batches | training reward, first and last tenth | staleness: mean, "
+        "highest (bound) | 2+ versions | tokens trained | audit |",
+        "|---" * 8 + "|",
+        *(
+            f"| {each.run} | {each.versions} | {each.batches} | "
+            f"{_number(each.training_reward_start)}; {_number(each.training_reward_end)} | "
+            f"{each.mean_staleness:.2f}, {each.max_staleness} ({_bound(each.staleness_bound)}) | "
+            f"{each.mixed_version_share:.1%} | {each.ledger['trained']} | {_audit_cell(each)} |"
+            for each in adapters
+        ),
+        "",
+    ]
+
+
+def _audit_cell(facts: Facts) -> str:
+    if facts.audit is None:
+        return "-"
+    return "agrees" if facts.audit["agrees"] else "**disagrees**"
+
+
+def page_lines(
+    facts: Facts, others: list[Facts], *, picture: str, adapters: Sequence[Facts] = ()
+) -> list[str]:
     """Return the page's Markdown lines.
 
     Args:
         facts: the run.
         others: runs of the same model.
+        adapters: the adapters that the run trained.
         picture: file name of the picture, relative to the page.
     """
     return [
@@ -193,6 +226,7 @@ def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
         *task_lines(facts),
         *fork_lines(facts.forks),
         *failure_lines(facts.episode_failures),
+        *adapter_table(adapters),
         "## Audit",
         "",
         *_audit(facts),
@@ -400,6 +434,15 @@ REPORT_PAGE = "report.md"
 REPORT_PICTURE = "report.png"
 
 
+def _adapters(directory: Path) -> list[Facts]:
+    """Return the facts of the adapters that the run trained, without those that left none."""
+    found = []
+    for path in adapter_directories(directory):
+        with contextlib.suppress(AuditError):
+            found.append(read_facts(path))
+    return found
+
+
 def write_report(directory: Path) -> Path:
     """Write report.json, report.md and report.png into a run's directory; return the page's path.
 
@@ -416,6 +459,7 @@ def write_report(directory: Path) -> Path:
     draw_report(directory / REPORT_PICTURE, directory, facts, metrics)
     page = directory / REPORT_PAGE
     others = runs_beside(directory.resolve(), facts)
-    lines = page_lines(facts, others, picture=REPORT_PICTURE)
+    adapters = _adapters(directory)
+    lines = page_lines(facts, others, picture=REPORT_PICTURE, adapters=adapters)
     replace_file(page, "\n".join(printable(line, keeps="\n") for line in lines).encode())
     return page

@@ -42,6 +42,11 @@ def next_part(directory: Path) -> Path:
     return next(part for part in parts if not part.exists())
 
 
+def adapter_directories(directory: Path) -> list[Path]:
+    """Return the directories of a run's trained adapters, by name."""
+    return sorted(path.parent for path in (directory / ADAPTERS).glob(f"*/{RUN_FILE}"))
+
+
 def process_directories(directory: Path) -> list[Path]:
     """Return the directories of a run's processes, oldest first; of a ``part-N``, only itself."""
     parts = [path for path in directory.glob("part-*") if path.name[5:].isdecimal()]

@@ -18,6 +18,8 @@ measured process counts; engines are in other processes.
         tokens
     cpu_us_per_event: 100,000 rollouts at once over 10 engines. A rollout has 8 events here: its
         task is admitted, its turn requested, 4 step rows, the turn's end, the episode's end
+    cpu_us_per_rollout_adapters_N: of N LoRA adapters trained at once in process, in batches of 4
+        groups of 2, each published; the peer is one adapter
     cpu_us_per_event_1000: over 1,000 engines; the peer is 10 engines, and the ratio 1,000 : 10
 
 Peers run if ``AREAL_PYTHON`` and ``SKYRL_PYTHON`` (or the options) name a Python that has them: see
@@ -44,6 +46,9 @@ SLEEPING_ROLLOUTS = 4096
 SLEEP_S = 0.5
 CROWD_ROLLOUTS = 100_000
 ENGINES_TURNS_PER_S = 1200
+ADAPTERS = (1, 10, 100, 300)
+BATCHES_PER_ADAPTER = 4
+"""Batches of each adapter that are measured; all adapters together have 400 at least."""
 
 AWAKE = ["--rollouts", "512", "--warm-up", "6", "--batches", "24"]
 SINGLE = ["--group-size", "1", "--batch", "256"]
@@ -190,6 +195,26 @@ def events(runs: int, peers: Peers) -> list[Row]:
     ]
 
 
+def adapters(runs: int, peers: Peers) -> list[Row]:
+    """Compare many adapters that are trained at once with one."""
+    work = ["--engines", "2", "--steps", "1", "--turn-s", "0", "--in-process"]
+    work += ["--group-size", "2", "--batch", "4"]
+
+    def sample_of(number: int) -> Sample:
+        batches = max(400, number * BATCHES_PER_ADAPTER)
+        options = ["--adapters", str(number), "--batches", str(batches)]
+        return lambda: subject("adapters", *work, *options)
+
+    def cpu_us(measured: Measured) -> float:
+        return measured["cpu_s"] / measured["rollouts"] * 1e6
+
+    figures = compare(runs, cpu_us, *map(sample_of, ADAPTERS))
+    return [
+        row(f"cpu_us_per_rollout_adapters_{number}", "us", ours, figures[0] if number > 1 else None)
+        for number, ours in zip(ADAPTERS, figures, strict=True)
+    ]
+
+
 def _engines(engines: int) -> list[str]:
     """Return options of this many engines, which together are slower than the orchestrator, so that
     all have full steps of 16 rows."""
@@ -203,6 +228,7 @@ PARTS: dict[str, Callable[[int, Peers], list[Row]]] = {
     "ideal_share": ideal_shares,
     "bytes_per_rollout": memory,
     "cpu_us_per_event": events,
+    "adapters": adapters,
 }
 
 

@@ -17,15 +17,19 @@ from tidegate.transport.messages import (
     PROTOCOL,
     RUNNING,
     Ack,
+    AdapterLive,
+    AdapterLoaded,
     EngineHeartbeat,
     FinishWeightUpdate,
     FromOrchestrator,
     Hello,
+    LoadAdapter,
     Message,
     Shutdown,
     Step,
     SubmitTurn,
     SubmitTurns,
+    SwapAdapter,
     UpdateWeights,
     WeightsLive,
     WeightsStaged,
@@ -69,6 +73,10 @@ class FakeEngine:
         self._count = array("I", [tokens]).tobytes() if tokens > 1 else b""
         self._window = SendWindow(1)
         self._version = 0
+        self._adapters: dict[str, int] = {}
+        """Live version of each LoRA adapter."""
+        self._adapter_of: dict[int, str] = {}
+        """Adapter of each turn that has one."""
         self._waiting: deque[int] = deque()
         self._due: deque[tuple[float, int, int]] = deque()
         """(due time, turn, steps left), earliest first, because the interval is the same for
@@ -97,17 +105,19 @@ class FakeEngine:
                 kv_policies=["keep", "recompute"],
                 weight_channels=["shm"],
                 supports_submit_turns=True,
+                adapters_max=16,
             )
         )
 
     def receive(self, message: FromOrchestrator, now_s: float) -> None:
         """Process one message."""
         match message:
-            case SubmitTurn(turn=turn):
-                self._waiting.append(turn)
+            case SubmitTurn():
+                self._submit(message)
                 self._fill_slots(now_s)
             case SubmitTurns(turns=turns):
-                self._waiting.extend(submitted.turn for submitted in turns)
+                for submitted in turns:
+                    self._submit(submitted)
                 self._fill_slots(now_s)
             case Ack(seq=seq):
                 self._window.acknowledge(seq)
@@ -118,27 +128,46 @@ class FakeEngine:
             case FinishWeightUpdate(version=version):
                 self._version = version
                 self._send(WeightsLive(version=version))
+            case LoadAdapter(name=name, version=version):
+                self._send(AdapterLoaded(name=name, version=version))
+            case SwapAdapter(name=name, version=version):
+                self._adapters[name] = version
+                self._send(AdapterLive(name=name, version=version))
             case Shutdown():
                 self.has_ended = True
 
+    def _submit(self, submitted: SubmitTurn) -> None:
+        self._waiting.append(submitted.turn)
+        if submitted.sampling.adapter:
+            self._adapter_of[submitted.turn] = submitted.sampling.adapter
+
     def step(self, now_s: float) -> None:
-        """Send everything due as one step message."""
-        turns, finish = array("I"), bytearray()
+        """Send everything due as one step message, or one for each adapter."""
+        rows: dict[str, tuple[array[int], bytearray]] = {}
         due = self._due
         for _ in range(len(due)):
             if due[0][0] > now_s:
                 break
             _, turn, left = due.popleft()
+            adapter = self._adapter_of.get(turn, "")
+            turns, finish = rows.setdefault(adapter, (array("I"), bytearray()))
             turns.append(turn)
             finish.append(LENGTH if left == 1 else RUNNING)
             if left > 1:
                 due.append((self._step_after(now_s), turn, left - 1))
+            elif adapter:
+                del self._adapter_of[turn]
         self._fill_slots(now_s)
+        for adapter, (turns, finish) in rows.items():
+            self._send_step(adapter, turns, finish)
+
+    def _send_step(self, adapter: str, turns: "array[int]", finish: bytearray) -> None:
         rows = len(turns)
         seq = self._window.next_seq()
         message = Step(
             seq=seq,
-            version=self._version,
+            version=self._adapters[adapter] if adapter else self._version,
+            adapter=adapter,
             turns=turns.tobytes(),
             token_ids=self._token_ids * rows,
             logprobs=self._logprobs * rows,

@@ -28,12 +28,15 @@ import tidegate
 from benchmarks.orchestrator.fake_engine import add_work_options
 from benchmarks.orchestrator.in_process import InProcessEngines
 from tidegate.orchestrator.trainer import run
+from tidegate.orchestrator.trainer.adapters import AdapterTrainer
 from tidegate.orchestrator.trainer.rollouts import Rollouts, Scorer, SyncScorer
 
 PROMPT_TOKENS = 128
 PROMPTS = [[number, *range(1, PROMPT_TOKENS)] for number in range(64)]
 """Prompts of the tasks; the rollouts of a group share one."""
 WEIGHTS = {"w": torch.zeros(4)}
+LORA = {f"layers.0.q_proj.lora_{letter}.weight": torch.zeros(1, 1) for letter in "AB"}
+LORA_CONFIG = {"r": 1, "lora_alpha": 1}
 JOIN_TIMEOUT_S = 120.0
 CONTEXT_TOKEN_BYTES = 8
 """Size of a context token: an int32 and a float32."""
@@ -121,6 +124,36 @@ def throughput(work: argparse.Namespace) -> dict[str, float]:
     return {"rollouts": counted, "cpu_s": cpu_s, "wall_s": wall_s}
 
 
+async def adapters(work: argparse.Namespace) -> dict[str, float]:
+    """Return the sampled rollouts and the CPU time of ``work.batches`` of all adapters together."""
+    each = max(1, work.batches // work.adapters)
+    with settings_for(work) as settings:
+        settings["max_staleness"] = 1
+        async with tidegate.serve(**settings) as rollouts:
+            wait_for_engines(rollouts, work.engines)
+            trainers = [await rollouts.train_adapter(f"adapter-{n}") for n in range(work.adapters)]
+
+            async def train(trainer: AdapterTrainer, batches: int) -> None:
+                for _ in range(batches):
+                    assert await trainer.next_batch() is not None
+                    await trainer.publish(LORA, config=LORA_CONFIG)
+
+            def sampled() -> float:
+                tokens = sum(trainer.statistics().ledger.generated for trainer in trainers)
+                return float(tokens / work.tokens)
+
+            for trainer in trainers:
+                await trainer.publish(LORA, config=LORA_CONFIG)
+                await trainer.offer(itertools.count(), episode=solve)
+            await asyncio.gather(*(train(trainer, 1) for trainer in trainers))
+            before = sampled()
+            cpu_started_s, started_s = time.process_time(), time.perf_counter()
+            await asyncio.gather(*(train(trainer, each) for trainer in trainers))
+            cpu_s, wall_s = time.process_time() - cpu_started_s, time.perf_counter() - started_s
+            counted = sampled() - before
+    return {"rollouts": counted, "cpu_s": cpu_s, "wall_s": wall_s}
+
+
 async def memory(work: argparse.Namespace) -> dict[str, float]:
     """Return the resident bytes per waiting rollout, without its tokens."""
     with settings_for(work) as settings:
@@ -156,17 +189,22 @@ def resident_bytes() -> int:
 def main() -> None:
     """Run one measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("throughput", "memory"))
+    parser.add_argument("what", choices=("throughput", "memory", "adapters"))
     add_work_options(parser)
     parser.add_argument("--in-process", action="store_true", help="no wire, one step per turn")
     parser.add_argument("--rollouts", type=int, default=256, help="that may be outstanding at once")
     parser.add_argument("--group-size", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64, help="groups per batch")
+    parser.add_argument("--adapters", type=int, default=1, help="trained at once")
     parser.add_argument("--warm-up", type=int, default=20, help="batches")
     parser.add_argument("--batches", type=int, default=100)
     work = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps(throughput(work) if work.what == "throughput" else asyncio.run(memory(work))))
+    if work.what == "throughput":
+        print(json.dumps(throughput(work)))
+    else:
+        measure = memory if work.what == "memory" else adapters
+        print(json.dumps(asyncio.run(measure(work))))
 
 
 if __name__ == "__main__":

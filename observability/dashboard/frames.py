@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidegate.observability.dashboard.live import CollectedData
-from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine
+from tidegate.observability.dashboard.snapshots import AdapterLine, DashboardSnapshot, RolloutLine
 from tidegate.observability.dashboard.source import RolloutList
 from tidegate.observability.dashboard.timeline import Slice
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
@@ -62,6 +62,10 @@ SCALARS = (
 """Fields of `RunStatistics` that the page shows as single values."""
 
 
+ADAPTERS_SHOWN_MAX = 500
+"""Limit of trained adapters in a frame, in the order of their names."""
+
+
 def frame(snapshot: DashboardSnapshot) -> dict[str, Any]:
     """Return all of an observation that the page shows."""
     s, collected = snapshot.statistics, snapshot.collected
@@ -107,6 +111,11 @@ def frame(snapshot: DashboardSnapshot) -> dict[str, Any]:
         "groups": [
             [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in snapshot.groups
         ],
+        "adapters": [
+            [_plain(getattr(line, name)) for name in AdapterLine.__slots__]
+            for line in snapshot.adapters[:ADAPTERS_SHOWN_MAX]
+        ],
+        "adapters_total": len(snapshot.adapters),
         "batches": [[_plain(b.get(name)) for name in BATCH_COLUMNS] for b in collected.batches],
         "evaluations": [
             [point.name, point.version, _plain(point.reward)] for point in collected.evaluations
@@ -130,6 +139,7 @@ def about(snapshot: DashboardSnapshot) -> dict[str, Any]:
     return {
         "about": dict(snapshot.about),
         "batch_columns": BATCH_COLUMNS,
+        "adapter_columns": AdapterLine.__slots__,
         "by_lag_columns": tuple(BY_LAG),
     }
 

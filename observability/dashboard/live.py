@@ -111,6 +111,8 @@ class LiveRecorder(Recorder):
         self._off_policy = OffPolicy()
         self._forks = ForkCounter()
         self._evaluations: dict[tuple[str, int], EvaluationPoint] = {}
+        self.adapter_rewards: dict[str, float] = {}
+        """Mean reward of the last batch of each trained adapter."""
 
     # ------------------------------------------------------------ called by the run
 
@@ -245,3 +247,16 @@ class LiveRecorder(Recorder):
             forks=forks,
             evaluations=evaluations,
         )
+
+
+class LiveAdapterRecorder(Recorder):
+    """Keeps what the dashboard shows of one trained adapter that the run's state does not hold."""
+
+    def __init__(self, run: LiveRecorder, name: str) -> None:
+        self._run = run
+        self._name = name
+
+    def batch(self, metrics: Mapping[str, float]) -> None:
+        """Keep the mean reward of the adapter's last batch."""
+        if "reward" in metrics:
+            self._run.adapter_rewards[self._name] = metrics["reward"]

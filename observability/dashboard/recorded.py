@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import pyarrow as pa
@@ -22,14 +23,20 @@ from tokenizers import Tokenizer
 from tidegate.errors import AuditError, ModelError
 from tidegate.observability.dashboard.live import CollectedData
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery, contains
-from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine, shorten
+from tidegate.observability.dashboard.snapshots import (
+    AdapterLine,
+    DashboardSnapshot,
+    RolloutLine,
+    recorded_adapter_line,
+    shorten,
+)
 from tidegate.observability.dashboard.source import LISTED_MAX, RolloutList
 from tidegate.observability.dashboard.timeline import timeline_of
 from tidegate.observability.evaluations import EvaluationPoint, read_evaluations
 from tidegate.observability.explain import explain_from
 from tidegate.observability.facts import read_batches, read_record, resumed_batches
 from tidegate.observability.forks import read_forks
-from tidegate.observability.run_directories import RUN_FILE
+from tidegate.observability.run_directories import RUN_FILE, adapter_directories
 from tidegate.observability.story import RunContext, Story, Subject
 from tidegate.observability.trace import TRAINER_TRACK, Trace, read_trace, trace_path
 from tidegate.observability.trajectories import (
@@ -91,6 +98,7 @@ class RecordedSource:
         self._snapshot = DashboardSnapshot(
             statistics=run.statistics or _no_statistics(),
             collected=_collected(self._directory, self._trace, lags),
+            adapters=_adapters(self._directory),
             about={
                 "name": self._directory.resolve().name,
                 "model": run.model,
@@ -166,6 +174,18 @@ def _read_run(directory: Path) -> _RunFile:
             f"the run was recorded by another version, or the file is damaged; show the run with "
             f"the version that recorded it"
         ) from error
+
+
+def _adapters(directory: Path) -> tuple[AdapterLine, ...]:
+    """Return a line per trained adapter of the run."""
+    lines = []
+    for path in adapter_directories(directory):
+        statistics = _read_run(path).statistics or _no_statistics()
+        rewards = [batch["reward"] for batch in read_batches(path) if "reward" in batch]
+        lines.append(
+            recorded_adapter_line(unquote(path.name), statistics, rewards[-1] if rewards else None)
+        )
+    return tuple(lines)
 
 
 def _read_trace(directory: Path) -> Trace | None:

@@ -35,6 +35,33 @@ class GroupLine:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLine:
+    """One adapter that the run trains, with versions and a staleness bound of its own."""
+
+    name: str
+    trainer_version: int
+    """Newest version that the adapter's trainer has published."""
+    live_version: int
+    """Oldest version that an engine may still sample a turn with."""
+    batches: int
+    trained_rollouts: int
+    mixed_version_rollouts: int
+    mean_staleness: float
+    max_staleness: int
+    """Largest staleness of a trained rollout, in the adapter's versions."""
+    staleness_bound: int | None
+    running_groups: int
+    buffered_groups: int
+    generated_tokens: int
+    trained_tokens: int
+    buffered_tokens: int
+    in_flight_tokens: int
+    discarded_tokens: int
+    reward: float | None
+    """Mean reward of the last batch; None before the first."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutLine:
     """One rollout in the dashboard's list of rollouts."""
 
@@ -64,6 +91,8 @@ class DashboardSnapshot:
     collected: CollectedData
     """What the dashboard collected about the run so far: batches, timeline, lags."""
     groups: tuple[GroupLine, ...] = ()
+    adapters: tuple[AdapterLine, ...] = ()
+    """Adapters that the run trains, by name."""
     about: Mapping[str, object] = field(default_factory=dict)
     """Constant facts: the run's name, model and settings."""
     at_us: int = 0
@@ -84,6 +113,59 @@ def group_lines(core: Core) -> tuple[GroupLine, ...]:
             )
         )
     return tuple(lines)
+
+
+def adapter_lines(core: Core, rewards: Mapping[str, float]) -> tuple[AdapterLine, ...]:
+    """Return a line per trained adapter; ``rewards``: mean reward of each one's last batch."""
+    lines = []
+    for name, trained in sorted(core.trained_adapters.items()):
+        ledger, staleness = trained.ledger.snapshot(), trained.trained.staleness
+        rollouts = trained.trained.rollouts
+        lines.append(
+            AdapterLine(
+                name=name,
+                trainer_version=trained.trainer_version,
+                live_version=trained.versions.live_version,
+                batches=trained.trained.batches,
+                trained_rollouts=rollouts,
+                mixed_version_rollouts=trained.trained.mixed_version,
+                mean_staleness=sum(s * n for s, n in staleness.items()) / max(1, rollouts),
+                max_staleness=max(staleness, default=0),
+                staleness_bound=trained.policy.guaranteed_bound,
+                running_groups=trained.running_groups,
+                buffered_groups=trained.buffered_groups,
+                generated_tokens=ledger.generated,
+                trained_tokens=ledger.trained,
+                buffered_tokens=ledger.buffered,
+                in_flight_tokens=ledger.in_flight,
+                discarded_tokens=sum(ledger.discarded.values()),
+                reward=rewards.get(name),
+            )
+        )
+    return tuple(lines)
+
+
+def recorded_adapter_line(name: str, s: RunStatistics, reward: float | None) -> AdapterLine:
+    """Return the line of an adapter whose records are read."""
+    return AdapterLine(
+        name=name,
+        trainer_version=s.trainer_version,
+        live_version=s.live_version,
+        batches=s.batches,
+        trained_rollouts=s.trained_rollouts,
+        mixed_version_rollouts=s.mixed_version_rollouts,
+        mean_staleness=s.mean_staleness,
+        max_staleness=s.max_staleness_seen,
+        staleness_bound=s.staleness_bound,
+        running_groups=s.running_groups,
+        buffered_groups=s.buffered_groups,
+        generated_tokens=s.ledger.generated,
+        trained_tokens=s.ledger.trained,
+        buffered_tokens=s.ledger.buffered,
+        in_flight_tokens=s.ledger.in_flight,
+        discarded_tokens=sum(s.ledger.discarded.values()),
+        reward=reward,
+    )
 
 
 def rollout_lines(

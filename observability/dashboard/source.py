@@ -15,6 +15,7 @@ from tidegate.observability.dashboard.rollout_queries import RolloutQuery, conta
 from tidegate.observability.dashboard.snapshots import (
     DashboardSnapshot,
     RolloutLine,
+    adapter_lines,
     find_rollout,
     group_lines,
     rollout_lines,
@@ -131,6 +132,7 @@ class LiveSource:
                 statistics=self._statistics(scheduler),
                 collected=collected,
                 groups=group_lines(scheduler.core),
+                adapters=adapter_lines(scheduler.core, self._recorder.adapter_rewards),
                 about=self._about,
                 at_us=now_us,
             )

@@ -30,6 +30,7 @@ RESPONSE_TIMEOUT_S = 10.0
 RESPONSE_BYTES_MAX = 64 * 2**20
 
 ENGINES_SHOWN_MAX = 16
+ADAPTERS_SHOWN_MAX = 16
 BAR_WIDTH = 24
 
 FAILED_REQUESTS_MAX = 3
@@ -109,7 +110,10 @@ def screen(state: Mapping[str, Any]) -> RenderableType:
         parts.append(Text(frame_data["forecast"]["advice"], style="cyan"))
     if state["about"]["is_live"]:
         parts += [Text(each, style="bold") for each in frame_data["stuck"]]
-    return Group(*parts, _engines(frame_data), _staleness(frame_data), _ledger(frame_data))
+    parts.append(_engines(frame_data))
+    if frame_data["adapters"]:
+        parts.append(_adapters(state))
+    return Group(*parts, _staleness(frame_data), _ledger(frame_data))
 
 
 def _state_text(state: Mapping[str, Any]) -> str:
@@ -166,6 +170,33 @@ def _engines(frame_data: Mapping[str, Any]) -> Table:
         )
     if len(engines) > ENGINES_SHOWN_MAX:
         table.add_row(f"and {len(engines) - ENGINES_SHOWN_MAX} more")
+    return table
+
+
+def _adapters(state: Mapping[str, Any]) -> Table:
+    """Return a table of the adapters that the run trains."""
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for title in ("adapter", "weights", "batches", "reward", "staleness", "groups", "trained"):
+        table.add_column(title)
+    columns, rows = state["adapter_columns"], state["frame"]["adapters"]
+    for row in rows[:ADAPTERS_SHOWN_MAX]:
+        line = dict(zip(columns, row, strict=True))
+        bound, reward = line["staleness_bound"], line["reward"]
+        is_passed = bound is not None and line["max_staleness"] > bound
+        table.add_row(
+            line["name"],
+            f"v{line['trainer_version']}",
+            f"{line['batches']}",
+            "-" if reward is None else f"{reward:.3f}",
+            Text(
+                f"{line['mean_staleness']:.2f}, bound {'-' if bound is None else bound}",
+                style="red" if is_passed else "",
+            ),
+            f"{line['running_groups']} running, {line['buffered_groups']} buffered",
+            f"{line['trained_tokens']} tokens",
+        )
+    if (total := state["frame"]["adapters_total"]) > ADAPTERS_SHOWN_MAX:
+        table.add_row(f"and {total - ADAPTERS_SHOWN_MAX} more")
     return table
 
 

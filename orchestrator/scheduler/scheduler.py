@@ -15,7 +15,7 @@ from typing import Any
 from tidegate.errors import ConfigError, JournalError, TurnRefused
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.core import ROLLOUT_EVENTS, Core
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules, classes_of, record_of
 from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
@@ -36,6 +36,25 @@ from tidegate.transport.messages import CancelTurn, InitWeights
 FREQUENT_EVENTS = frozenset((ev.TurnRequested, ev.StepArrived, ev.TaskArrived, ev.EpisodeReturned))
 """Most events. They need no work outside the core. Only ``EpisodeReturned`` may increase
 ``admissible_groups``; after ``TaskArrived``, :class:`TaskFeed` checks admission itself."""
+
+STEP_EVENTS = frozenset((ev.StepArrived, ev.TurnRequested))
+"""Events after which no trainer can take more tasks, and no parked episode continues."""
+
+BASE_EVENTS = frozenset(
+    (
+        ev.TaskArrived,
+        ev.TasksOffered,
+        ev.TasksExhausted,
+        ev.BatchRequested,
+        ev.BatchRequestCancelled,
+        ev.BatchReturned,
+        ev.EvaluationRequested,
+        ev.VersionPublished,
+        ev.PublishFailed,
+        ev.EngineSwapped,
+    )
+)
+"""Events that, unless they are :class:`ForAdapter`'s, concern the run's weights only."""
 
 log = logging.getLogger("tidegate")
 
@@ -86,8 +105,14 @@ class Scheduler:
         self.trainer.recorder = recorder
         self.trainers = {"": self.trainer}
         """Trainers by adapter; the empty name is the run's weights."""
+        self._linked: dict[str, set[str]] = {}
+        """Trainers to wake together, by the name of each, if episodes of one sample another."""
         for name in self.core.trained_adapters:
             self.trainers[name] = self._new_trainer(name)
+        for name in self.trainers:
+            core = self.core.of(name)
+            sampled = {agent for group in core.groups.in_order for agent in group.agents}
+            self._link(name, sampled.union(core.agents))
         self._episodes = self._new_episodes(model, tracer)
         self._tool_calls = model.call_counts
 
@@ -254,6 +279,8 @@ class Scheduler:
             self._before_event(event)
         if journal is not None:
             journal.log(event)
+        has_adapters = len(self.trainers) > 1 and type(event) not in STEP_EVENTS
+        adapter = self._adapter_of(event) if has_adapters else None
         revision = core.groups.revision
         for command in core.handle(event):
             self._carry_out(command, episode)
@@ -265,28 +292,48 @@ class Scheduler:
             trainer.wake_tasks()  # the revision is unchanged while other rollouts of its group run
         if trainer.parking.parked:
             trainer.parking.resume_due()
-        if core.trained_adapters:
-            self._wake_adapters(event)
+        if has_adapters:
+            self._wake_adapters(event, adapter)
         if journal is not None:
             journal.compact_if_due()
 
-    def _wake_adapters(self, event: ev.Event) -> None:
-        """Let adapters' trainers take tasks, and their parked episodes continue, after an event."""
-        if isinstance(event, ev.ForAdapter) and not self._has_agents:
-            trainers = [self.trainers[event.adapter]] if event.adapter in self.trainers else []
-        elif type(event) is ev.StepArrived or type(event) is ev.TurnRequested:
-            return
-        else:
-            trainers = list(self.trainers.values())
-        for trainer in trainers:
+    def _adapter_of(self, event: ev.Event) -> str | None:
+        """Return whose groups an event may change besides those of its agents; None: everybody's.
+
+        Asked before the event is handled, because a rollout may end with it.
+        """
+        if type(event) is ev.ForAdapter:
+            return event.adapter
+        if isinstance(event, ROLLOUT_EVENTS):
+            tracker = self.core.groups.numbers.tracker_of.get(event.rollout_id)
+            return "" if tracker is None else tracker.adapter
+        if type(event) is ev.AdapterReleased or type(event) is ev.AdapterServed:
+            return event.name
+        return "" if type(event) in BASE_EVENTS else None
+
+    def _wake_adapters(self, event: ev.Event, adapter: str | None) -> None:
+        """Let adapters' trainers take tasks, and their parked episodes continue, after an event
+        that concerns ``adapter`` alone (None: all)."""
+        if type(event) is ev.ForAdapter and type(event.event) is ev.TasksOffered:
+            self._link(event.adapter, event.event.agents)
+        elif type(event) is ev.TasksOffered:
+            self._link("", event.agents)
+        names = self.trainers if adapter is None else self._linked.get(adapter, (adapter,))
+        for name in names:
+            trainer = self.trainers.get(name)
+            if trainer is None:  # trained no longer
+                continue
             trainer.wake_tasks()
             if trainer.parking.parked:
                 trainer.parking.resume_due()
 
-    @property
-    def _has_agents(self) -> bool:
-        """Whether groups of one trainer start only with groups of another."""
-        return any(trainer.core.agents for trainer in self.trainers.values())
+    def _link(self, adapter: str, agents: Iterable[str]) -> None:
+        """Wake these trainers together from now on: groups of one start with those of another."""
+        linked = {adapter, *agents}
+        for name in tuple(linked):
+            linked |= self._linked.get(name, set())
+        if len(linked) > 1:
+            self._linked |= dict.fromkeys(linked, linked)
 
     def _before_event(self, event: ev.Event) -> None:
         """Update the parts outside the core for an event; not called for the most frequent ones."""

@@ -39,6 +39,12 @@ def test_the_benchmarks_engines_finish_every_turn_of_a_run(how: list[str]) -> No
     assert reported["wall_s"] > 0
 
 
+def test_the_benchmarks_engines_serve_every_adapter_of_a_run() -> None:
+    how = ["--engines", "2", "--slots", "4", "--steps", "1", "--turn-s", "0", "--in-process"]
+    reported = subject("adapters", *FEW, *how, "--adapters", "5", "--batches", "15")
+    assert reported["rollouts"] >= 15
+
+
 def test_the_peers_stand_in_servers_speak_sglangs_and_vllms_http() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/peers/http_engine.py"), "--tokens", "3"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

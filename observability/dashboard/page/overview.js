@@ -23,6 +23,7 @@ export class Overview {
     this.about = state.about;
     this.columns = state.batch_columns;
     this.byLag = state.by_lag_columns;
+    this.adapterColumns = state.adapter_columns ?? [];
     this.isEnded = !state.about.is_live;
     this.timeline.origin = this.isEnded ? "start" : "now";
     this.timeline.isResumed = this.about.resumed_batches?.length > 0;
@@ -50,6 +51,7 @@ export class Overview {
     this.drawFigures();
     setText("advice", frame.forecast ? `What limits this run: ${frame.forecast.advice}` : "");
     this.drawWarnings();
+    this.drawAdapters();
     this.drawCurves();
     this.drawStaleness();
     this.drawMismatch();
@@ -134,6 +136,35 @@ export class Overview {
     byId("warnings").hidden = !broken.length && !notes.length;
     byId("warnings").replaceChildren(...broken.map((line) => element("li", line, "broken")),
       ...notes.map((line) => element("li", line)));
+  }
+
+  /** Draw a row per adapter that the run trains; red only for a bound that was passed. */
+  drawAdapters() {
+    const { adapters = [], adapters_total: total = 0 } = this.frame, table = byId("adapters");
+    byId("adapters-section").hidden = !adapters.length;
+    if (!adapters.length) return;
+    byId("adapters-note").textContent = total > adapters.length
+      ? `${adapters.length} of ${total}, by name` : "versions, staleness and tokens are each one's own";
+    const titles = ["adapter", "version: trainer, live", "reward", "mean staleness", "highest, and bound",
+      "groups running", "groups buffered", "batches", "rollouts of 2+ versions", "tokens in flight",
+      "tokens trained", "tokens discarded"];
+    const line = (kind, values) => {
+      const row = document.createElement("tr");
+      row.append(...values.map((value) => element(kind, value)));
+      return row;
+    };
+    table.tHead.replaceChildren(line("th", titles));
+    table.tBodies[0].replaceChildren(...adapters.map((values) => {
+      const a = Object.fromEntries(this.adapterColumns.map((name, i) => [name, values[i]]));
+      const row = line("td", [a.name, `v${a.trainer_version}, v${a.live_version}`, short(a.reward),
+        short(a.mean_staleness), `${a.max_staleness} of ${a.staleness_bound ?? "no bound"}`,
+        short(a.running_groups), short(a.buffered_groups), short(a.batches),
+        percent(a.mixed_version_rollouts / Math.max(1, a.trained_rollouts)), short(a.in_flight_tokens),
+        short(a.trained_tokens), short(a.discarded_tokens)]);
+      const isPassed = a.staleness_bound !== null && a.max_staleness > a.staleness_bound;
+      row.children[4].classList.toggle("broken", isPassed);
+      return row;
+    }));
   }
 
   // ------------------------------------------------------------ charts

@@ -39,6 +39,7 @@ from tidegate.orchestrator.trainer.handle import (
     blocking,
     in_thread,
     result_of,
+    run_blocking,
 )
 from tidegate.orchestrator.trainer.remote.columns import from_frames
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
@@ -457,6 +458,17 @@ class RemoteRollouts(TrainerHandle):
         answer = await in_thread(self._publish, state_dict, is_rollback=True, first_bad=first_bad)
         return self._published(await result_of(answer))
 
+    async def train_adapter(self, name: str, **staleness: Any) -> None:
+        """Refuse: a remote trainer trains the run's weights.
+
+        Raises:
+            ConfigError: always; it says where adapters are trained.
+        """
+        raise ConfigError(
+            f"a remote trainer trains the run's weights, not adapter {name!r}; call "
+            f"train_adapter({name!r}) in the process that calls serve(), which can train several"
+        )
+
 
 class SyncRemoteRollouts(SyncTrainerHandle, SyncHandle[RemoteRollouts]):
     """Sync variant of :class:`RemoteRollouts`, whose calls block."""
@@ -492,6 +504,10 @@ class SyncRemoteRollouts(SyncTrainerHandle, SyncHandle[RemoteRollouts]):
     statistics = blocking(RemoteRollouts.statistics)
     publish = blocking(RemoteRollouts.publish)
     rollback = blocking(RemoteRollouts.rollback)
+
+    def train_adapter(self, name: str, **staleness: Any) -> None:
+        """As :meth:`RemoteRollouts.train_adapter`."""
+        run_blocking(self._handle.train_adapter(name, **staleness))
 
 
 class TaskFeeder:

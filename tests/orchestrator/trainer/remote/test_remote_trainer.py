@@ -90,6 +90,8 @@ async def test_a_remote_run_answers_as_one_in_this_process_does(
                 await rollouts.evaluate([1], episode="unknown")
             with pytest.raises(ConfigError, match="has its own tasks"):
                 await anext(rollouts.batches([1]))
+            with pytest.raises(ConfigError, match="in the process that calls serve"):
+                await rollouts.train_adapter("solver", max_staleness=1)
         await listen
     assert batch.number == run.batches_received
     assert batch.tasks == (0, 0, 1, 1)
