@@ -232,10 +232,12 @@ SOURCES = (
         title="Scheduling policies",
         file="scheduling.jsonl",
         command="python -m benchmarks.scheduling --json",
-        recorded="2026-11-21",
+        recorded="2026-11-27",
         note="Efficiency in virtual time: unmasked trained tokens per second, over those of "
         "machines that are never idle.\n[Scheduling](scheduling.md) has all columns and explains "
-        "the policies.",
+        "the policies. `possible`: upper bounds, by `--bounds`. Recorded on\n2026-11-27: "
+        "bounds, and `split` with kept turns on `math-8k`, `reasoning-32k` and `reasoning-64k`. "
+        "Other rows: 2026-11-21, when\n`split` waited for half of a group.",
         table=scheduling_table,
     ),
     Source(

@@ -18,6 +18,7 @@ run, beside the figures of the published model of the same machines:
         benchmarks.orchestrator measures the wire's
 
 All but the last are deterministic for a seed. Without options: every policy on reasoning-32k.
+``--bounds`` runs nothing, and prints what no policy exceeds (:mod:`benchmarks.scheduling.bounds`).
 """
 
 import argparse
@@ -27,11 +28,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.scheduling.policies import POLICIES, SYNC, Variant, variants
-from benchmarks.scheduling.rows import Row, heading, read, rows, show
+from benchmarks.scheduling.rows import Row, bound_rows, heading, read, rows, show
 from benchmarks.scheduling.run import Outcome, run_once
 from benchmarks.scheduling.workloads import WORKLOADS, Workload
 
 MODES = ("keep", "abort", "wait")
+
+BOUND_ETAS = (1, 2, 4, 8)
+"""Values of η for which ``--bounds`` prints bounds, unless ``--eta`` gives others."""
 
 
 def main() -> None:
@@ -40,13 +44,24 @@ def main() -> None:
     if not options.json:
         print(heading(), flush=True)
     table: list[Row] = []
-    for run in read(options.read) if options.read else _all_runs(options):
+    for run in _chosen(options):
         show(run, as_json=options.json)
         table += run
     if options.picture is not None:
         from benchmarks.scheduling.picture import draw
 
         draw(table, options.picture)
+
+
+def _chosen(options: argparse.Namespace) -> Iterator[list[Row]]:
+    if options.read:
+        yield from read(options.read)
+    elif options.bounds:
+        for workload in map(WORKLOADS.__getitem__, options.workload):
+            for eta in options.eta or BOUND_ETAS if workload.turns == 1 else ():
+                yield from bound_rows(workload, eta)
+    else:
+        yield from _all_runs(options)
 
 
 def _all_runs(options: argparse.Namespace) -> Iterator[list[Row]]:
@@ -89,6 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--versions", type=int, help="of a run, warm-up included")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--read", type=Path, nargs="+", help="show what --json wrote; run nothing")
+    parser.add_argument("--bounds", action="store_true", help="print upper bounds; run nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--picture", type=Path, help="draw the table into this file")
     options = parser.parse_args()

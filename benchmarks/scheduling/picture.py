@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import FillStyleType
 
-from benchmarks.scheduling.rows import Row
+from benchmarks.scheduling.rows import BOUNDS, Row
 
 MARKERS = "osD^vP*X<>hpd"
 
@@ -28,7 +28,7 @@ MODES: dict[str, FillStyleType] = {"keep": "full", "abort": "left", "wait": "non
 def draw(table: Sequence[Row], path: Path) -> None:
     """Draw the picture into a file."""
     workloads = list(dict.fromkeys(row.workload for row in table))
-    policies = list(dict.fromkeys(row.policy for row in table))
+    policies = list(dict.fromkeys(row.policy for row in table if row.policy not in BOUNDS))
     width, height = PANEL_INCHES
     with mpl.rc_context({"font.size": 9}):
         rows = len(workloads) // COLUMNS + 1  # the legend takes a cell
@@ -67,6 +67,14 @@ def _panel(axes: Axes, table: Sequence[Row], policies: Sequence[str]) -> None:
                 label=label,
             )
             label = None
+    for bound, linestyle in zip(BOUNDS, ("-", ":"), strict=True):
+        of_eta = {
+            eta: y
+            for (policy, eta, _, name), y in figures.items()
+            if (policy, name) == (bound, "efficiency")
+        }
+        if of_eta:
+            axes.plot([*of_eta], [*of_eta.values()], linestyle, color="0.4", label=bound)
     axes.axhline(1.0, color="0.6", linewidth=0.8)
     oldest = max(row.value for row in table if row.name == "max_staleness")
     axes.set_xlim(-0.5, oldest + 0.5)

@@ -5,10 +5,11 @@ the model's figures from ``published.py``.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.scheduling.bounds import SPREAD_PHASES, efficiency_bound
 from benchmarks.scheduling.policies import Variant
 from benchmarks.scheduling.published import Published, published
 from benchmarks.scheduling.run import Outcome
@@ -36,6 +37,9 @@ UNITS = {
     "speedup_over_sync": "times",
 }
 """Units of the figures; the others are shares of 1."""
+
+BOUNDS = ("possible", "possible, even ends")
+"""Names of the bounds in the column of policies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,19 @@ def rows(
         _row(name, values[name], peer, (workload.name, variant.name, variant.eta, mode))
         for name in NAMES
     ]
+
+
+def bound_rows(workload: Workload, eta: int) -> Iterator[list[Row]]:
+    """Yield the efficiency that no policy exceeds, and the same if rollouts end evenly spread."""
+    for policy, phases in zip(BOUNDS, (1, SPREAD_PHASES), strict=True):
+        bound = efficiency_bound(workload, eta, phases=phases)
+        values = {
+            "efficiency": bound.efficiency,
+            "max_staleness": eta,
+            "masked_share": bound.masked_share,
+        }
+        of = (workload.name, policy, eta, "keep")
+        yield [_row(name, value, None, of) for name, value in values.items()]
 
 
 def _row(name: str, value: float, peer: Published | None, of: tuple[str, str, int, str]) -> Row:
@@ -103,8 +120,9 @@ def show(run: Sequence[Row], *, as_json: bool) -> None:
             print(json.dumps(asdict(row)), flush=True)
         return
     first = run[0]
-    about = f"{first.workload:14}{first.policy:16}{first.eta:>3} {first.mode:6}"
-    print(about + "".join(f"{_cell(row):>14}" for row in run), flush=True)
+    about = f"{first.workload:14}{first.policy:20}{first.eta:>3} {first.mode:6}"
+    cells = {row.name: _cell(row) for row in run}
+    print(about + "".join(f"{cells.get(name, ''):>14}" for name in NAMES), flush=True)
 
 
 def read(paths: Sequence[Path]) -> list[list[Row]]:
@@ -120,7 +138,7 @@ def read(paths: Sequence[Path]) -> list[list[Row]]:
 def heading() -> str:
     """Return the heading of the lines that :func:`show` prints."""
     words = "".join(f"{_short(name):>14}" for name in NAMES)
-    return f"{'workload':14}{'policy':16}{'eta':>3} {'mode':6}{words}"
+    return f"{'workload':14}{'policy':20}{'eta':>3} {'mode':6}{words}"
 
 
 def _short(name: str) -> str:

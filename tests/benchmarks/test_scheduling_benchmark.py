@@ -4,10 +4,11 @@ from dataclasses import astuple, replace
 
 import pytest
 
+from benchmarks.scheduling.bounds import SPREAD_PHASES, efficiency_bound
 from benchmarks.scheduling.policies import POLICIES, SYNC, Variant
 from benchmarks.scheduling.rows import NAMES, rows
 from benchmarks.scheduling.run import Outcome, run_once
-from benchmarks.scheduling.workloads import Workload
+from benchmarks.scheduling.workloads import WORKLOADS, Workload
 from tidegate.simulation.engine_costs import EngineCosts
 
 TINY = Workload(
@@ -88,3 +89,33 @@ def test_an_engine_takes_as_long_as_its_steps_one_by_one() -> None:
     train_s = 2 * 4.0 + trained * alone.training_machine_s / 16 / alone.batch_tokens
     assert outcome.tally.trained_tokens == trained
     assert outcome.tally.at_s == pytest.approx(sum(longest_s) + train_s, abs=0.05)
+
+
+def test_no_tokens_are_impossible_if_the_longest_rollout_fits_into_the_window() -> None:
+    workload = WORKLOADS["math-8k"]
+    bound, spread = (efficiency_bound(workload, 8, phases=n) for n in (1, SPREAD_PHASES))
+    busy_s = workload.rollout_machine_s / 12 + workload.costs.swap_s
+    assert bound.masked_share == spread.masked_share == 0.0
+    ideal = workload.batch_tokens / busy_s / workload.bound_tokens_per_s
+    assert bound.efficiency == pytest.approx(ideal, rel=0.02)
+
+
+def test_the_bound_masks_what_one_engine_can_not_decode_in_its_window() -> None:
+    """With one slot, no rate can be chosen, so the masked share is a sum over the lengths."""
+    workload = replace(TINY, costs=EngineCosts(slots=1, swap_s=0.2, group_size=4))
+    bound = efficiency_bound(workload, 1)
+    token_s = workload.costs.token_s(1)
+    training_s = workload.training_machine_s / 4
+    window_s = 2 * (bound.step_s - 0.2) - training_s
+    tasks = [workload.task(0, index) for index in range(4000)]
+    lengths = [length for task in tasks for length in task.lengths]
+    too_long = sum(max(0.0, length - window_s / token_s) for length in lengths)
+    assert 0.01 < bound.masked_share == pytest.approx(too_long / sum(lengths), abs=0.01)
+
+
+def test_a_run_stays_below_what_is_possible() -> None:
+    workload = replace(TINY, versions=40)
+    outcome = run_once(workload, variant("split", 4), mode="keep")
+    used = outcome.tally.trained_tokens - outcome.tally.masked_tokens
+    efficiency = used / outcome.tally.at_s / workload.bound_tokens_per_s
+    assert efficiency < efficiency_bound(workload, 4).efficiency
