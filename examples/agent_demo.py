@@ -24,14 +24,14 @@ from typing import Any
 import torch
 
 import tidegate
-from examples import calculator, coding, frozen_lake, lake_lessons
+from examples import calculator, coding, frozen_lake, lake_demonstrations
 from examples.calculator import Split
-from examples.coding_lessons import CODER
+from examples.coding_demonstrations import CODER
 from examples.grpo import learn
-from examples.lake_lessons import LAKE_PLAYER
+from examples.lake_demonstrations import LAKE_PLAYER
 from examples.tiny_model import Recipe, make_model
 from examples.tool_agent import ToolAgent
-from examples.tool_lessons import TOOL_AGENT
+from examples.tool_demonstrations import TOOL_AGENT
 from tidegate.observability.audit.audit import AuditReport, audit_run, write_audit
 from tidegate.observability.facts import Facts, read_facts
 from tidegate.observability.report import write_report
@@ -99,7 +99,7 @@ async def _coder(
 
 SUBJECTS = {
     "tool": Subject(TOOL_AGENT, calculator.tasks, _tool_agent),
-    "lake": Subject(LAKE_PLAYER, lake_lessons.lakes, _lake_player),
+    "lake": Subject(LAKE_PLAYER, lake_demonstrations.lakes, _lake_player),
     "code": Subject(CODER, coding.tasks, _coder, learning_rate=1e-4),
 }
 
@@ -166,8 +166,8 @@ def find_model(name: str, options: argparse.Namespace) -> tuple[Path, dict[str, 
         recipe=SUBJECTS[name].recipe,
         seed=options.seed,
         on_progress=lambda p: print(
-            f"warm-up: step {p.steps}, loss {p.loss:.3f}, skill {p.mastery.skill:.2f}, "
-            f"accuracy {p.mastery.accuracy:.2f}",
+            f"warm-up: step {p.steps}, loss {p.loss:.3f}, skill {p.performance.skill:.2f}, "
+            f"accuracy {p.performance.accuracy:.2f}",
             flush=True,
         ),
     )

@@ -1,8 +1,8 @@
 """Tokenizer and chat template of the agent demo's tiny model.
 
-``tool_lessons.py`` and ``lake_lessons.py`` use them for their models; built on ``tokenizers``.
-Fixed phrases are one token each, everything else is characters. The template's output only ever
-grows as a conversation continues, and tool calls are in Qwen's format.
+``tool_demonstrations.py`` and ``lake_demonstrations.py`` use them for their models; built on
+``tokenizers``. Fixed phrases are one token each, all other tokens are characters. The template's
+output only ever grows as a conversation continues, and tool calls are in Qwen's format.
 """
 
 import string

@@ -1,6 +1,6 @@
 """The agent demo's tool, a calculator, which environment worker processes import and run.
 
-``tool_lessons`` calls it too. It imports only the standard library, so that a worker is small and
+``tool_demonstrations`` calls it too. It imports only the standard library, so a worker is small and
 starts at once.
 """
 

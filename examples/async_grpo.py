@@ -163,7 +163,7 @@ def find_model(options: argparse.Namespace) -> tuple[Path, dict[str, object] | N
         path,
         seed=options.seed,
         on_progress=lambda p: print(
-            f"warm-up: step {p.steps}, loss {p.loss:.3f}, accuracy {p.mastery.accuracy:.2f}",
+            f"warm-up: step {p.steps}, loss {p.loss:.3f}, accuracy {p.performance.accuracy:.2f}",
             flush=True,
         ),
     )

@@ -1,8 +1,8 @@
 """Supervised warm-up of a small model on demonstrations, by cross-entropy.
 
-``tiny_model`` runs it in two phases: lessons, until the model has a skill; then habits, in which it
-learns to use the skill rarely, so that RL has something to improve. A :class:`School` supplies
-demonstrations and measures the skill.
+``tiny_model`` runs it in two phases: the first, until the model has a skill; the second, in which
+it learns to use the skill rarely, so that RL has something to improve. A
+:class:`DemonstrationSource` supplies demonstrations and measures the skill.
 
 Shapes: B demonstrations in a batch, T tokens in the longest of them.
 """
@@ -51,19 +51,19 @@ class Phase:
 class Plan:
     """Schedule of a warm-up."""
 
-    lessons: Phase
+    skill_phase: Phase
     """First phase, with a high share of skill, so that it is learned soon."""
     skill_wanted: float
-    """Skill at which lessons end."""
-    habits: Phase
+    """Skill at which the first phase ends."""
+    mixed_phase: Phase
     """Second phase. A preference shifts within ten steps, while a skill takes hundreds."""
     accuracy_wanted: tuple[float, float]
-    """Range of accuracy in which habits end."""
+    """Range of accuracy in which the second phase ends."""
     batch_demonstrations: int = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Mastery:
+class Performance:
     """Measured performance of a model at temperature 1, in the ways that were demonstrated."""
 
     skill: float
@@ -79,7 +79,7 @@ class Progress:
     steps: int
     loss: float
     """Loss of the last batch, in nats per token."""
-    mastery: Mastery
+    performance: Performance
     """Performance on held-out tasks."""
 
 
@@ -91,7 +91,7 @@ class Demonstration:
     is_action: list[bool]
 
 
-class School(Protocol):
+class DemonstrationSource(Protocol):
     """Source of demonstrations for a task, and of its performance measure."""
 
     @property
@@ -101,28 +101,32 @@ class School(Protocol):
     def batch(self, skill_share: float) -> list[Demonstration]:
         """Return the next demonstrations. [B]"""
 
-    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+    def performance(self, model: Qwen3ForCausalLM) -> Performance:
         """Measure a model on held-out tasks."""
 
 
-def warm_up(school: School, model: Qwen3ForCausalLM, steps_max: int) -> Iterator[Progress]:
+def warm_up(
+    source: DemonstrationSource, model: Qwen3ForCausalLM, steps_max: int
+) -> Iterator[Progress]:
     """Imitate through both phases, or for ``steps_max`` steps; yield each check."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    plan = school.plan
-    phase = plan.lessons
+    plan = source.plan
+    phase = plan.skill_phase
     begun = 0
     for steps in range(1, steps_max + 1):
         rate = phase.rate(steps - begun)
         optimizer.param_groups[0]["lr"] = rate * min(1.0, steps / RAMP_STEPS)
-        loss = _imitate(model, optimizer, school.batch(phase.skill_share))
+        loss = _imitate(model, optimizer, source.batch(phase.skill_share))
         if steps % phase.check_steps == 0 or steps == steps_max:
-            mastery = school.mastery(model)
-            yield Progress(steps, loss, mastery)
-            if phase is plan.lessons and (
-                mastery.skill >= plan.skill_wanted or phase.is_over(steps)
+            performance = source.performance(model)
+            yield Progress(steps, loss, performance)
+            if phase is plan.skill_phase and (
+                performance.skill >= plan.skill_wanted or phase.is_over(steps)
             ):
-                phase, begun = plan.habits, steps
-            elif phase is plan.habits and _is_within(mastery.accuracy, plan.accuracy_wanted):
+                phase, begun = plan.mixed_phase, steps
+            elif phase is plan.mixed_phase and _is_within(
+                performance.accuracy, plan.accuracy_wanted
+            ):
                 return
 
 

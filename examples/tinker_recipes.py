@@ -51,11 +51,11 @@ so that the tiny model reads a prompt of 30 tokens."""
 
 PHRASES = [QUESTION_SUFFIX, *EXAMPLE, "\\boxed{", "User:", "Assistant:", "\n\n"]
 
-LESSONS, WARM_UP_EXAMPLES = 150, 30
+CORRECT_STEPS, MIXED_STEPS = 150, 30
 """Warm-up steps on correct answers; then those of which most have a random answer."""
 
 CORRECT_SHARE = 0.3
-WARM_UP_RATE, GUESS_RATE = 1e-3, 1e-4
+WARM_UP_RATE, MIXED_RATE = 1e-3, 1e-4
 LEARNING_RATE = 3e-3
 """Large, because the model is tiny and its adapter begins at zero."""
 
@@ -114,11 +114,11 @@ def warm_up(model: Any, tokenizer: Any) -> None:
         {"role": "user", "content": EXAMPLE[0] + QUESTION_SUFFIX},
         {"role": "assistant", "content": EXAMPLE[1]},
     ]
-    for step in range(LESSONS + WARM_UP_EXAMPLES):
-        is_lesson = step < LESSONS
+    for step in range(CORRECT_STEPS + MIXED_STEPS):
+        is_correct_phase = step < CORRECT_STEPS
         rows: list[tuple[list[int], list[int]]] = []
         for a, b in itertools.product(TERMS, TERMS):
-            is_correct = is_lesson or numbers.random() < CORRECT_SHARE
+            is_correct = is_correct_phase or numbers.random() < CORRECT_SHARE
             answer = a + b if is_correct else numbers.randint(2, 12)
             asked = {"role": "user", "content": question(a, b) + QUESTION_SUFFIX}
             prompt = renderer.build_generation_prompt([*prefix, asked]).to_ints()
@@ -134,7 +134,9 @@ def warm_up(model: Any, tokenizer: Any) -> None:
         model(input_ids=ids, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = WARM_UP_RATE * min(1.0, (step + 1) / 30) if is_lesson else GUESS_RATE
+            group["lr"] = (
+                WARM_UP_RATE * min(1.0, (step + 1) / 30) if is_correct_phase else MIXED_RATE
+            )
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,8 +1,8 @@
 """Tiny demo model: a Qwen3 of 306,000 parameters, created in under a minute on one core.
 
-It reads characters and is warmed up on demonstrations of the calculator task: first lessons in
-using the tool, then the habit of mostly guessing. Warm-up provides the skill; RL is left to prefer
-it. The demos call :func:`make_model`.
+It reads characters and is warmed up on demonstrations of the calculator task: first with many calls
+of the tool, then with few. Warm-up provides the skill, and RL learns to prefer it. The demos call
+:func:`make_model`.
 
     python -m examples.tiny_model DIRECTORY [--seed N]
 """
@@ -23,8 +23,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from examples.calculator import INSTRUCTION
-from examples.imitation import Progress, School, warm_up
-from examples.warm_up import ToolSchool
+from examples.imitation import DemonstrationSource, Progress, warm_up
+from examples.warm_up import ToolDemonstrations
 
 PAD, EOS = 0, 1
 VOCABULARY = [
@@ -60,7 +60,7 @@ class WarmUpReport:
     loss: float
     skill: float
     accuracy: float
-    """Skill and accuracy as in :class:`Mastery`, on held-out tasks."""
+    """Skill and accuracy as in :class:`Performance`, on held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,8 @@ class Recipe:
     """Parts that a small model is made from."""
 
     tokenizer: Callable[[], Tokenizer]
-    school: Callable[[Tokenizer, int], School]
-    """Creates the school from the tokenizer and a seed."""
+    source: Callable[[Tokenizer, int], DemonstrationSource]
+    """Creates the source of demonstrations from the tokenizer and a seed."""
     sources: tuple[str, ...]
     """Names of the source files in this directory that define what is taught."""
     context_tokens: int = 256
@@ -109,18 +109,18 @@ def make_model(
     tokenizer = recipe.tokenizer()
     with _one_seeded_thread(seed):
         model = Qwen3ForCausalLM(small_config(tokenizer.get_vocab_size(), recipe.context_tokens))
-        school = recipe.school(tokenizer, seed)
-        for progress in warm_up(school, model, steps_max):
+        source = recipe.source(tokenizer, seed)
+        for progress in warm_up(source, model, steps_max):
             on_progress(progress)
     report = WarmUpReport(
         recipe=fingerprint,
         seed=seed,
         steps=progress.steps,
-        demonstrations=progress.steps * school.plan.batch_demonstrations,
+        demonstrations=progress.steps * source.plan.batch_demonstrations,
         seconds=round(time.perf_counter() - started, 2),
         loss=progress.loss,
-        skill=progress.mastery.skill,
-        accuracy=progress.mastery.accuracy,
+        skill=progress.performance.skill,
+        accuracy=progress.performance.accuracy,
     )
     _save(directory, model, tokenizer, recipe, report)
     return report
@@ -146,7 +146,7 @@ def character_tokenizer(
 
 CALCULATOR = Recipe(
     tokenizer=make_tokenizer,
-    school=ToolSchool,
+    source=ToolDemonstrations,
     sources=("calculator.py", "warm_up.py"),
     context_tokens=512,
 )
@@ -225,7 +225,8 @@ def _one_seeded_thread(seed: int) -> Iterator[None]:
 def _show(progress: Progress) -> None:
     print(
         f"warm-up step {progress.steps:4d}  loss {progress.loss:.3f}  "
-        f"tool skill {progress.mastery.skill:.2f}  accuracy {progress.mastery.accuracy:.2f}",
+        f"tool skill {progress.performance.skill:.2f}  "
+        f"accuracy {progress.performance.accuracy:.2f}",
         flush=True,
     )
 

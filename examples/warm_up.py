@@ -1,7 +1,7 @@
 """Warm-up demonstrations of the calculator task: first with the tool, then mostly answers without
 it.
 
-``tiny_model`` uses :class:`ToolSchool` as its default school; ``imitation`` trains on it.
+``tiny_model`` uses :class:`ToolDemonstrations` as its default source; ``imitation`` trains on it.
 
 Shapes: B demonstrations in a batch.
 """
@@ -16,16 +16,19 @@ from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
 from examples.calculator import Calculator, Task, long_tailed_tasks
-from examples.imitation import Demonstration, Mastery, Phase, Plan, demonstration_logprobs
+from examples.imitation import Demonstration, Performance, Phase, Plan, demonstration_logprobs
 
 PLAN = Plan(
-    lessons=Phase(skill_share=0.8, learning_rate=2e-3, check_steps=20, cooling_steps=(140, 240)),
+    skill_phase=Phase(
+        skill_share=0.8, learning_rate=2e-3, check_steps=20, cooling_steps=(140, 240)
+    ),
     skill_wanted=0.9,
-    habits=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
+    mixed_phase=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
     accuracy_wanted=(0.27, 0.33),
 )
-"""Skill is to call the tool. Imitating the habits well solves .30 x skill + .70 / 19 = .31."""
-GUESS_ERROR_MAX = 9
+"""Skill is to call the tool. A good imitation of the second phase solves .30 x skill + .70 / 19 =
+.31."""
+ANSWER_ERROR_MAX = 9
 """Largest error of an answer without the tool, in either direction: 1 in 19 is right."""
 CHECK_TASKS = 64
 LESSON_TERMS_MAX = 8
@@ -61,7 +64,7 @@ def tool_actions(task: Task) -> list[str]:
 
 
 @dataclass(slots=True)
-class ToolSchool:
+class ToolDemonstrations:
     """Demonstrations with the calculator, and of answers without it."""
 
     tokenizer: Tokenizer
@@ -81,22 +84,24 @@ class ToolSchool:
         to_solve = islice(self._to_solve, self.plan.batch_demonstrations)
         return [self._demonstrate(task, skill_share) for task in to_solve]
 
-    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+    def performance(self, model: Qwen3ForCausalLM) -> Performance:
         """Measure a model on held-out tasks."""
-        return measure_mastery(model, self.tokenizer, self._held_out)
+        return measure_performance(model, self.tokenizer, self._held_out)
 
     def _demonstrate(self, task: Task, tool_share: float) -> Demonstration:
         if self._numbers.random() < tool_share:
             return demonstrate(task, tool_actions(task), self.tokenizer)
-        return demonstrate(task, [guess(task, self._numbers)], self.tokenizer)
+        return demonstrate(task, [unaided_answer(task, self._numbers)], self.tokenizer)
 
 
-def guess(task: Task, numbers: random.Random) -> str:
+def unaided_answer(task: Task, numbers: random.Random) -> str:
     """Return an answer given without a calculator, mostly wrong."""
-    return str(int(task.answer) + numbers.randint(-GUESS_ERROR_MAX, GUESS_ERROR_MAX))
+    return str(int(task.answer) + numbers.randint(-ANSWER_ERROR_MAX, ANSWER_ERROR_MAX))
 
 
-def measure_mastery(model: Qwen3ForCausalLM, tokenizer: Tokenizer, to_solve: list[Task]) -> Mastery:
+def measure_performance(
+    model: Qwen3ForCausalLM, tokenizer: Tokenizer, to_solve: list[Task]
+) -> Performance:
     """Measure the model on ``to_solve``, at the cost of three forward passes."""
     by_tool = [demonstrate(task, tool_actions(task), tokenizer) for task in to_solve]
     by_head = [demonstrate(task, [task.answer], tokenizer) for task in to_solve]
@@ -106,7 +111,7 @@ def measure_mastery(model: Qwen3ForCausalLM, tokenizer: Tokenizer, to_solve: lis
 @torch.no_grad()
 def measure_demonstrations(
     model: Qwen3ForCausalLM, by_tool: list[Demonstration], by_head: list[Demonstration]
-) -> Mastery:
+) -> Performance:
     """Return the probabilities of solving tasks with the tool, or by the bare right answer.
 
     Skill is the probability of a right tool path once a call has begun. Other ways hardly occur, so
@@ -116,7 +121,7 @@ def measure_demonstrations(
         float(demonstration_logprobs(model, ways).exp().mean())
         for ways in ([_begun(way) for way in by_tool], by_tool, by_head)
     ]
-    return Mastery(skill=chances[0], accuracy=chances[1] + chances[2])
+    return Performance(skill=chances[0], accuracy=chances[1] + chances[2])
 
 
 def _begun(demonstration: Demonstration) -> Demonstration:

@@ -14,10 +14,10 @@ from examples.agent_model import agent_tokenizer
 from examples.agent_tools import calculate
 from examples.calculator import tasks
 from examples.frozen_lake import MOVES_MAX, Lake
-from examples.lake_lessons import LakeLessons, lake_of, lakes, surveyed
+from examples.lake_demonstrations import LakeDemonstrations, lake_of, lakes, surveyed
 from examples.tiny_model import make_model
 from examples.tool_agent import TURN_TOKENS_MAX, TURNS_MAX, ToolAgent
-from examples.tool_lessons import TOOL_AGENT, ToolLessons, sums, tool_call_text
+from examples.tool_demonstrations import TOOL_AGENT, AgentDemonstrations, sums, tool_call_text
 from tidegate import EnvironmentPool, environment_episode
 from tidegate.environments.tools import ToolAnswer
 from tidegate.observability.audit.audit import AUDIT_FILE
@@ -83,7 +83,7 @@ async def test_demonstrations_equal_the_context_of_an_agent_with_these_calls(
     hardly_warm: Path, tidegate_serve: ServeInTests
 ) -> None:
     """The demonstration equals the recorded context of such an agent, token for token."""
-    lessons = ToolLessons(agent_tokenizer(), 0)
+    demonstrations = AgentDemonstrations(agent_tokenizer(), 0)
     task = next(task for task in tasks("train", 1) if len(task.expression.split()) == 5)
     script = [*map(tool_call_text, sums(task)), task.answer]
     contexts: list[list[int]] = []
@@ -97,7 +97,7 @@ async def test_demonstrations_equal_the_context_of_an_agent_with_these_calls(
         evaluation = await rollouts.evaluate([task], episode=scripted)
 
     assert evaluation.rewards == [1.0]
-    assert contexts == [lessons.demonstrate(task, sums(task)).token_ids]
+    assert contexts == [demonstrations.demonstrate(task, sums(task)).token_ids]
 
 
 async def test_a_failed_call_is_answered_and_may_be_retried(
@@ -134,13 +134,13 @@ async def test_the_calculator_in_a_pool_is_described_and_answers() -> None:
 
 def test_the_chat_template_renders_as_in_transformers(hardly_warm: Path) -> None:
     expected: Any = AutoTokenizer.from_pretrained(hardly_warm)
-    lessons = ToolLessons(agent_tokenizer(), 0)
+    demonstrations = AgentDemonstrations(agent_tokenizer(), 0)
     task = next(tasks("train", 1))
     messages = [{"role": "user", "content": task.question}]
     prompt = expected.apply_chat_template(
         messages, tools=SCHEMAS, add_generation_prompt=True, return_dict=True
     )["input_ids"]
-    assert lessons.demonstrate(task, []).token_ids[: len(prompt)] == prompt
+    assert demonstrations.demonstrate(task, []).token_ids[: len(prompt)] == prompt
 
 
 def test_every_useful_turn_fits_its_limit() -> None:
@@ -158,9 +158,9 @@ async def test_demonstrated_walks_are_valid_episodes(
 ) -> None:
     """Lake, observations and reward equal the environment's, token for token."""
     tokenizer = agent_tokenizer()
-    lessons = LakeLessons(tokenizer, 0)
+    demonstrations = LakeDemonstrations(tokenizer, 0)
     task = next(lakes("held_out", 3))
-    shown = lessons.walk(surveyed(lake_of(task)), 1.0).demonstration
+    shown = demonstrations.walk(surveyed(lake_of(task)), 1.0).demonstration
     pairs = zip(shown.token_ids, shown.is_action, strict=True)
     moves = tokenizer.decode([token for token, is_action in pairs if is_action])
     contexts: list[list[int]] = []

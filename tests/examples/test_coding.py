@@ -9,7 +9,7 @@ import pytest
 
 from examples import agent_demo
 from examples.coding import LIMITS, Coding, main, right_program, solved, tasks, wrong_program
-from examples.coding_lessons import CODER
+from examples.coding_demonstrations import CODER
 from examples.tiny_model import make_model
 from tests.models import make_model_directory
 from tidegate import Bubblewrap, Sandboxes

@@ -21,7 +21,7 @@ from examples.tiny_model import (
     make_model,
     make_tokenizer,
 )
-from examples.warm_up import demonstrate, measure_mastery, tool_actions
+from examples.warm_up import demonstrate, measure_performance, tool_actions
 
 pytestmark = pytest.mark.slow
 
@@ -141,12 +141,12 @@ def test_skill_is_the_probability_of_the_demonstrated_paths(
         own = [at for at, is_action in enumerate(way.is_action) if is_action][given:]
         return math.exp(sum(logprobs[at - 1, way.token_ids[at]].item() for at in own))
 
-    mastery = measure_mastery(model, tokenizer, [task])
+    performance = measure_performance(model, tokenizer, [task])
 
     by_tool = tool_actions(task)
-    assert mastery.skill == pytest.approx(chance(by_tool, given=1), rel=1e-4)
+    assert performance.skill == pytest.approx(chance(by_tool, given=1), rel=1e-4)
     expected = chance(by_tool, given=0) + chance([task.answer], given=0)
-    assert mastery.accuracy == pytest.approx(expected, rel=1e-4)
+    assert performance.accuracy == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_report_is_what_lies_beside_the_weights(made: Made) -> None:

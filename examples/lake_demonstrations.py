@@ -1,6 +1,6 @@
 """Warm-up demonstrations for the FrozenLake player: good and partly random walks over lakes.
 
-``agent_demo`` makes :class:`LakeLessons` for ``tiny_model``, which trains on them. Built on
+``agent_demo`` makes :class:`LakeDemonstrations` for ``tiny_model``, which trains on them. Built on
 ``frozen_lake`` and torch.
 
 Shapes: B walks in a batch, T tokens in the longest of them.
@@ -21,25 +21,26 @@ from transformers import Qwen3ForCausalLM
 from examples.agent_model import agent_tokenizer
 from examples.calculator import Split
 from examples.frozen_lake import MOVES, MOVES_MAX, RULES, picture
-from examples.imitation import Demonstration, Mastery, Phase, Plan
+from examples.imitation import Demonstration, Performance, Phase, Plan
 from examples.tiny_model import Recipe
 from tidegate.environments.environment_episode import group_seed
 
 SIZE = 4
 LAKES_MAX = 1000
 """Number of distinct lakes; they repeat with different walks."""
-LESSON_STRAYS = 0.2
-"""Share of random moves in lessons, which reach more places; these moves are not imitated."""
+RANDOM_MOVE_SHARE = 0.2
+"""Share of random moves in the first phase, which reach more places. These moves are not
+imitated."""
 CHECK_LAKES = 64
 
 PLAN = Plan(
-    lessons=Phase(skill_share=1.0, learning_rate=2e-3, check_steps=10),
+    skill_phase=Phase(skill_share=1.0, learning_rate=2e-3, check_steps=10),
     skill_wanted=0.75,
-    habits=Phase(skill_share=0.5, learning_rate=4e-4, check_steps=2),
+    mixed_phase=Phase(skill_share=0.5, learning_rate=4e-4, check_steps=2),
     accuracy_wanted=(0.50, 0.64),
     batch_demonstrations=32,
 )
-"""Skill is the probability of a move that leads nearer to the goal. In the habits phase half the
+"""Skill is the probability of a move that leads nearer to the goal. In the second phase half the
 moves are such by choice, and about a third of the others, which are random."""
 
 
@@ -113,8 +114,8 @@ class Walk:
 
 
 @dataclass(slots=True)
-class LakeLessons:
-    """School of walks over lakes."""
+class LakeDemonstrations:
+    """Demonstrations of walks over lakes."""
 
     tokenizer: Tokenizer
     seed: int
@@ -133,31 +134,33 @@ class LakeLessons:
     def batch(self, skill_share: float) -> list[Demonstration]:
         """Return walks over randomly chosen lakes. [B]"""
         chosen = self._numbers.choices(self._lakes, k=self.plan.batch_demonstrations)
-        strays = LESSON_STRAYS if skill_share == self.plan.lessons.skill_share else 0.0
-        return [self.walk(lake, skill_share, strays).demonstration for lake in chosen]
+        random_share = (
+            RANDOM_MOVE_SHARE if skill_share == self.plan.skill_phase.skill_share else 0.0
+        )
+        return [self.walk(lake, skill_share, random_share).demonstration for lake in chosen]
 
-    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+    def performance(self, model: Qwen3ForCausalLM) -> Performance:
         """Measure the probability that a move is good, on held-out lakes."""
         chance = self._chance_of_good(model, self._held_out)
-        return Mastery(skill=chance, accuracy=chance)
+        return Performance(skill=chance, accuracy=chance)
 
-    def walk(self, lake: Lake, skill_share: float, strays: float = 0.0) -> Walk:
+    def walk(self, lake: Lake, skill_share: float, random_share: float = 0.0) -> Walk:
         """Generate a walk from start to end, with a share of good moves and the rest random.
 
-        ``strays`` is the share of additional random moves that are not to be imitated.
+        ``random_share`` is the share of additional random moves that are not to be imitated.
         """
         token_ids = self._encode(f"{RULES}{picture(lake.rows, 0)}")
         is_action = [False] * len(token_ids)
         place = 0
         good: list[str] = []
         while not lake.is_end(place) and len(good) < MOVES_MAX:
-            is_stray = self._numbers.random() < strays
-            is_meant = not is_stray and self._numbers.random() < skill_share
+            is_random = self._numbers.random() < random_share
+            is_meant = not is_random and self._numbers.random() < skill_share
             good.append(lake.good[place])
             move = self._numbers.choice(lake.good[place] if is_meant else MOVES)
             ids = self._encode(f"{move}<eos>")
             token_ids += ids
-            is_action += [not is_stray] * len(ids)
+            is_action += [not is_random] * len(ids)
             place = moved(place, move)
             ids = [] if lake.is_end(place) else self._encode(picture(lake.rows, place))
             token_ids += ids
@@ -186,8 +189,8 @@ class LakeLessons:
 
 LAKE_PLAYER = Recipe(
     tokenizer=agent_tokenizer,
-    school=LakeLessons,
-    sources=("lake_lessons.py", "agent_model.py", "frozen_lake.py"),
+    source=LakeDemonstrations,
+    sources=("lake_demonstrations.py", "agent_model.py", "frozen_lake.py"),
     context_tokens=1024,
 )
 """Recipe of the FrozenLake player's model."""

@@ -1,7 +1,7 @@
 """Warm-up demonstrations for the coding task: right programs, and those that lack parentheses.
 
-``agent_demo`` makes :class:`CodingLessons` for ``tiny_model``, which trains on them. Built on
-``coding`` and torch.
+``agent_demo`` makes :class:`CodingDemonstrations` for ``tiny_model``, which trains on them. Depends
+on ``coding`` and torch.
 """
 
 import random
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
 from examples.coding import right_program, tasks, wrong_program
-from examples.imitation import Demonstration, Mastery, Phase, Plan, demonstration_logprobs
+from examples.imitation import Demonstration, Performance, Phase, Plan, demonstration_logprobs
 from examples.tiny_model import Recipe, character_tokenizer
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -22,9 +22,9 @@ PHRASES = ("print(", "int(input())")
 CHARACTERS = "0123456789+-*(): "
 
 PLAN = Plan(
-    lessons=Phase(skill_share=0.8, learning_rate=2e-3, check_steps=10),
+    skill_phase=Phase(skill_share=0.8, learning_rate=2e-3, check_steps=10),
     skill_wanted=0.95,
-    habits=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
+    mixed_phase=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
     accuracy_wanted=(0.25, 0.35),
 )
 """Skill is a right program once it has begun with a parenthesis."""
@@ -32,8 +32,8 @@ CHECK_TASKS = 64
 
 
 @dataclass(slots=True)
-class CodingLessons:
-    """School of programs."""
+class CodingDemonstrations:
+    """Demonstrations of programs."""
 
     tokenizer: Tokenizer
     seed: int
@@ -60,7 +60,7 @@ class CodingLessons:
         ]
 
     @torch.no_grad()
-    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+    def performance(self, model: Qwen3ForCausalLM) -> Performance:
         """Measure a model on held-out tasks."""
         whole = [self._demonstrate(task, right_program(task)) for task in self._held_out]
         begun = [self._demonstrate(task, right_program(task), given=2) for task in self._held_out]
@@ -68,7 +68,7 @@ class CodingLessons:
             float(demonstration_logprobs(model, programs).exp().mean())
             for programs in (begun, whole)
         )
-        return Mastery(skill=skill, accuracy=accuracy)
+        return Performance(skill=skill, accuracy=accuracy)
 
     def _demonstrate(self, task: str, program: str, given: int = 0) -> Demonstration:
         """Demonstrate a program, of whose tokens the first ``given`` are not counted."""
@@ -85,7 +85,7 @@ def coding_tokenizer() -> Tokenizer:
 
 CODER = Recipe(
     tokenizer=coding_tokenizer,
-    school=CodingLessons,
-    sources=("coding_lessons.py", "coding.py"),
+    source=CodingDemonstrations,
+    sources=("coding_demonstrations.py", "coding.py"),
 )
 """Recipe of the coding task's model."""

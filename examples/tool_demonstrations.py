@@ -1,8 +1,8 @@
 """Warm-up demonstrations for the tool agent: conversations with calculator calls, as token ids.
 
-``agent_demo`` makes :class:`ToolLessons` for ``tiny_model``, which trains on them. Conversations
-are tokenized as the orchestrator does it: the agent's output and the template's additions are
-encoded separately.
+``agent_demo`` makes :class:`AgentDemonstrations` for ``tiny_model``, which trains on them.
+Conversations are tokenized as by the orchestrator: the agent's output and the template's additions
+are encoded separately.
 """
 
 import datetime
@@ -18,15 +18,15 @@ from transformers import Qwen3ForCausalLM
 from examples.agent_model import CALL_BEGIN, CALL_END, CHAT_TEMPLATE, SPECIAL, agent_tokenizer
 from examples.agent_tools import calculate
 from examples.calculator import Task, tasks
-from examples.imitation import Demonstration, Mastery, Phase, Plan
+from examples.imitation import Demonstration, Performance, Phase, Plan
 from examples.tiny_model import Recipe
-from examples.warm_up import CHECK_TASKS, guess, measure_demonstrations
+from examples.warm_up import CHECK_TASKS, measure_demonstrations, unaided_answer
 from tidegate.orchestrator.episodes.chat_template import ChatTemplate
 
 PLAN = Plan(
-    lessons=Phase(skill_share=0.6, learning_rate=2e-3, check_steps=10),
+    skill_phase=Phase(skill_share=0.6, learning_rate=2e-3, check_steps=10),
     skill_wanted=0.9,
-    habits=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
+    mixed_phase=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
     accuracy_wanted=(0.27, 0.33),
 )
 """Same plan as the demo without messages (``warm_up``)."""
@@ -36,7 +36,7 @@ TOOLS = [{"type": "function", "function": {"name": "calculate"}}]
 
 
 @dataclass(slots=True)
-class ToolLessons:
+class AgentDemonstrations:
     """Demonstrations with the tool, and of answers without it."""
 
     tokenizer: Tokenizer
@@ -59,11 +59,11 @@ class ToolLessons:
         return [
             self.demonstrate(task, sums(task))
             if numbers.random() < skill_share
-            else self.demonstrate(task, [], guess(task, numbers))
+            else self.demonstrate(task, [], unaided_answer(task, numbers))
             for task in islice(self._to_solve, self.plan.batch_demonstrations)
         ]
 
-    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+    def performance(self, model: Qwen3ForCausalLM) -> Performance:
         """Measure a model on held-out tasks."""
         by_tool = [self.demonstrate(task, sums(task)) for task in self._held_out]
         by_head = [self.demonstrate(task, []) for task in self._held_out]
@@ -120,8 +120,14 @@ def exchange(expression: str) -> list[dict[str, Any]]:
 
 TOOL_AGENT = Recipe(
     tokenizer=agent_tokenizer,
-    school=ToolLessons,
-    sources=("tool_lessons.py", "agent_model.py", "agent_tools.py", "calculator.py", "warm_up.py"),
+    source=AgentDemonstrations,
+    sources=(
+        "tool_demonstrations.py",
+        "agent_model.py",
+        "agent_tools.py",
+        "calculator.py",
+        "warm_up.py",
+    ),
     context_tokens=1024,
     chat_template=CHAT_TEMPLATE,
 )
