@@ -13,6 +13,10 @@ from tidegate.cli.conventions import STATUS_FOUND, echo
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tidegate.simulation.adapter_runs import AdapterRunReport
+    from tidegate.simulation.crash_restart import CrashRestartReport
     from tidegate.simulation.shrinking import Report
 
 
@@ -26,6 +30,12 @@ def simulate(
         int,
         typer.Option(
             min=0, help="Number of further seeds, whose trainer and orchestrator crash and restart."
+        ),
+    ] = 0,
+    adapter_runs: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Number of further seeds that train several adapters; half of them crash."
         ),
     ] = 0,
     workers: Annotated[
@@ -45,9 +55,10 @@ def simulate(
     from tidegate.simulation.faults import parse_faults
     from tidegate.simulation.sweep import SweepSummary, core_count, sweep
 
-    if not (seeds or crash_restart_runs or replay):
+    if not (seeds or crash_restart_runs or adapter_runs or replay):
         raise ConfigError(
-            "--seeds 0 and --crash-restart-runs 0 leave nothing to run; raise one of them"
+            "--seeds 0, --crash-restart-runs 0 and --adapter-runs 0 leave nothing to run; raise "
+            "one of them"
         )
     if replay is not None:
         _replay_scenario(replay)
@@ -67,28 +78,55 @@ def simulate(
     survived = not crash_restart_runs or _simulate_crash_restarts(
         first_seed, crash_restart_runs, workers or core_count()
     )
+    survived &= not adapter_runs or _simulate_adapters(
+        first_seed, adapter_runs, workers or core_count()
+    )
     if not survived or summary.failures or (faults == "all" and summary.uncovered):
         raise typer.Exit(STATUS_FOUND)
 
 
 def _simulate_crash_restarts(first_seed: int, seeds: int, workers: int) -> bool:
     """Print the failures of crash-restart runs; return whether there were none."""
-    from tidegate.simulation.sweep import FailureLines, sweep_crash_restarts
+    from tidegate.simulation.sweep import sweep_crash_restarts
 
-    resumes = failures = 0
+    reports = sweep_crash_restarts(range(first_seed, first_seed + seeds), workers=workers)
+    failures, resumes = _print_failures(reports, seeds)
+    echo(
+        f"{seeds - failures} of {seeds} seeds passed, over {resumes} crashes of trainer "
+        f"and orchestrator"
+    )
+    return not failures
+
+
+def _simulate_adapters(first_seed: int, seeds: int, workers: int) -> bool:
+    """Print the failures of runs that train adapters; return whether there were none."""
+    from tidegate.simulation.sweep import sweep_adapters
+
+    reports = sweep_adapters(range(first_seed, first_seed + seeds), workers=workers)
+    failures, resumes = _print_failures(reports, seeds)
+    echo(
+        f"{seeds - failures} of {seeds} seeds with adapters passed, over {resumes} crashes of "
+        f"trainers and orchestrator"
+    )
+    return not failures
+
+
+def _print_failures(
+    reports: "Iterable[CrashRestartReport | AdapterRunReport]", seeds: int
+) -> tuple[int, int]:
+    """Print the failed runs; return their number, and the number of resumes of all runs."""
+    from tidegate.simulation.sweep import FailureLines
+
+    failures = resumes = 0
     failed = FailureLines()
-    for report in sweep_crash_restarts(range(first_seed, first_seed + seeds), workers=workers):
+    for report in reports:
         resumes += report.processes - 1
         failures += report.failure is not None
         for line in failed.lines_of(report):
             echo(line)
     if seeds == 1:
         _print_story(report)
-    echo(
-        f"{seeds - failures} of {seeds} seeds passed, over {resumes} crashes of trainer "
-        f"and orchestrator"
-    )
-    return not failures
+    return failures, resumes
 
 
 def _replay_scenario(replay: str) -> None:

@@ -268,16 +268,20 @@ class EngineLoop:
             self._swap(update)
 
     def _send_replies(self) -> bool:
-        """Send ended turns, then replies; False if there is no credit for the ended turns."""
+        """Send ended turns, then replies; False if there is no credit for the ended turns.
+
+        Replies made since the last hello wait for its welcome, because the link drops them before.
+        """
         if self._scheduler.has_ended:
             if not self._link.has_credit:
                 return False
             ended = self._scheduler.take_ended()
             if ended is not None:
                 self._send_step(ended, time.monotonic_ns(), 0)
-        for reply in self._replies:
-            self._link.send(reply)
-        self._replies.clear()
+        if self._link.is_connected:
+            for reply in self._replies:
+                self._link.send(reply)
+            self._replies.clear()
         return True
 
     def _swap(self, update: FinishWeightUpdate) -> None:

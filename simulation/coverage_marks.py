@@ -71,6 +71,15 @@ class CoverageMark(StrEnum):
     SPLIT = "a group was split, and its remainder trained later"
     FILTERED = "a group of equal rewards was dropped"
     STOPPED = "an episode was cancelled because its group was dropped"
+    ADAPTER_NEEDED = "an engine asked for an adapter that it did not hold"
+    ADAPTERS_IN_USE = "a turn waited because all adapters in memory were in use"
+    ADAPTERS_MIXED = "a step sampled for several versions or adapters"
+    ADAPTER_RESUMED = "an adapter's trainer continued after a crash"
+    ADAPTER_HALTED = "a trainer paused its adapter's turns"
+
+
+ADAPTER_MARKS = frozenset(mark for mark in CoverageMark if mark.name.startswith("ADAPTER"))
+"""Marks that only runs with trained adapters reach."""
 
 
 class CoverageMarks:

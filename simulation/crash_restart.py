@@ -1,137 +1,31 @@
 """Crash-restart runs: one seed, several processes of the same run, in virtual time.
 
-``tidegate simulate --crash-restart-runs`` starts them. Orchestrator and trainer crash together at
-any instant while the engines continue; the next process starts from the journal's committed records
-and the trainer's last checkpoint. The journal is kept in memory, and its commits take virtual time:
-a crash loses records that were appended and not committed. Built on :mod:`simulation`'s parts and
-on ``orchestrator/journal/run_journal.py``.
+``tidegate simulate --crash-restart-runs`` starts them. Each trains the run's weights, and checks
+the batches of all processes against the trainer's checkpoints. Built on :mod:`processes`.
 """
 
 import asyncio
 import contextlib
-import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from tidegate.errors import PublishNeeded
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.event_log import replay
-from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.core.weight_content import Change, patch_elements, replace_all
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.journal.reading import JournalSnapshot
-from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.context import SimulationContext
 from tidegate.simulation.episodes import SimulatedEpisodes
 from tidegate.simulation.faults import ALL_FAULTS, FaultKind
-from tidegate.simulation.host import EngineHost
-from tidegate.simulation.invariants import CheckedCore
 from tidegate.simulation.model import check_turn
+from tidegate.simulation.processes import AsyncTasks, ProcessesReport, RunOfProcesses
 from tidegate.simulation.scenario import Scenario, draw_scenario
-from tidegate.simulation.simulation import (
-    Failure,
-    drain,
-    empty_model_files,
-    engine_hosts,
-    failure_of,
-    silent_log,
-)
-from tidegate.simulation.staging import WeightBuffer
 from tidegate.simulation.trainer import receive
-from tidegate.simulation.virtual_time import VirtualLoop, run_in_virtual_time
-from tidegate.simulation.wire import FrameLog, SimulatedRouter
-from tidegate.transport.messages import InitWeights
-
-STALLED_START_SHARE = 0.2
-"""Share of processes whose first commit is slow."""
-
-STALL_S = 0.3
-"""Mean time of a slow first commit, in seconds: long enough for an engine to reconnect and to be
-sent turns."""
-
-
-class SimulatedStore:
-    """In-memory stand-in for :class:`journal.Journal`, whose commits take virtual time."""
-
-    def __init__(self, *, commit_s: float, chance: random.Random) -> None:
-        self._commit_s = commit_s
-        self._chance = chance
-        self._records: list[tuple[int, bytes]] = []
-        """(log sequence number, record) of each record after the snapshot."""
-        self._snapshot: JournalSnapshot | None = None
-        self._appended = self._committed = 0
-        self._on_committed: Callable[[int], None] | None = None
-        self._commit: asyncio.TimerHandle | None = None
-        self._is_first = False
-        """Whether the next commit is the first since :meth:`start`."""
-        self.bytes_since_snapshot = 0
-
-    def append(self, record: bytes) -> int:
-        """Append a record, to be committed later; records appended after a crash are ignored."""
-        if self._on_committed is None:
-            return self._appended
-        self._appended += 1
-        self._records.append((self._appended, record))
-        self.bytes_since_snapshot += len(record)
-        if self._commit is None:
-            self._begin_commit()
-        return self._appended
-
-    def compact(self, lsn: int, snapshot: bytes) -> None:
-        """Replace the records up to ``lsn`` with a snapshot, at once."""
-        assert lsn == self._appended
-        self._committed = lsn
-        self._snapshot = JournalSnapshot(lsn, snapshot)
-        self._records.clear()
-        self.bytes_since_snapshot = 0
-
-    def start(
-        self, on_committed: Callable[[int], None], on_error: Callable[[BaseException], None]
-    ) -> None:
-        """Accept records from now on, for a new process."""
-        self._on_committed = on_committed
-        self._is_first = True
-
-    def read(self) -> Iterator[tuple[int, bytes]]:
-        """Iterate over the records after the snapshot."""
-        return iter(list(self._records))
-
-    def snapshot(self) -> JournalSnapshot | None:
-        """Return the newest snapshot, or None if none was made."""
-        return self._snapshot
-
-    def crash(self) -> None:
-        """Discard the records that are not committed, as the end of the process does."""
-        self._on_committed = None
-        if self._commit is not None:
-            self._commit.cancel()
-            self._commit = None
-        self._records = [(lsn, record) for lsn, record in self._records if lsn <= self._committed]
-        self._appended = self._committed
-
-    def _begin_commit(self) -> None:
-        is_stalled = self._is_first and self._chance.random() < STALLED_START_SHARE
-        self._is_first = False
-        mean_s = STALL_S if is_stalled else self._commit_s
-        delay_s = mean_s * self._chance.expovariate(1.0)
-        loop = asyncio.get_running_loop()
-        self._commit = loop.call_later(delay_s, self._end_commit, self._appended)
-
-    def _end_commit(self, lsn: int) -> None:
-        self._commit = None
-        self._committed = lsn
-        if self._on_committed is not None:
-            self._on_committed(lsn)
-        if self._committed < self._appended and self._commit is None:
-            self._begin_commit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +53,9 @@ class Checkpoint:
 
 
 @dataclass(slots=True)
-class CrashRestartReport:
+class CrashRestartReport(ProcessesReport):
     """Report of one crash-restart run."""
 
-    scenario: Scenario
-    is_drawn: bool = True
-    """Whether the scenario was drawn from its seed, with all faults."""
-    failure: Failure | None = None
-    """First failure of the run; None if every invariant held."""
-    processes: int = 0
-    """Number of processes that the run has had."""
     batches_repeated: int = 0
     """Number of batches handed over again, because the checkpoint did not include them."""
     batches_handed: int = 0
@@ -181,22 +68,10 @@ class CrashRestartReport:
     """Number of resumes that found weights newer than the checkpoint."""
     discarded: Counter[str] = field(default_factory=Counter)
     """Number of discarded rollouts by reason."""
-    digest: str = ""
-    """Hash of all frames of the run, equal in each run of a scenario."""
-    story: tuple[str, ...] = field(default=(), repr=False)
-    """Scenario, planned faults and last frames of a failed run; empty for other runs."""
 
     @property
-    def seed(self) -> int:
-        """Seed of the scenario."""
-        return self.scenario.seed
-
-    @property
-    def replay_command(self) -> str:
-        """Shell command that repeats the run."""
-        if self.is_drawn:
-            return f"tidegate simulate --first-seed {self.seed} --seeds 0 --crash-restart-runs 1"
-        return f"tidegate simulate --replay '{self.scenario.to_json()}'"
+    def _option(self) -> str:
+        return "--crash-restart-runs"
 
 
 PROCESSES_MAX = 8
@@ -211,38 +86,15 @@ DISCARD_REASON = "left_out"
 BatchRows = tuple[tuple[int, tuple[int, ...]], ...]
 """(group id, rollout ids of its rows) of each group of a batch, in order."""
 
-HEADER = JournalHeader(
-    run_id="simulated",
-    rules={},
-    seed=0,
-)
 
-
-class AsyncTasks(AsyncIterator[int]):
-    """Task iterator that takes time. A generator cut off by a crash would need a loop to close."""
-
-    def __init__(self, tasks: range) -> None:
-        self._tasks = iter(tasks)
-
-    async def __anext__(self) -> int:
-        await asyncio.sleep(0.01)
-        for task in self._tasks:
-            return task
-        raise StopAsyncIteration
-
-
-class CrashRestartRun:
-    """Run of one scenario, from its first process to its last."""
+class CrashRestartRun(RunOfProcesses):
+    """Run of one scenario that trains the run's weights, from its first process to its last."""
 
     def __init__(self, scenario: Scenario, *, is_drawn: bool = False) -> None:
-        self._scenario = scenario
-        self._chance = self._scenario.chance("lives")
-        self._frame_log = FrameLog()
-        self._hosts: list[EngineHost] = []
-        self._buffer = WeightBuffer()
+        self.report = CrashRestartReport(scenario, is_drawn)
+        super().__init__(scenario, self.report)
         self._checkpoint = Checkpoint()
         self._checkpoint_batches = self._chance.choice((1, 1, 2, 4))
-        self._scheduler: Scheduler | None = None
         chance = self._scenario.chance("offers")
         tasks = self._scenario.tasks
         has_two_iterators = tasks > 1 and chance.random() < 0.5
@@ -281,201 +133,31 @@ class CrashRestartRun:
         """Value of :attr:`Checkpoint.taken_before` for the next checkpoint."""
         self._trained: tuple[TrainedTask, ...] = ()
         """Tasks trained by the current process, and before its checkpoint."""
-        self._sent: dict[int, tuple[str, int]] = {}
-        """Handle -> (engine, session) of the turn that was last sent under the handle."""
-        self._done = False
-        self.report = CrashRestartReport(scenario, is_drawn)
 
     def run(self) -> CrashRestartReport:
         """Run the scenario to its end or its first failure."""
-        try:
-            with silent_log():
-                run_in_virtual_time(self._main())
-        except TimeoutError:
-            message = f"no end after {self._scenario.longest_run_s:.0f} s of virtual time"
-            self.report.failure = Failure(kind="stuck", message=message)
-        except Exception as error:  # noqa: BLE001 - any error is a failure of the run
-            self.report.failure = failure_of(error)
-        self.report.digest = self._frame_log.hexdigest()
-        if self.report.failure is not None:
-            planned = [f"planned: {fault}" for fault in self._scenario.faults]
-            frames = map(str, self._frame_log.last)
-            self.report.story = (f"scenario: {self._scenario.to_json()}", *planned, *frames)
+        self._run()
         return self.report
 
-    async def _main(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        failed: asyncio.Future[None] = loop.create_future()
-
-        def on_failure(error: BaseException) -> None:
-            if not failed.done():
-                failed.set_exception(error)
-
-        loop.set_exception_handler(
-            lambda _, context: on_failure(context.get("exception", AssertionError(str(context))))
-        )
-        self._buffer.forget()
-        context = SimulationContext(loop, self._frame_log, buffer=self._buffer)
+    def _begin(self, context: SimulationContext) -> None:
         self._episodes = SimulatedEpisodes(
             self._scenario, context, stopped=self._stopped, is_patient=True
         )
-        router = context.router
-        store = SimulatedStore(
-            commit_s=self._chance.choice((0.0001, 0.002, 0.02)), chance=self._chance
-        )
-        self._hosts = engine_hosts(
-            self._scenario,
-            context,
-            self._engine_ended,
-            lambda engine, within_s: drain(self._scheduler, engine, within_s),
-        )
-        for host in self._hosts:
-            host.start()
-        async with asyncio.timeout(self._scenario.longest_run_s):
-            while not self._done:
-                self.report.processes += 1
-                await self._run_process(router, store, failed, on_failure)
-                if not self._done:
-                    await self._stay_down(router)
-        self._check_end()
 
-    def _engine_ended(self, name: str, why: str) -> None:
-        if self._scheduler is not None:
-            self._scheduler.engines.ended(name, why)
-
-    # ------------------------------------------------------------ one process
-
-    async def _run_process(
-        self,
-        router: SimulatedRouter,
-        store: SimulatedStore,
-        failed: "asyncio.Future[None]",
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
+    def _begin_process(self) -> None:
         self._stopped.clear()
-        resume = None
-        if self.report.processes > 1:
-            resume = ev.RunResumed(self._checkpoint.batches, offer=self._checkpoint.offer)
-        core = self._core(store, on_failure, resume)
-        journal = RunJournal(store, core, HEADER, is_threaded=False)
-        journal.restore_position(store)
-        if resume is not None:
-            self._count_resume(core, resume)
-        scheduler = Scheduler(
-            self._scenario.settings,
-            empty_model_files(),
-            router,
-            InitWeights(channel="shm"),
-            recorder=None,
-            journal=journal,
-            resume=resume,
-        )
-        self._scheduler = scheduler
-        serving = loop.create_task(scheduler.run(), name="scheduler")
-        trainer = loop.create_task(self._train(scheduler), name="trainer")
-        crash_after_s = None
-        if self.report.processes < self._scenario.processes_max:
-            crash_after_s = self._chance.choice((0.1, 0.5, 2.0)) * self._chance.expovariate(1.0)
-        try:
-            await asyncio.wait(
-                (serving, trainer, failed),
-                timeout=crash_after_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            self._scheduler = None
-            store.crash()
-            router.detach()
-            self._done = trainer.done()
-            await _cancel_all(serving, trainer)
-        for future in (failed, serving, trainer):
-            if future.done() and not future.cancelled():
-                await future
 
-    def _core(
-        self,
-        store: SimulatedStore,
-        on_failure: Callable[[BaseException], None],
-        resume: ev.RunResumed | None,
-    ) -> Core:
-        """Restore the core by replay and from a saved state; both must agree, also after a resume.
+    def _resume_event(self) -> ev.RunResumed:
+        return ev.RunResumed(self._checkpoint.batches, offer=self._checkpoint.offer)
 
-        Return one of the two cores at random.
-        """
-        replayed_core = self._replayed_core(store, on_failure)
-        saved = save(replayed_core)
-        loaded_core = self._loaded_core(saved, on_failure)
-        replayed_digest, loaded_digest = (
-            digest(each, is_replayed=True) for each in (replayed_core, loaded_core)
-        )
-        assert loaded_digest == replayed_digest, (
-            "a core loaded from its saved state differs from the replayed core"
-        )
-        if resume is not None:
-            for core in (replayed_core, loaded_core):
-                core.handle(resume)
-            replayed_digest, loaded_digest = (
-                digest(each, is_replayed=True) for each in (replayed_core, loaded_core)
-            )
-            assert loaded_digest == replayed_digest, (
-                "after the resume, a core loaded from its saved state differs from the replayed one"
-            )
-        is_loaded = self._chance.random() < 0.5
-        if resume is not None:
-            # Both cores have handled the resume, so the returned core is restored once more.
-            if is_loaded:
-                loaded_core = self._loaded_core(saved, on_failure)
-            else:
-                replayed_core = self._replayed_core(store, on_failure)
-        restored = loaded_core if is_loaded else replayed_core
-        restored.on_event = self._check_event
-        return restored
-
-    def _replayed_core(
-        self, store: SimulatedStore, on_failure: Callable[[BaseException], None]
-    ) -> CheckedCore:
-        """Return a core made from the last snapshot and the events after the snapshot."""
-        snapshot = store.snapshot()
-        core = self._loaded_core(None if snapshot is None else snapshot.body, on_failure)
-        for _, record in store.read():
-            for command in replay(record, core)[1]:
-                if isinstance(command, ev.Submit):
-                    self._check_sent_again(command)
-        return core
-
-    def _loaded_core(
-        self, saved: bytes | None, on_failure: Callable[[BaseException], None]
-    ) -> CheckedCore:
-        core = CheckedCore(self._scenario.settings.rules(), survives_crashes=True)
-        core.on_event, core.on_failure = lambda *_: None, on_failure
-        if saved is not None:
-            load(saved, core)
-        return core
-
-    def _check_sent_again(self, submit: ev.Submit) -> None:
-        sent, turn = self._sent[submit.message.turn], submit.message
-        assert sent == (submit.engine, turn.session), (
-            f"turn {turn.turn} was sent to {sent[0]} for session {sent[1]}, but the journal says "
-            f"{submit.engine} and session {turn.session}"
-        )
-
-    def _count_resume(self, core: Core, resume: ev.RunResumed) -> None:
+    def _on_resume(self, core: Core, resume: ev.RunResumed) -> None:
         self.report.batches_repeated += core.handed.count - resume.batches
         self.report.rollbacks += core.handed.first_lost_version(resume.batches) is not None
-
-    async def _stay_down(self, router: SimulatedRouter) -> None:
-        """Break the engines' connections and wait, without an orchestrator."""
-        down_s = 0.05 + 0.3 * self._chance.expovariate(1.0)
-        router.forget()
-        for host in self._hosts:
-            host.link.cut(down_s)
-        await asyncio.sleep(down_s * self._chance.random())
 
     # ------------------------------------------------------------ checks
 
     def _check_event(self, event: ev.Event, commands: list[ev.Command]) -> None:
+        super()._check_event(event, commands)
         match event:
             case ev.EngineSwapped(version=version) | ev.EngineJoined(weight_version=version):
                 trained = self._trained_by_version.get(version, ())
@@ -487,8 +169,6 @@ class CrashRestartRun:
                 self.report.batches_returned += 1
         for command in commands:
             match command:
-                case ev.Submit(engine=engine, message=message):
-                    self._sent[message.turn] = (engine, message.session)
                 case ev.StopEpisode(rollout=rollout):
                     self._stopped.add(rollout.rollout_id)
                 case ev.HandOver():
@@ -714,14 +394,6 @@ class CrashRestartRun:
         self._begun_tasks.add(task)
         variation = self._scenario.chance("mood", task, episode.index, self.report.processes)
         return await self._episodes.play(episode, task, variation)
-
-
-async def _cancel_all(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel the tasks that are not done, and wait until they have ended."""
-    for task in tasks:
-        if not task.done():
-            task.cancel()
-    await asyncio.wait(tasks)
 
 
 def simulate_crash_restarts(

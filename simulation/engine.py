@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from tidegate.simulation.adapters import SimulatedAdapters
 from tidegate.simulation.context import SimulationContext
 from tidegate.simulation.coverage_marks import CoverageMark
 from tidegate.simulation.engine_spec import SimulatedEngineSpec
@@ -31,6 +32,7 @@ from tidegate.transport.messages import (
     Goodbye,
     Hello,
     HelloRejected,
+    LoadAdapter,
     Message,
     MessageRejected,
     Pause,
@@ -40,9 +42,11 @@ from tidegate.transport.messages import (
     StartWeightUpdate,
     SubmitTurn,
     SubmitTurns,
+    SwapAdapter,
     TurnFailed,
     TurnsPaused,
     TurnsResumed,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
     WeightsLive,
@@ -121,6 +125,15 @@ class SimulatedEngine:
         self.turns = SimulatedTurns(
             hello.engine, spec, context.model, chance=chance, coverage=context.coverage
         )
+        self.adapters = SimulatedAdapters(
+            hello.engine,
+            self.turns,
+            self.staging,
+            versions_max=spec.adapters_max,
+            context=context,
+            copy_s=spec.staging_s,
+            on_loaded=self._advance,
+        )
         self._scores = SimulatedScores(
             self.turns, spec, context.model, loop=context.loop, on_computed=self._advance
         )
@@ -184,6 +197,11 @@ class SimulatedEngine:
             self._end_step()
         else:
             self._advance()
+
+    @property
+    def handles(self) -> list[int]:
+        """Handles of all turns whose end is not reported yet."""
+        return self.turns.handles + self.adapters.waiting_handles
 
     def __str__(self) -> str:
         turns = self.turns
@@ -261,6 +279,7 @@ class SimulatedEngine:
         self._replies = _PendingReplies()
         self._scores.clear()
         self.staging.abandon()
+        self.adapters.forget_orchestrator()
         self.sleep.pending = None
         self._send(
             msgspec.structs.replace(
@@ -268,7 +287,8 @@ class SimulatedEngine:
                 weight_version=self.turns.version,
                 first_seq=self._window.first_seq,
                 next_seq=self._window.next_seq(),
-                turns=array("I", self.turns.handles).tobytes(),
+                turns=array("I", self.handles).tobytes(),
+                adapters=self.adapters.live,
                 asleep=self.sleep.asleep,
                 needs_weights=self.sleep.needs_weights,
             )
@@ -293,14 +313,13 @@ class SimulatedEngine:
         """Send the due answers, ended turns first, and swap weights if a swap is due."""
         if self.turns.has_ended and not self._window.is_open:
             return
-        if (ended := self.turns.take_ended()) is not None:
-            self._send_step(ended, self._loop.time())
+        self._send_steps(self.turns.take_ended(), self._loop.time())
         self._reply_to_pauses()
         self._replies.due += self.sleep.sleep_if_possible()
         self._replies.due += self.staging.take_replies()
         self._replies.due += self._scores.take_replies()
         if self._hello_repeated_at_s is None:
-            for answer in self._replies.due:
+            for answer in (*self._replies.due, *self.adapters.take_replies()):
                 self._send(answer)
         self._replies.due.clear()
         update = self.turns.swap_due
@@ -339,20 +358,25 @@ class SimulatedEngine:
         if not self.is_alive or self._is_hung:
             return
         assert self._work is not None
-        rows = self.turns.complete(self._work)
+        messages = self.turns.complete(self._work)
         self._work, self._is_step_over = None, False
-        if rows is not None:
-            self._send_step(rows, self._started_s)
+        self._send_steps(messages, self._started_s)
         self._advance()
 
-    def _send_step(self, rows: StepRows, started_s: float) -> None:
-        seq = self._window.next_seq()
-        started_us, ended_us = round(started_s * 1e6), round(self._loop.time() * 1e6)
-        step = rows.message(seq, self.turns.version, started_us, ended_us - started_us)
-        self._ground_truth.sent(self._hello.engine, step)
-        is_held = self._hello_repeated_at_s is not None
-        self._window.sent(seq, encode(step) if is_held else self._send(step))
-        self._owner.stepped(len(rows.token_ids))
+    def _send_steps(self, messages: list[StepRows], started_s: float) -> None:
+        """Send the messages of one decode step, one per weight version."""
+        self.adapters.release_ended()
+        if len(messages) > 1:
+            self._coverage.record(CoverageMark.ADAPTERS_MIXED)
+        for number, rows in enumerate(messages):
+            seq = self._window.next_seq()
+            started_us, ended_us = round(started_s * 1e6), round(self._loop.time() * 1e6)
+            step = rows.message(seq, self.turns.version, started_us, ended_us - started_us)
+            self._ground_truth.sent(self._hello.engine, step)
+            is_held = self._hello_repeated_at_s is not None
+            frame = encode(step) if is_held else self._send(step)
+            self._window.sent(seq, frame, continues_step=number > 0)
+            self._owner.stepped(len(rows.token_ids))
 
     # ------------------------------------------------------------ messages
 
@@ -382,7 +406,8 @@ class SimulatedEngine:
                 for turn in turns:
                     self._submit(turn)
             case CancelTurn(turn=turn):
-                self.turns.cancel(turn)
+                if not self.adapters.cancel(turn):
+                    self.turns.cancel(turn)
             case ScoreTokens() | CancelScore():
                 self._scores.take(message)
             case Pause() | Resume():
@@ -393,13 +418,20 @@ class SimulatedEngine:
                 self._replies.due.append(self.sleep.wake(message))
             case StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
                 self._handle_weights(message)
+            case LoadAdapter() | UnloadAdapter():
+                self.adapters.handle(message)
+            case SwapAdapter():
+                self.adapters.handle(message)
+                self._owner.swapped()
 
     def _submit(self, message: SubmitTurn) -> None:
         if DEADLY_TOKEN in array("i", message.token_ids):
             self._end_by_deadly_turn(message.turn)
         if not self.is_alive:
             return
-        if (refusal := self.turns.submit(message)) is not None:
+        if message.sampling.adapter_version is not None:
+            self.adapters.submit(message)
+        elif (refusal := self.turns.submit(message)) is not None:
             self._send(TurnFailed(turn=message.turn, message=refusal))
 
     def _end_by_deadly_turn(self, handle: int) -> None:

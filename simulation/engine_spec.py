@@ -43,6 +43,9 @@ class SimulatedEngineSpec:
     hands_turns_back: bool = False
     """Whether turns that lack KV blocks end with ``abort``, rather than wait for free blocks."""
 
+    adapters_max: int = 0
+    """Number of adapter versions in memory; 0: it serves no adapters of their own versions."""
+
     def busy_s(self, running_turns: int, prefilled_tokens: int) -> float:
         """Return the duration of one step, in seconds."""
         prefill_s = prefilled_tokens / self.prefill_tokens_per_s
@@ -72,6 +75,7 @@ def hello_of(engine: str, epoch: int, spec: SimulatedEngineSpec) -> Hello:
         sleep_levels=list(spec.sleep_levels),
         supports_submit_turns=True,
         media=list(spec.media),
+        adapters_max=spec.adapters_max,
         score_kinds=["logprobs"],
         is_deterministic=True,  # each token is a hash of the tokens before it
     )

@@ -18,6 +18,8 @@ class SentStep:
     version: int
     turns: bytes
     token_ids: bytes
+    adapter: str
+    """Adapter whose version ``version`` is; empty: the run's weights."""
 
 
 class GroundTruth:
@@ -27,6 +29,8 @@ class GroundTruth:
         self._processes: dict[str, deque[deque[SentStep]]] = {}
         self._contents: dict[int, int] = {0: 0}
         """Version -> its weight content: the number that the weights got when they were written."""
+        self.adapter_contents: dict[tuple[str, int], int] = {}
+        """(adapter, version) -> content of the weights that turns were computed by under it."""
 
     def started(self, engine: str) -> None:
         """Note the start of a process of ``engine``, which counts its steps from 0."""
@@ -34,7 +38,20 @@ class GroundTruth:
 
     def sent(self, engine: str, step: Step) -> None:
         """Append a step that the newest process of ``engine`` has sent."""
-        self._processes[engine][-1].append(SentStep(step.version, step.turns, step.token_ids))
+        sent = SentStep(step.version, step.turns, step.token_ids, step.adapter)
+        self._processes[engine][-1].append(sent)
+
+    def computed(self, engine: str, adapter: str, version: int, content: int) -> None:
+        """Record that an engine computes turns by the weights ``content`` as an adapter's version.
+
+        Raises:
+            AssertionError: other weights have been used under the same tag, or these are torn.
+        """
+        known = self.adapter_contents.setdefault((adapter, version), content)
+        assert content == known >= 0, (
+            f"{engine} computes by content {content} (-1: torn) as {adapter} v{version}, which has "
+            f"content {known}"
+        )
 
     def swapped(self, engine: str, version: int, content: int) -> None:
         """Record that an engine has swapped in the weights ``content`` as ``version``.
@@ -69,7 +86,8 @@ class GroundTruth:
         Raises:
             AssertionError: a step was left out, or handled twice.
         """
-        reported = SentStep(event.version, bytes(event.turns), bytes(event.token_ids))
+        turns, token_ids = bytes(event.turns), bytes(event.token_ids)
+        reported = SentStep(event.version, turns, token_ids, event.adapter)
         processes = self._processes[event.engine]
         if not processes[0] or processes[0][0] != reported:
             while len(processes) > 1 and not (processes[0] and processes[0][0] == reported):

@@ -210,6 +210,10 @@ TURN_TOKENS = 10
 CONTEXT_TOKENS = 25
 """Mean number of tokens in a turn's context, which an engine prefills before sampling."""
 
+ADAPTER_WORK = 3
+"""Most work of one trained adapter, in that of the run's own scenario: its turns, and the loads of
+adapters that take turns in an engine's memory."""
+
 FAULTS_UNTIL_S = 3.0
 """Latest virtual time of a planned fault, in seconds: about the duration of a run without
 faults."""
@@ -343,6 +347,12 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     evaluation_engines: int = 0
     """Number of the engines that are kept for evaluations; one is always left for training."""
 
+    # ---- adapters, in runs that train some: see :mod:`adapter_runs`
+    adapters: int = 0
+    """Number of adapters that are trained; 0: the run's weights are."""
+    adapters_max: Count = 1
+    """Most adapter versions in an engine's memory."""
+
     # ---- what goes wrong
     processes_max: Count = 1
     """Most processes of the orchestrator and its trainer, one after another. With more than one,
@@ -369,7 +379,8 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
         turn_s = steps * (self.step_s + acknowledged_s)
         work_s = rows * self.turns_max * turn_s / (self.engines * self.max_running_turns)
         deadly_s = rollouts * self.deadly_turns * DEADLY_TURN_S / self.engines
-        return max(EPISODE_TIMEOUT_MIN_S, FAULTS_S + work_s + deadly_s)
+        timeout_s = max(EPISODE_TIMEOUT_MIN_S, FAULTS_S + work_s + deadly_s)
+        return timeout_s * (1 + ADAPTER_WORK * self.adapters)
 
     @property
     def quiet_max_s(self) -> float:

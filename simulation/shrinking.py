@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import ConfigError
+from tidegate.simulation.adapter_runs import AdapterRunReport, run_adapters
 from tidegate.simulation.crash_restart import CrashRestartReport, run_crash_restarts
 from tidegate.simulation.scenario import Scenario, read_scenario
 from tidegate.simulation.simulation import SimulationReport, run_scenario
@@ -20,14 +21,17 @@ RUNS_MAX = 400
 """Most runs of the simulation for one failure: about twenty seconds. Most failures need a hundred
 runs."""
 
-Report = SimulationReport | CrashRestartReport
+Report = SimulationReport | CrashRestartReport | AdapterRunReport
 
 Data = dict[str, Any]
 """Scenario in its JSON form, which leaves out settings equal to their defaults."""
 
 
 def run_any(scenario: Scenario) -> Report:
-    """Run a scenario: a crash-restart run if it allows several processes, else a plain run."""
+    """Run a scenario: with adapters if it has some, as a crash-restart run if it allows several
+    processes, else as a plain run."""
+    if scenario.adapters:
+        return run_adapters(scenario)
     return run_crash_restarts(scenario) if scenario.processes_max > 1 else run_scenario(scenario)
 
 

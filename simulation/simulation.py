@@ -136,6 +136,7 @@ def engine_hosts(
         blocks=scenario.blocks,
         block_tokens=BLOCK_TOKENS,
         hands_turns_back=scenario.hands_turns_back,
+        adapters_max=scenario.adapters_max if scenario.adapters else 0,
     )
     without_prefills = replace(spec, reports_prefills=False)
     hosts = [

@@ -48,6 +48,8 @@ class WeightBuffer:
     """Content that is being written, or was written last."""
     _slot_of_version: dict[int, int] = field(default_factory=dict)
     """Version -> the slot that it was written to last."""
+    _first_slot: int = 0
+    """First slot of the present trainer process."""
     _last: tuple[int, int] | None = None
     """Version that was written last, and its content; None before the first, and while one is
     written. Patches are relative to it only, as those of ``WrittenElements``."""
@@ -66,7 +68,8 @@ class WeightBuffer:
         of this version if it was written last. Return the update message; ``is_patch`` tells.
         """
         kept_slots = {self._slot_of_version.get(version) for version in keep}
-        slot = next(slot for slot in itertools.count() if slot not in kept_slots)
+        first_slot = self._first_slot
+        slot = next(slot for slot in itertools.count(first_slot) if slot not in kept_slots)
         self.contents.extend([TORN_WEIGHTS] * (slot + 1 - len(self.contents)))
         self._slot_of_version[version] = slot
         self._written = self._written + 1 if content is None else content
@@ -79,9 +82,16 @@ class WeightBuffer:
         tensors = [TensorSpec("w", "bfloat16", [WHOLE_BYTES // 2], 0, nbytes)]
         return UpdateWeights(version=version, location=str(slot), tensors=tensors)
 
-    def forget(self) -> None:
-        """Forget what was written last, as a new trainer process does: it has no set to patch."""
+    def forget(self, *, is_new: bool = False) -> None:
+        """Forget what was written last, as a new trainer process does: it has no set to patch.
+
+        With ``is_new`` the process has a buffer of its own, and leaves the slots of earlier ones
+        as they are.
+        """
         self._last = None
+        if is_new:
+            self._first_slot = len(self.contents)
+            self._slot_of_version.clear()
 
     def is_patch(self, update: UpdateWeights) -> bool:
         """Return whether the slot of ``update`` holds patches."""
@@ -192,10 +202,7 @@ class SimulatedStaging:
     def _copied(self, update: _StagedVersion) -> None:
         self._copies_running -= 1
         content, contents = update.content, self._buffer.contents
-        if self.refusals_due and not self._ground_truth.is_served(content):
-            self.refusals_due -= 1
-            self._refused.add(content)
-        if update.state == "open" and content in self._refused:
+        if self.refuses(content) and update.state == "open":
             update.state = "failed"
             self.fail(update.version, "does not fit: it was meant to be refused")
         elif update.state == "open":
@@ -204,6 +211,13 @@ class SimulatedStaging:
                 update.content = TORN_WEIGHTS
             self._replies.append(WeightsStaged(version=update.version))
         self._on_copied()
+
+    def refuses(self, content: int) -> bool:
+        """Return whether the engine refuses these weights; the same ones are always refused."""
+        if self.refusals_due and not self._ground_truth.is_served(content):
+            self.refusals_due -= 1
+            self._refused.add(content)
+        return content in self._refused
 
     def take(self) -> int:
         """Remove the staged version, and return its content."""

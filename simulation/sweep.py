@@ -15,7 +15,8 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from tidegate.simulation.coverage_marks import CoverageMark
+from tidegate.simulation.adapter_runs import AdapterRunReport, simulate_adapters
+from tidegate.simulation.coverage_marks import ADAPTER_MARKS, CoverageMark
 from tidegate.simulation.crash_restart import CrashRestartReport, simulate_crash_restarts
 from tidegate.simulation.faults import FaultKind
 from tidegate.simulation.shrinking import Report, shrink
@@ -27,6 +28,9 @@ CHUNK_SEEDS = 20
 COVERAGE_SEEDS_MIN = 1000
 """Number of runs with all faults that reach every coverage mark; a mark that they miss means that
 its situation is not simulated any more."""
+
+SEED_MARKS = [mark for mark in CoverageMark if mark not in ADAPTER_MARKS]
+"""Marks that runs without adapters reach."""
 
 SHRUNK_KINDS_MAX = 3
 """Number of kinds of failure that are shrunk, because shrinking takes about twenty seconds."""
@@ -42,6 +46,12 @@ def sweep(seeds: range, kinds: frozenset[FaultKind], *, workers: int) -> Iterato
 def sweep_crash_restarts(seeds: range, *, workers: int) -> Iterator[CrashRestartReport]:
     """Run all seeds as crash-restart runs on ``workers`` processes, and yield their reports."""
     return _sweep(seeds, simulate_crash_restarts, workers)
+
+
+def sweep_adapters(seeds: range, *, workers: int) -> Iterator[AdapterRunReport]:
+    """Run all seeds as runs that train adapters on ``workers`` processes, and yield their
+    reports."""
+    return _sweep(seeds, simulate_adapters, workers)
 
 
 def _sweep(seeds: range, run: Callable[[int], AnyReport], workers: int) -> Iterator[AnyReport]:
@@ -92,6 +102,7 @@ class FailureLines:
         if report.failure is None:
             return []
         crash_note = ", with crash-restarts" if report.scenario.processes_max > 1 else ""
+        crash_note = f", with adapters{crash_note}" if report.scenario.adapters else crash_note
         lines = [
             f"seed {report.scenario.seed}{crash_note}: {report.failure}",
             f"  replay: {report.replay_command}",
@@ -128,7 +139,9 @@ class SweepSummary:
         """Marks that no run reached; empty if there were too few runs to tell."""
         if self.runs < COVERAGE_SEEDS_MIN:
             return []
-        return [mark for mark in CoverageMark if not self.coverage[mark]]
+        return [
+            mark for mark in CoverageMark if not self.coverage[mark] and mark not in ADAPTER_MARKS
+        ]
 
     def lines(self) -> list[str]:
         """Return the summary of the sweep as lines of text."""
@@ -137,7 +150,11 @@ class SweepSummary:
         if self.runs > CHUNK_SEEDS:
             lines.append("coverage, in runs per 1,000 seeds:")
             counts = self.coverage
-            lines += [f"{1000 * counts[mark] / self.runs:6.0f}  {mark}" for mark in CoverageMark]
+            lines += [
+                f"{1000 * counts[mark] / self.runs:6.0f}  {mark}"
+                for mark in CoverageMark
+                if mark not in ADAPTER_MARKS
+            ]
         lines += [f"never reached, so not tested: {mark}" for mark in self.uncovered]
 
         return lines

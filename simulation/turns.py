@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
 from tidegate.simulation.engine_spec import CONTEXT_TOKENS_MAX, SimulatedEngineSpec
 from tidegate.simulation.model import HashedContext, TurnModel
+from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
@@ -25,6 +26,7 @@ from tidegate.transport.messages import (
     Prefill,
     Step,
     SubmitTurn,
+    SwapAdapter,
 )
 
 PREEMPTION_PROBABILITY = 0.01
@@ -33,6 +35,17 @@ PREEMPTION_PROBABILITY = 0.01
 
 DEADLY_TOKEN = 2**30
 """Token that ends every engine that gets it in a context; no simulated model samples it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnWeights:
+    """Weights that sample a turn: the live ones, or a version of an adapter."""
+
+    adapter: str = ""
+    """Adapter with versions of its own; empty: the engine's live weights."""
+    version: int
+    content: int
+    """Content of the weights; adapters' contents differ from all others."""
 
 
 @dataclass(slots=True)
@@ -46,6 +59,8 @@ class SimulatedTurn:
     prompt_tokens: int
     is_prefilling: bool = True
     """Whether the context's KV is being computed, so the next token is reported with a prefill."""
+    own_weights: TurnWeights | None = None
+    """Version of an adapter that samples the turn; None: the engine's live weights."""
 
     @property
     def output_tokens(self) -> int:
@@ -76,12 +91,16 @@ class StepRows:
     finish: bytearray = field(default_factory=bytearray)
     counts: "array[int]" = field(default_factory=lambda: array("I"))
     prefills: list[Prefill] = field(default_factory=list)
+    adapter: str = ""
+    version: int | None = None
+    """Version of ``adapter`` that sampled the rows; None: the engine's live weights."""
 
     def message(self, seq: int, version: int, started_us: int, busy_us: int) -> Step:
         """Encode the columns as a step message."""
         return Step(
             seq=seq,
-            version=version,
+            version=version if self.version is None else self.version,
+            adapter=self.adapter,
             turns=self.turns.tobytes(),
             token_ids=self.token_ids.tobytes(),
             logprobs=self.logprobs.tobytes(),
@@ -120,8 +139,8 @@ class SimulatedTurns:
         """Turns without KV, in order of rank."""
         self._arrivals = 0
         self._handles: set[int] = set()
-        self._ended: list[tuple[int, int]] = []
-        """(handle, finish code) of turns that ended without a token."""
+        self._ended: list[tuple[int, int, TurnWeights | None]] = []
+        """(handle, finish code, weights of its adapter) of turns that ended without a token."""
         self.pause_mode: PauseMode | None = None
         self.pending_swap: FinishWeightUpdate | None = None
         self.is_held = False
@@ -130,13 +149,20 @@ class SimulatedTurns:
     @property
     def handles(self) -> list[int]:
         """Handles of all turns whose end is not reported yet."""
-        active = [turn.message.turn for turn in (*self.running, *self.waiting)]
-        return active + [handle for handle, _ in self._ended]
+        return self.started_handles + [handle for handle, _, _ in self._ended]
+
+    @property
+    def started_handles(self) -> list[int]:
+        """Handles of the turns that run or wait for KV."""
+        return [turn.message.turn for turn in (*self.running, *self.waiting)]
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, message: SubmitTurn) -> str | None:
-        """Queue a turn; return why the turn can never be served, or None if it is queued."""
+    def submit(self, message: SubmitTurn, weights: TurnWeights | None = None) -> str | None:
+        """Queue a turn; return why the turn can never be served, or None if it is queued.
+
+        ``weights``: version of an adapter that samples it; None: the engine's live weights.
+        """
         assert message.turn not in self._handles, f"handle {message.turn} was used before"
         self._handles.add(message.turn)
         tokens = array("i", message.token_ids)
@@ -150,7 +176,8 @@ class SimulatedTurns:
             return f"{tokens_max} tokens never fit {spec.blocks} blocks of {spec.block_tokens}"
         self._arrivals += 1
         rank = (message.priority, self._arrivals)
-        turn = SimulatedTurn(message, rank, HashedContext(tokens), len(tokens))
+        context = HashedContext(tokens)
+        turn = SimulatedTurn(message, rank, context, len(tokens), own_weights=weights)
         insort(self.waiting, turn, key=_rank)
         return None
 
@@ -160,14 +187,23 @@ class SimulatedTurns:
             for turn in turns:
                 if turn.message.turn == handle:
                     turns.remove(turn)
-                    self._ended.append((handle, CANCELLED))
+                    self._end(turn, CANCELLED)
                     return
+
+    def end_unstarted(self, handle: int, adapter: str, version: int) -> None:
+        """Report the end of a cancelled turn that waited for an adapter."""
+        weights = TurnWeights(adapter=adapter, version=version, content=0)
+        self._ended.append((handle, CANCELLED, weights))
+
+    def _end(self, turn: SimulatedTurn, code: int) -> None:
+        self._ended.append((turn.message.turn, code, turn.own_weights))
 
     def abort_running(self) -> None:
         """End every running turn with ``abort``, to be continued on any engine."""
         if self.running:
             self._coverage.record(CoverageMark.ABORTED)
-        self._ended += [(turn.message.turn, ABORT) for turn in self.running]
+        for turn in self.running:
+            self._end(turn, ABORT)
         self.running.clear()
 
     # ------------------------------------------------------------ weights
@@ -190,19 +226,51 @@ class SimulatedTurns:
                 turn.context.drop_kv()
                 turn.is_prefilling = True
 
+    def swap_adapter(self, swap: SwapAdapter, weights: TurnWeights) -> list[int]:
+        """Have an adapter's turns that are not pinned follow its new version, as ``swap`` says;
+        return the handles of those that do."""
+        moved = []
+        for turn in (*self.running, *self.waiting):
+            own = turn.own_weights
+            is_pinned = turn.message.sampling.adapter_version != LIVE_ADAPTER
+            if own is None or own.adapter != swap.name or is_pinned or own == weights:
+                continue
+            is_running = turn in self.running
+            if is_running and swap.pause_mode == "abort":
+                self._coverage.record(CoverageMark.ABORTED)
+                self.running.remove(turn)
+                self._end(turn, ABORT)
+            elif not (is_running and swap.pause_mode == "wait"):
+                turn.own_weights = weights
+                moved.append(turn.message.turn)
+                if is_running and swap.kv_policy == "recompute":
+                    turn.context.drop_kv()
+                    turn.is_prefilling = True
+        return moved
+
+    def refuse_adapter(self, name: str, version: int | None) -> list[int]:
+        """Remove the turns that use an adapter, or one version of it; return their handles."""
+        refused = []
+        for turns in (self.running, self.waiting):
+            for turn in list(turns):
+                own = turn.own_weights
+                if own is not None and own.adapter == name and version in (None, own.version):
+                    turns.remove(turn)
+                    refused.append(turn.message.turn)
+        return refused
+
     # ------------------------------------------------------------ steps
 
-    def take_ended(self) -> StepRows | None:
-        """Return rows without tokens for turns that ended between steps; None if there are none."""
-        if not self._ended:
-            return None
-        rows = StepRows()
-        for handle, code in self._ended:
+    def take_ended(self) -> list[StepRows]:
+        """Return rows without tokens for turns that ended between steps, per weight version."""
+        by_weights: dict[tuple[str, int | None], StepRows] = {}
+        for handle, code, weights in self._ended:
+            rows = _rows_of(by_weights, weights)
             rows.turns.append(handle)
             rows.finish.append(code)
             rows.counts.append(0)
         self._ended = []
-        return rows
+        return list(by_weights.values())
 
     @property
     def has_ended(self) -> bool:
@@ -228,16 +296,22 @@ class SimulatedTurns:
                 chunks.append((turn, tokens))
         return StepWork(chunks)
 
-    def complete(self, work: StepWork) -> StepRows | None:
-        """Compute a step; return its sampled rows, or None if all prefills are unfinished."""
-        rows = StepRows()
+    def complete(self, work: StepWork) -> list[StepRows]:
+        """Compute a step; return its sampled rows, per weight version. Empty if all prefills are
+        unfinished."""
+        by_weights: dict[tuple[str, int | None], StepRows] = {}
         for turn, tokens in work.chunks:
-            turn.context.compute(tokens, content=self.content, version=self.version)
+            weights = self._weights_of(turn)
+            turn.context.compute(tokens, content=weights.content, version=weights.version)
             if turn.context.computed == len(turn.context.tokens):
-                self._sample(turn, rows)
-        return rows if rows.turns else None
+                self._sample(turn, _rows_of(by_weights, turn.own_weights), weights)
+        return list(by_weights.values())
 
-    def _sample(self, turn: SimulatedTurn, rows: StepRows) -> None:
+    def _weights_of(self, turn: SimulatedTurn) -> TurnWeights:
+        """Return the weights that compute a turn's next positions."""
+        return turn.own_weights or TurnWeights(version=self.version, content=self.content)
+
+    def _sample(self, turn: SimulatedTurn, rows: StepRows, weights: TurnWeights) -> None:
         message, context = turn.message, turn.context
         if turn.is_prefilling:
             turn.is_prefilling = False
@@ -246,12 +320,12 @@ class SimulatedTurns:
         code, count = RUNNING, 0
         while code == RUNNING and count < self._spec.tokens_per_step:
             if count:
-                context.compute(1, content=self.content, version=self.version)
+                context.compute(1, content=weights.content, version=weights.version)
             sampled = self._model.next_token(
                 context,
                 message,
-                content=self.content,
-                version=self.version,
+                content=weights.content,
+                version=weights.version,
                 engine=self._engine,
             )
             context.tokens.append(sampled.token)
@@ -292,7 +366,7 @@ class SimulatedTurns:
             needed -= self._blocks_needed(turn)
             if self._spec.hands_turns_back:
                 self._coverage.record(CoverageMark.HANDED_BACK)
-                self._ended.append((turn.message.turn, ABORT))
+                self._end(turn, ABORT)
                 continue
             self._coverage.record(CoverageMark.PREEMPTED)
             turn.context.drop_kv()
@@ -316,6 +390,14 @@ class SimulatedTurns:
             turn = self._chance.choice(self.running)
             turn.context.drop_kv()
             turn.is_prefilling = True
+
+
+def _rows_of(
+    by_weights: dict[tuple[str, int | None], StepRows], weights: TurnWeights | None
+) -> StepRows:
+    """Return the rows of a step message of these weights, a new one for the first row."""
+    key = ("", None) if weights is None else (weights.adapter, weights.version)
+    return by_weights.setdefault(key, StepRows(adapter=key[0], version=key[1]))
 
 
 def _rank(turn: SimulatedTurn) -> tuple[int, int]:

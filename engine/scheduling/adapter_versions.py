@@ -9,9 +9,12 @@ dropped first. Depends on ``transport/adapter_messages.py`` only.
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tidegate.engine.execution.step_layout import AdapterVersion
 from tidegate.transport.adapter_messages import LIVE_ADAPTER, HeldAdapter
+
+if TYPE_CHECKING:
+    from tidegate.engine.execution.step_layout import AdapterVersion
 
 VERSIONS_MAX_DEFAULT = 64
 """Default limit of adapter versions in memory: as many as turns run at once by default."""
@@ -50,27 +53,27 @@ class AdapterVersions:
         """Live versions, for a hello."""
         return [HeldAdapter(name, version) for name, version in sorted(self.live.items())]
 
-    def key_of(self, name: str, version: int) -> AdapterVersion:
+    def key_of(self, name: str, version: int) -> "AdapterVersion":
         """Return the version that a turn asks for: the live one for :data:`LIVE_ADAPTER`, which is
         returned unchanged if none is live."""
         return name, (self.live.get(name, LIVE_ADAPTER) if version == LIVE_ADAPTER else version)
 
-    def is_held(self, key: AdapterVersion) -> bool:
+    def is_held(self, key: "AdapterVersion") -> bool:
         """Whether this version is in memory."""
         return key in self._held
 
-    def tensors(self, key: AdapterVersion) -> object:
+    def tensors(self, key: "AdapterVersion") -> object:
         """Return the tensors of a version in memory."""
         return self._held[key].tensors
 
     @property
-    def held(self) -> list[AdapterVersion]:
+    def held(self) -> "list[AdapterVersion]":
         """Versions in memory, least recently used first."""
         return list(self._held)
 
     # ------------------------------------------------------------ memory
 
-    def request(self, key: AdapterVersion) -> bool | None:
+    def request(self, key: "AdapterVersion") -> bool | None:
         """Request a version that is not in memory, and free memory for it.
 
         Return True if the orchestrator must be asked, False if it was asked before, None if all
@@ -86,7 +89,7 @@ class AdapterVersions:
 
     def add(
         self,
-        key: AdapterVersion,
+        key: "AdapterVersion",
         tensors: object,
         *,
         is_live: bool = False,
@@ -103,40 +106,44 @@ class AdapterVersions:
         held.is_staged |= is_staged
         self._drop_idle(self.versions_max)
 
-    def swap(self, key: AdapterVersion) -> None:
-        """Make a version in memory its adapter's live one; :meth:`end_swap` follows."""
+    def swap(self, key: "AdapterVersion") -> None:
+        """Make a version in memory its adapter's live one; :meth:`end_swap` follows.
+
+        Requests for the adapter's other versions are dropped, because turns that follow the live
+        version need them no more; those of pinned turns are made again.
+        """
         name, version = key
-        self._requested.discard((name, LIVE_ADAPTER))
+        self._requested = {each for each in self._requested if each[0] != name}
         self.live[name] = version
 
-    def end_swap(self, key: AdapterVersion) -> None:
+    def end_swap(self, key: "AdapterVersion") -> None:
         """End a swap: all sequences that follow the live version use it, so others may be
         dropped."""
         self._held[key].is_staged = False
         self._held.move_to_end(key)
         self._drop_idle(self.versions_max)
 
-    def use(self, key: AdapterVersion) -> None:
+    def use(self, key: "AdapterVersion") -> None:
         """Count a sequence that uses a version in memory."""
         held = self._held[key]
         held.users += 1
         self.in_use += 1
         self._held.move_to_end(key)
 
-    def release(self, key: AdapterVersion) -> None:
+    def release(self, key: "AdapterVersion") -> None:
         """Uncount a sequence that used a version."""
         self._held[key].users -= 1
         self.in_use -= 1
         self._drop_idle(self.versions_max)
 
-    def remove(self, key: AdapterVersion) -> None:
+    def remove(self, key: "AdapterVersion") -> None:
         """Drop a version that no sequence uses; harmless if it is not in memory."""
         self._requested.discard(key)
         self._held.pop(key, None)
         if self.live.get(key[0]) == key[1]:
             del self.live[key[0]]
 
-    def versions_of(self, name: str) -> list[AdapterVersion]:
+    def versions_of(self, name: str) -> "list[AdapterVersion]":
         """Return an adapter's versions that are in memory or were asked for."""
         return [key for key in (*self._held, *self._requested) if key[0] == name]
 

@@ -201,6 +201,9 @@ class _Adapter:
     """Versions that may be sent to engines: live, pinned, and being published."""
     pins: Counter[int] = field(default_factory=Counter)
     publish: _AdapterPublish | None = None
+    """Publish under way; None if there is none."""
+    queued: list[AdapterPublishRequested] = field(default_factory=list)
+    """Publishes that begin once the one under way has ended, whose caller was cancelled."""
 
 
 class AdapterControl:
@@ -279,7 +282,10 @@ class AdapterControl:
                 self._on_pin(name, version, is_pinned)
             case UnloadRequested(name=name):
                 if (adapter := self._adapters.pop(name, None)) is not None:
-                    self._fail(adapter, WeightsRefused(f"adapter {name!r} was unloaded"))
+                    error = WeightsRefused(f"adapter {name!r} was unloaded")
+                    queued, adapter.queued = adapter.queued, []
+                    self._out += [ResolveAdapterPublish(each.call, error) for each in queued]
+                    self._fail(adapter, error)
                 self._unloaded.add(name)
                 for engine in self._able:
                     self._out.append(SendAdapterMessage(engine, UnloadAdapter(name=name)))
@@ -412,6 +418,9 @@ class AdapterControl:
             return
         wanted = version if version != LIVE_ADAPTER else adapter.live
         content = adapter.contents.get(wanted)
+        publish = adapter.publish
+        if publish is not None and publish.request.version == wanted and not publish.is_durable:
+            return  # every engine gets it, to serve once no crash can give its number to others
         if content is not None and wanted <= adapter.live:
             self._load(engine, content, is_live=wanted == adapter.live)
         elif version != LIVE_ADAPTER and version <= adapter.live:
@@ -423,8 +432,13 @@ class AdapterControl:
     def _on_publish(self, event: AdapterPublishRequested) -> None:
         self._unloaded.discard(event.name)
         adapter = self._adapters.setdefault(event.name, _Adapter())
-        assert adapter.publish is None, "publishes of one adapter run one after another"
         adapter.contents[event.version] = event
+        if adapter.publish is not None:
+            adapter.queued.append(event)
+        else:
+            self._begin(event, adapter)
+
+    def _begin(self, event: AdapterPublishRequested, adapter: _Adapter) -> None:
         publish = adapter.publish = _AdapterPublish(event, set(self._able))
         for engine in self._able:
             self._load(engine, event, is_staged=True)
@@ -451,6 +465,11 @@ class AdapterControl:
             adapter.publish = None
             self._drop_unused(adapter)
             self._out.append(ResolveAdapterPublish(publish.request.call))
+            self._begin_queued(adapter)
+
+    def _begin_queued(self, adapter: _Adapter) -> None:
+        if adapter.queued:
+            self._begin(adapter.queued.pop(0), adapter)
 
     def _on_durable(self, name: str, version: int) -> None:
         adapter = self._adapters.get(name)
@@ -476,6 +495,7 @@ class AdapterControl:
             if not adapter.contents:
                 self._adapters.pop(request.name, None)
         self._out.append(ResolveAdapterPublish(request.call, error))
+        self._begin_queued(adapter)
 
     def _on_timer(self, call: int) -> None:
         found = self._publish_of(call)
@@ -499,9 +519,16 @@ class AdapterControl:
             )
 
     def _on_cancelled(self, call: int) -> None:
+        """Give up a publish that is not released yet; a released one runs to its end."""
+        error = WeightsRefused("the publish was cancelled")
         found = self._publish_of(call)
         if found is not None and not found[1].is_released:
-            self._fail(found[0], WeightsRefused("the publish was cancelled"))
+            self._fail(found[0], error)
+        for adapter in self._adapters.values():
+            for queued in [each for each in adapter.queued if each.call == call]:
+                adapter.queued.remove(queued)
+                del adapter.contents[queued.version]
+                self._out.append(ResolveAdapterPublish(call, error))
 
     def _publish_of(self, call: int) -> tuple[_Adapter, _AdapterPublish] | None:
         for adapter in self._adapters.values():
@@ -524,4 +551,5 @@ class AdapterControl:
         """Forget the versions that are neither live, nor pinned, nor being published."""
         publish = adapter.publish
         kept = {adapter.live, *adapter.pins, *([publish.request.version] if publish else [])}
+        kept |= {request.version for request in adapter.queued}
         adapter.contents = {v: content for v, content in adapter.contents.items() if v in kept}

@@ -71,7 +71,9 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     """
     core.batch_requests = 0
     core.are_tasks_exhausted = False
-    core.is_restoring, core.is_paused, core.pending_after_resume = True, False, {}
+    core.is_restoring, core.is_paused, core.is_halted = True, False, False
+    core.turns.halted.discard(core.adapter)  # pauses are of the process that asked for them
+    core.pending_after_resume = {}
     core.has_unmet_request = False
     commands = core.groups.end_evaluations()
     first_lost = core.handed.first_lost_version(event.batches)

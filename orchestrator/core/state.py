@@ -588,6 +588,7 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
         ledger.in_flight = figures.in_flight
         ledger.buffered = figures.buffered
         ledger.trained = figures.trained
+        ledger.discarded.clear()  # the evaluation ledger is loaded once for each trained adapter
         ledger.discarded.update(figures.discarded)
 
 

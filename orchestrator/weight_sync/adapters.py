@@ -108,6 +108,12 @@ class AdapterManager:
         """Newest number given to a publish of each adapter; those of failed ones are not reused."""
         self._writing = asyncio.Lock()
 
+    def close(self) -> None:
+        """Stop the timers of publishes that are under way; the run is over."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
     # ------------------------------------------------------------ engines
 
     def joined(self, engine: str, hello: Hello | None) -> None:
@@ -170,8 +176,6 @@ class AdapterManager:
             finally:
                 self._pending.others.discard(result)
                 del self._results[call]
-                if (timer := self._timers.pop(call, None)) is not None:
-                    timer.cancel()
                 if not result.done() or result.cancelled():
                     self._handle(ac.AdapterCallCancelled(call))
                 self._publish_ended(name, version)
@@ -259,11 +263,13 @@ class AdapterManager:
         match command:
             case ac.SendAdapterMessage(engine=engine, message=message):
                 callbacks.send([(engine, message)])
-            case ac.ResolveAdapterPublish(call=call, error=None):
-                resolve(self._results.get(call), None)
             case ac.ResolveAdapterPublish(call=call, error=error):
-                assert error is not None
-                fail(self._results.get(call), error)
+                if (timer := self._timers.pop(call, None)) is not None:
+                    timer.cancel()
+                if error is None:
+                    resolve(self._results.get(call), None)
+                else:
+                    fail(self._results.get(call), error)
             case ac.SetPublishTimer(call=call, seconds=seconds):
                 loop = asyncio.get_running_loop()
                 self._timers[call] = loop.call_later(

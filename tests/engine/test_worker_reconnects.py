@@ -22,15 +22,18 @@ from tests.engine.orchestra import (
     SeenTurn,
 )
 from tests.engine.replaying import assert_replays
+from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import (
     LENGTH,
     Ack,
+    AdapterNeeded,
     CancelTurn,
     FinishWeightUpdate,
     Goodbye,
     Hello,
     MessageRejected,
     Pause,
+    SamplingParams,
     Shutdown,
     Step,
     TurnsPaused,
@@ -293,3 +296,17 @@ def test_a_restarted_orchestrator_gets_every_token_and_only_its_own_weights(
         assert len(mapped_segments(paced.process.pid)) == 1
         paced.send(Shutdown())
         assert paced.exit_status() == 0
+
+
+def test_a_turn_that_waits_for_an_adapter_has_it_asked_for_again_after_a_reconnect(
+    models: Models, tmp_path: Path
+) -> None:
+    options = ["--adapters-max", "2"]
+    with Orchestra(tmp_path, models.directories[0], options) as orchestra:
+        orchestra.welcome()
+        live = SamplingParams(max_tokens=4, adapter="solver", adapter_version=LIVE_ADAPTER)
+        handle = orchestra.submit(PROMPT, live)
+        assert orchestra.await_one(AdapterNeeded).name == "solver"
+        orchestra.break_connection()
+        assert handles(orchestra.welcome()) == [handle]
+        assert orchestra.await_one(AdapterNeeded).name == "solver"

@@ -438,3 +438,14 @@ class MixedAdapters(RuleBasedStateMachine):
 
 TestMixedAdapters = MixedAdapters.TestCase
 TestMixedAdapters.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_swap_frees_the_place_of_a_version_that_was_asked_for_and_is_live_no_more() -> None:
+    versions = AdapterVersions(1)
+    versions.add(("a", 1), "v1", is_live=True)
+    versions.add(("b", 1), "b1", is_live=True)  # takes its place
+    assert versions.request(("a", 1))  # never answered: a restarted run has another version
+    versions.add(("a", 2), "v2", is_staged=True)
+    versions.swap(("a", 2))
+    versions.end_swap(("a", 2))
+    assert versions.request(("b", 1))

@@ -1,0 +1,224 @@
+"""Runs that train several adapters, with planted bugs that let one adapter reach another."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from tests.cli.test_cli import status_of
+from tidegate.orchestrator.core import adapter_control as ac
+from tidegate.orchestrator.core import core as core_module
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core import state
+from tidegate.orchestrator.core.adapter_control import AdapterControl
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.released_versions import ReleasedVersions
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.core.state import SavedCore
+from tidegate.orchestrator.core.turns import TurnTracker
+from tidegate.orchestrator.weight_sync.adapters import AdapterManager
+from tidegate.simulation.adapter_runs import AdapterRunReport, simulate_adapters
+from tidegate.simulation.coverage_marks import ADAPTER_MARKS
+from tidegate.simulation.scenario import read_scenario
+from tidegate.simulation.shrinking import run_any
+from tidegate.transport.messages import HeldAdapter
+
+SEEDS = 25
+SEEDS_TO_CATCH = 150
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+MUTATIONS: list[Mutation] = []
+
+
+def mutation(function: Mutation) -> Mutation:
+    """List a planted bug."""
+    MUTATIONS.append(function)
+    return function
+
+
+@mutation
+def a_publish_ages_the_rollouts_of_every_adapter(patch: pytest.MonkeyPatch) -> None:
+    right = Core._on_adapter_released
+
+    def released(self: Core, name: str, version: int) -> list[ev.Command]:
+        commands = right(self, name, version)
+        for other in self.trained_adapters.values():
+            other.trainer_version = max(other.trainer_version, version)
+        return commands
+
+    patch.setattr(Core, "_on_adapter_released", released)
+
+
+@mutation
+def all_adapters_share_one_record_of_their_versions(patch: pytest.MonkeyPatch) -> None:
+    right = Core._train_adapter
+
+    def train(self: Core, name: str, rules: Rules) -> None:
+        versions = next(iter(self.turns.adapter_versions.values()), None)
+        right(self, name, rules)
+        if versions is not None:
+            self.turns.adapter_versions[name] = self.trained_adapters[name].versions = versions
+
+    patch.setattr(Core, "_train_adapter", train)
+
+
+@mutation
+def a_pause_takes_the_turns_of_every_adapter_back(patch: pytest.MonkeyPatch) -> None:
+    right = TurnTracker._take_back
+
+    def take_back(self: TurnTracker, adapter: str) -> list[tuple[str, int]]:
+        return [place for each in self.adapter_versions for place in right(self, each)]
+
+    patch.setattr(TurnTracker, "_take_back", take_back)
+
+
+@mutation
+def pauses_outlive_the_process_that_asked_for_them(patch: pytest.MonkeyPatch) -> None:
+    right = core_module.resume
+
+    def resume(core: Core, event: ev.RunResumed) -> list[ev.Command]:
+        halted = set(core.turns.halted)
+        commands = right(core, event)
+        core.turns.halted |= halted
+        return commands
+
+    patch.setattr(core_module, "resume", resume)
+
+
+@mutation
+def adapters_resume_from_the_checkpoint_of_the_base(patch: pytest.MonkeyPatch) -> None:
+    right = core_module.resume
+
+    def resume(core: Core, event: ev.RunResumed) -> list[ev.Command]:
+        at = dict.fromkeys(event.adapters, (event.batches, event.offer))
+        return right(core, ev.RunResumed(event.batches, event.offer, at))
+
+    patch.setattr(core_module, "resume", resume)
+
+
+@mutation
+def a_resume_counts_evaluations_once_for_each_adapter(patch: pytest.MonkeyPatch) -> None:
+    right = state._load_groups
+
+    def load(saved: SavedCore, core: Core) -> None:
+        before = Counter(core.evaluation_ledger.discarded)
+        right(saved, core)
+        core.evaluation_ledger.discarded.update(before)
+
+    patch.setattr(state, "_load_groups", load)
+
+
+@mutation
+def the_buffers_of_other_adapters_are_overwritten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AdapterControl, "buffers", property(lambda self: frozenset()))
+
+
+@mutation
+def adapters_are_swapped_before_their_number_is_safe(patch: pytest.MonkeyPatch) -> None:
+    right = AdapterManager._carry_out
+
+    def carry_out(self: AdapterManager, command: ac.Command) -> None:
+        right(self, command)
+        if isinstance(command, ac.ReleaseAdapter):
+            self._handle(ac.ReleaseDurable(command.name, command.version))
+
+    patch.setattr(AdapterManager, "_carry_out", carry_out)
+
+
+@mutation
+def a_restarted_process_numbers_an_adapters_versions_anew(patch: pytest.MonkeyPatch) -> None:
+    def next_version(self: AdapterManager, name: str) -> int:
+        return self._assigned.get(name, 0) + 1
+
+    patch.setattr(AdapterManager, "_next_version", next_version)
+
+
+@mutation
+def engines_that_missed_a_publish_get_turns(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReleasedVersions, "behind", property(lambda self: set()))
+
+
+@mutation
+def a_rejoined_engine_is_said_to_hold_the_newest_version(patch: pytest.MonkeyPatch) -> None:
+    right = ReleasedVersions.join
+
+    def join(self: ReleasedVersions, engine: str, version: int | None) -> None:
+        right(self, engine, None)
+
+    patch.setattr(ReleasedVersions, "join", join)
+
+
+@mutation
+def engines_that_missed_a_publish_are_not_brought_up_to_date(patch: pytest.MonkeyPatch) -> None:
+    right = AdapterControl._on_connected
+
+    def connected(self: AdapterControl, event: ac.AdapterEngineConnected) -> None:
+        held = [HeldAdapter(each.name, self.version(each.name) or 1) for each in event.held]
+        right(self, ac.AdapterEngineConnected(event.engine, event.adapters_max, held))
+
+    patch.setattr(AdapterControl, "_on_connected", connected)
+
+
+@mutation
+def an_adapter_gets_the_rules_of_another(patch: pytest.MonkeyPatch) -> None:
+    right = Core._train_adapter
+
+    def train(self: Core, name: str, rules: Rules) -> None:
+        others: Mapping[str, Core] = self.trained_adapters
+        right(self, name, next((core.rules for core in others.values()), rules))
+
+    patch.setattr(Core, "_train_adapter", train)
+
+
+def first_failure() -> AdapterRunReport | None:
+    """Return the first failed run of the seeds in which planted bugs are looked for."""
+    reports = (simulate_adapters(seed) for seed in range(SEEDS_TO_CATCH))
+    return next((report for report in reports if report.failure), None)
+
+
+def test_adapters_keep_apart_whatever_fails_and_whenever_the_process_dies() -> None:
+    reports = [simulate_adapters(seed) for seed in range(SEEDS)]
+    assert [(r.seed, r.failure) for r in reports if r.failure] == []
+    assert sum(report.processes for report in reports) > SEEDS
+    assert sum(report.trained_tasks for report in reports) > SEEDS
+    assert {mark for report in reports for mark in report.coverage} >= ADAPTER_MARKS
+
+
+def test_a_seed_with_adapters_is_deterministic() -> None:
+    assert simulate_adapters(3).digest == simulate_adapters(3).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_planted_fault_between_adapters_is_detected(
+    mutate: Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    assert first_failure() is not None
+
+
+def test_a_scenario_with_adapters_replays_from_json_as_from_its_seed() -> None:
+    drawn = simulate_adapters(3)
+    again = run_any(read_scenario(drawn.scenario.to_json()))
+    assert again.digest == drawn.digest
+    assert drawn.replay_command == "tidegate simulate --first-seed 3 --seeds 0 --adapter-runs 1"
+
+
+def test_a_failing_run_with_adapters_is_printed_with_its_smallest_replay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_publish_ages_the_rollouts_of_every_adapter(monkeypatch)
+    failed = first_failure()
+    assert failed is not None
+    one = ["simulate", "--seeds", "0", "--adapter-runs", "1", "--first-seed", str(failed.seed)]
+    assert status_of(one, monkeypatch) == 1
+    output = capsys.readouterr().out.splitlines()
+    assert output[0].startswith(f"seed {failed.seed}, with adapters")
+    assert output[0].endswith(str(failed.failure))
+    assert output[1] == f"  replay: {failed.replay_command}"
+    smallest = output[3].removeprefix("  replay: tidegate simulate --replay '").removesuffix("'")
+    assert len(smallest) < len(failed.scenario.to_json())
+    again = run_any(read_scenario(smallest))
+    assert again.failure is not None
+    assert failed.failure is not None
+    assert again.failure.kind == failed.failure.kind
