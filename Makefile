@@ -16,7 +16,7 @@ help:
 	@echo "make demo-two-agents   two adapters of one run, each with its trainer, learn a language (3 min)"
 	@echo "make unit              quick tests that start no process and open no socket (1 min)"
 	@echo "make test-ROOM         tests of one folder: test-serving, test-core, test-scheduling, ... (up to 3 min)"
-	@echo "make test              lint, types, layers, all tests, a short demo, 2,300 simulated runs (12 min)"
+	@echo "make test              lint, types, layers, all tests, a short demo, 2,400 simulated runs (12 min)"
 	@echo "make coverage          line coverage of the unit tests, by folder (2 min)"
 	@echo "make lint              format, lint and types only (1 min)"
 	@echo "make docs              check the documentation: links lead somewhere, code runs (1 min)"
@@ -304,7 +304,7 @@ screenshots: venv
 	$(BIN)/python -m tests.observability.dashboard.screenshots docs/pictures
 
 simulate: venv
-	$(BIN)/tidegate simulate --seeds 2000 --crash-restart-runs 300
+	$(BIN)/tidegate simulate --seeds 2000 --crash-restart-runs 300 --adapter-runs 100
 
 page: venv
 	$(BIN)/python -m benchmarks.page

@@ -69,8 +69,8 @@ class Batch:
                 sampling=sampling,
                 sampled_before=OUTPUT_TOKENS,
             )
-            options = reader.read(message, tokens)
-            self._rows.append(RowSampling(1.0, 0, sampling.top_p, seed, OUTPUT_TOKENS, options))
+            row_options = reader.read(message, tokens)
+            self._rows.append(RowSampling(1.0, 0, sampling.top_p, seed, OUTPUT_TOKENS, row_options))
 
     def us_per_row(self) -> float:
         """Return the CPU time to sample a row, without copying the logits."""

@@ -23,6 +23,7 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
+from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
 from tidegate.simulation.context import SimulationContext
 from tidegate.simulation.coverage_marks import CoverageMark
 from tidegate.simulation.episodes import SimulatedEpisodes
@@ -477,7 +478,8 @@ class AdapterRun(RunOfProcesses):
             self._buffer.end(update)
             return [update]
 
-        await scheduler.engines.adapters.publish(name, 1.0, write)
+        adapter = LoadedAdapter(1.0, {})
+        await scheduler.engines.adapters.publish(name, adapter, write, is_archived=False)
 
     # ------------------------------------------------------------ a run of processes
 
