@@ -9,7 +9,8 @@ is cut off leaves what it has measured; the same command continues after the las
     runs: runs with weight updates, audited token by token
     ipc: weights from another process's memory on the device
     kernels: each kernel against torch and the roofline, as benchmarks.kernels
-    engine: tokens/s at 32, 128 and 512 requests, beside ``transformers`` continuous batching
+    engine: tokens/s at 32, 128 and 512 requests, beside ``transformers`` continuous batching, and
+        without CUDA graphs
     stall: stall of a weight update, as benchmarks.engine.steps
 
 ``--device cpu --shape tiny`` runs every stage with tiny models, without a GPU: a test of the
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +43,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "device.jsonl"
 ENDED, FAILED, OUT_OF_TIME = "ended", "failed", "out of time"
 """How a stage came to its end. A stage that the whole command's limit cut off has no such row, and
 starts again."""
+
+WITHOUT_GRAPHS = "tidegate without CUDA graphs"
 
 REPORTED_CHARACTERS = 2000
 """Length of an error in a row."""
@@ -277,6 +280,8 @@ def engine(bench: Bench) -> Iterator[Row]:
         "tidegate": ["benchmarks.engine.ours"],
         "transformers-continuous": ["benchmarks.engine.transformers_peer", "continuous"],
     }
+    if bench.device != "cpu":
+        competitors |= {WITHOUT_GRAPHS: competitors["tidegate"]}
     for name in bench.size.models:
         for concurrent in bench.size.concurrent:
             speeds: dict[str, float] = {}
@@ -284,7 +289,8 @@ def engine(bench: Bench) -> Iterator[Row]:
                 case = f"{name} {bench.size.dtype} x{concurrent}, {who}"
                 work = [*mode, str(bench.model(name)), str(bench.requests(name, concurrent))]
                 try:
-                    found = _sample(bench, [module, *work])
+                    graphs = "0" if who == WITHOUT_GRAPHS else "1"
+                    found = _sample(bench, [module, *work], {"TIDEGATE_CUDA_GRAPHS": graphs})
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     yield _row(case, None, "tokens/s") | {"error": _last(str(error))}
                     continue
@@ -307,13 +313,15 @@ def stall(bench: Bench) -> Iterator[Row]:
                 yield _row(f"{name} x{concurrent}: {measured}", value, unit)
 
 
-def _sample(bench: Bench, command: Sequence[str]) -> dict[str, float]:
+def _sample(
+    bench: Bench, command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> dict[str, float]:
     """Run a module that prints its measurements as JSON in its last line."""
     done = subprocess.run(
         [sys.executable, "-m", *command, "--device", bench.device],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         timeout=bench.size.peer_timeout_s,
         cwd=ROOT,
     )

@@ -17,6 +17,9 @@ from tidegate.kernels.rope import apply_rope
 TILE_ELEMENTS = 1024
 """Elements of one program: 8 heads with D = 128, which is 8 elements for each of 128 threads."""
 
+NO_SLOT = -1
+"""Slot of tokens whose keys and values are not stored."""
+
 
 def rope_write_reference(
     qkv: torch.Tensor,
@@ -31,9 +34,10 @@ def rope_write_reference(
     rotations = table[positions].float()  # [T, 2, D]
     turned = apply_rope(qkv[:, :-kv_heads].float(), rotations[:, :1], rotations[:, 1:])
     turned = turned.to(qkv.dtype)
-    block, offset = slots // block_tokens, slots % block_tokens
-    cache[block, 0, :, offset] = turned[:, -kv_heads:]
-    cache[block, 1, :, offset] = qkv[:, -kv_heads:]
+    is_stored = slots != NO_SLOT
+    block, offset = slots[is_stored] // block_tokens, slots[is_stored] % block_tokens
+    cache[block, 0, :, offset] = turned[is_stored, -kv_heads:]
+    cache[block, 1, :, offset] = qkv[is_stored, -kv_heads:]
     return turned[:, :-kv_heads].contiguous()
 
 
@@ -52,7 +56,8 @@ def rope_write(
         cache: [blocks, 2, K, block_tokens, D] of one layer, contiguous, of ``qkv``'s dtype.
         table: [P, 2, D] of :func:`~tidegate.kernels.rope.rope_table`.
         positions: [T], int64, each in [0, P).
-        slots: [T], int64: ``block * block_tokens + offset`` of each token; no two alike.
+        slots: [T], int64: ``block * block_tokens + offset`` of each token, no two alike; or
+            :data:`NO_SLOT`, for tokens that are not stored.
 
     Returns:
         The rotated queries [T, A, D], fresh memory.
@@ -137,6 +142,5 @@ def _rope_write_kernel(
     # Keys are heads [0, K) of a block, values [K, 2K): the same order as in qkv.
     cache_head = slot // BLOCK_TOKENS * 2 * KV_HEADS + (head - HEADS)
     cache_at = (cache_head * BLOCK_TOKENS + slot % BLOCK_TOKENS) * D
-    tl.store(
-        cache_ptr + cache_at[:, None] + d[None, :], out, mask=inside & (head >= HEADS)[:, None]
-    )
+    is_stored = head >= tl.where(slot >= 0, HEADS, all_heads)
+    tl.store(cache_ptr + cache_at[:, None] + d[None, :], out, mask=inside & is_stored[:, None])

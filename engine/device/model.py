@@ -3,6 +3,7 @@
 Called by the worker with ``--device cuda``, before anything is loaded. Makes the ``DeviceRunner``.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ from tidegate.engine.models.model_weights import fill_from_directory
 from tidegate.errors import ConfigError, ModelNotComputed
 from tidegate.kernels.native import Native
 from tidegate.kernels.residual_norm import WIDTH_MAX
+
+GRAPHS_VARIABLE = "TIDEGATE_CUDA_GRAPHS"
+"""Environment variable that is 0 to run every step without CUDA graphs."""
 
 
 def open_on_device(path: Path, dtype: DtypeChoice, device: torch.device) -> "DeviceModel":
@@ -92,7 +96,13 @@ class DeviceModel(OwnModel):
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
             weights = self.allocate()
             fill_from_directory(weights, self._path)
-        return DeviceRunner(self._config, weights, num_blocks=num_blocks, block_tokens=block_tokens)
+        return DeviceRunner(
+            self._config,
+            weights,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            has_graphs=os.environ.get(GRAPHS_VARIABLE) != "0",
+        )
 
     def allocate(self) -> DeviceWeights:
         """Allocate memory for a second weight version on the device."""

@@ -8,18 +8,22 @@ Letters in shapes: R rows of a group, T tokens, B blocks of a row, S output toke
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidegate.engine.device.devices import CPU
 from tidegate.engine.execution.runner import Row, sizes_of
 from tidegate.engine.execution.step_layout import BlockTables, Range, StepLayout
 from tidegate.kernels.attention import Ints
 from tidegate.kernels.optional_triton import next_power_of_2
 from tidegate.kernels.paged_attention import PagedRows
+from tidegate.kernels.rope_write import NO_SLOT
 
 TABLE_BLOCKS_MIN = 16
 """Smallest width of a block table. All widths are powers of two from 16 on, hence multiples of 16:
@@ -27,6 +31,50 @@ Triton compiles a kernel once for such strides, and again for other strides."""
 
 SINGLE, SEVERAL = range(2)
 """Kinds of rows: of one token, and of several."""
+
+ALIGNMENT_BYTES = 16
+"""Alignment of uploaded arrays; Triton compiles a kernel anew for pointers with less."""
+
+DTYPES: dict[Any, torch.dtype] = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+class Upload:
+    """A reused pair of buffers, pinned on the host and on the device, for one transfer per step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_unused = True
+        """Whether nothing has been sent. Arrays of the same sizes land at the same addresses."""
+        self._grow(1 << 16)
+
+    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """Copy the arrays to the device; the returned tensors are valid until the next call."""
+        self.is_unused = False
+        sizes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
+        *starts, end = accumulate(sizes, initial=0)
+        if end > self._host_buffer.numel():
+            self._grow(max(end, 2 * self._host_buffer.numel()))
+        host_bytes = self._host_buffer.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            host_bytes[start : start + array.nbytes] = raw
+        self._device_buffer[:end].copy_(self._host_buffer[:end], non_blocking=True)
+        return [
+            self._device_buffer[start : start + array.nbytes]
+            .view(DTYPES[array.dtype])
+            .view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+    def _grow(self, nbytes: int) -> None:
+        is_pinned = self._device.type != CPU
+        self._host_buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._device_buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +121,9 @@ class HostPlan:
         ]
         self._ranges = layout.ranges
         self._counts_max: list[int] = []
+        is_decoding = layout.outputs_all_tokens and all(layout.sizes.samples)
+        self.decode_rows = len(rows) if is_decoding and not any(layout.sizes.scored) else 0
+        """Number of rows if each has one token, which is sampled after; 0 if a row differs."""
         for part in layout.ranges:
             self._add_group(part, layout.counts, starts, tables, block)
 
@@ -89,6 +140,30 @@ class HostPlan:
         self.arrays += [offsets.astype(np.int32), starts[rows].astype(np.int32), table]
         # A power of two, because the grid size is a specialisation too; surplus tiles exit at once.
         self._counts_max.append(next_power_of_2(int(counts[rows].max())))
+
+    @property
+    def table_blocks(self) -> int:
+        """Width of the block table of a step that only decodes."""
+        return int(self.arrays[-1].shape[1])
+
+    def padded(self, rows: int) -> "HostPlan":
+        """Return a decode step's plan with further rows, up to ``rows``, that change nothing."""
+        more = rows - self.decode_rows
+        token_ids, positions, slots, output_tokens, _, starts, table = self.arrays
+        made = copy(self)
+        made.decode_rows = rows
+        made.arrays = [
+            np.pad(token_ids, (0, more)),
+            np.pad(positions, (0, more)),
+            np.pad(slots, (0, more), constant_values=NO_SLOT),
+            np.pad(output_tokens, (0, more)),
+            np.arange(rows + 1, dtype=np.int32),
+            np.pad(starts, (0, more)),
+            np.pad(table, ((0, more), (0, 0))),
+        ]
+        (part,) = self._ranges
+        made._ranges = [replace(part, end_row=rows, end_token=rows)]
+        return made
 
     def on_device(self, uploaded: Sequence[torch.Tensor]) -> DevicePlan:
         """Return the plan over ``uploaded``, the copies of ``arrays`` on the device."""

@@ -2,9 +2,10 @@
 
 Called by the engine loop through ``Runner.step``. Weights, KV cache and hidden states stay on the
 device. The host plans a step, uploads its index arrays in one transfer, launches the forward pass,
-and synchronises once, for tokens, log-probs and scores. Matrix products are torch's; attention,
-rotary embedding, cache writes and norms are Triton kernels. A layer's residual sum and its last
-term are kept apart, because the next norm's kernel adds them.
+and synchronises once, for tokens, log-probs and scores; the forward passes of decode steps are CUDA
+graphs. Matrix products are torch's; attention, rotary embedding, cache writes and norms are Triton
+kernels. A layer's residual sum and its last term are kept apart, because the next norm's kernel
+adds them.
 
 Letters in shapes: T tokens of a step, S output tokens, P positions scored, H hidden size, A query
 heads, K KV heads, D head width, V vocabulary.
@@ -12,15 +13,13 @@ heads, K KV heads, D head width, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tidegate.engine.device.devices import CPU, on, synchronize
-from tidegate.engine.device.plan import DevicePlan, HostPlanner
+from tidegate.engine.device.graphs import Capture, CudaCapture, DecodeGraphs
+from tidegate.engine.device.plan import DevicePlan, HostPlan, HostPlanner, Upload
 from tidegate.engine.device.sampling import HostDraw, PendingDraw, copy_to_host
 from tidegate.engine.device.weights import DeviceWeights
 from tidegate.engine.execution.runner import Row
@@ -41,48 +40,6 @@ from tidegate.kernels.head_logprobs import head_logprobs_triton
 from tidegate.kernels.paged_attention import AttentionRule, paged_attention_triton
 from tidegate.kernels.residual_norm import residual_norm_triton
 from tidegate.kernels.rope_write import rope_write_triton
-
-ALIGNMENT_BYTES = 16
-"""Alignment of uploaded arrays; Triton compiles a kernel anew for pointers with less."""
-
-DTYPES: dict[Any, torch.dtype] = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-}
-
-
-class Upload:
-    """A reused pair of buffers, pinned on the host and on the device, for one transfer per step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._grow(1 << 16)
-
-    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """Copy the arrays to the device; the returned tensors are valid until the next call."""
-        sizes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
-        *starts, end = accumulate(sizes, initial=0)
-        if end > self._host_buffer.numel():
-            self._grow(max(end, 2 * self._host_buffer.numel()))
-        host_bytes = self._host_buffer.numpy()
-        for start, array in zip(starts, arrays, strict=True):
-            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            host_bytes[start : start + array.nbytes] = raw
-        self._device_buffer[:end].copy_(self._host_buffer[:end], non_blocking=True)
-        return [
-            self._device_buffer[start : start + array.nbytes]
-            .view(DTYPES[array.dtype])
-            .view(array.shape)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
-
-    def _grow(self, nbytes: int) -> None:
-        is_pinned = self._device.type != CPU
-        self._host_buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self._device_buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
 
 PendingScore = Callable[[], RowScore]
 """Reads a score after the device has been synchronised."""
@@ -197,8 +154,16 @@ class DeviceRunner:
     """Runs one model on one GPU; on a CPU only with Triton's interpreter."""
 
     def __init__(
-        self, config: ModelConfig, weights: DeviceWeights, *, num_blocks: int, block_tokens: int
+        self,
+        config: ModelConfig,
+        weights: DeviceWeights,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        has_graphs: bool = True,
+        capture: Capture | None = None,
     ) -> None:
+        """``capture`` replaces CUDA's, which a CPU has not: there ``has_graphs`` has no effect."""
         self.config = config
         self.weights = weights
         """Replaced between two steps only, by weights of the same config and dtype."""
@@ -208,6 +173,9 @@ class DeviceRunner:
         with on(self._device):
             self._layer_attention = self._make_layer_attention()
             self._upload = Upload(self._device)
+            if capture is None and has_graphs and self._device.type != CPU:
+                capture = CudaCapture()
+            self._graphs = None if capture is None else self._make_graphs(capture)
         self._planner = HostPlanner(block_tokens)
 
     def swap(self, weights: WeightStore) -> None:
@@ -253,18 +221,37 @@ class DeviceRunner:
         """
         host = self._planner.plan(rows)
         draw = HostDraw(sampling)
-        uploaded = self._upload.send([*host.arrays, *draw.arrays])
-        plan = host.on_device(uploaded[: len(host.arrays)])
-        hidden = device_forward(self.weights, self._layer_attention, plan)
+        hidden = None if self._graphs is None else self._graphs.forward(self.weights, host)
+        if hidden is None:
+            hidden, columns = self._forward_eagerly(host, draw)
+        else:
+            columns = self._upload.send(draw.arrays)
         sampled = len(sampling)
         pending = reported = None
         if chosen := hidden_rows(sampling):
             reported = copy_to_host(hidden[chosen])
         if sampled:
-            logits = head_logits(self.weights, hidden[:sampled])
-            pending = draw.launch(logits, uploaded[len(host.arrays) :])
+            pending = draw.launch(head_logits(self.weights, hidden[:sampled]), columns)
         scoring = [row.scoring for row in rows if row.scoring is not None]
         return pending, reported, launch_scores(self.weights, hidden[sampled:], scoring)
+
+    def _forward_eagerly(
+        self, host: HostPlan, draw: HostDraw
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Upload everything in one transfer; return hidden states and the uploaded ``draw``."""
+        uploaded = self._upload.send([*host.arrays, *draw.arrays])
+        plan = host.on_device(uploaded[: len(host.arrays)])
+        hidden = device_forward(self.weights, self._layer_attention, plan)
+        return hidden, uploaded[len(host.arrays) :]
+
+    def _make_graphs(self, capture: Capture) -> DecodeGraphs:
+        attentions = self._layer_attention
+        return DecodeGraphs(
+            capture,
+            lambda weights, plan: device_forward(weights, attentions, plan),
+            self._device,
+            [tensor for each in attentions for tensor in (each.cache, each.table)],
+        )
 
     def _make_layer_attention(self) -> list[LayerAttention]:
         config, dtype = self.config, self.weights.dtype

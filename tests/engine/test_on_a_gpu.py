@@ -85,6 +85,23 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(tmp_path: Path, architecture:
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
 
+def test_decode_steps_as_cuda_graphs_sample_what_eager_steps_do(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "qwen3", initializer_range=0.1)
+    weights = weights_on_device(path)
+    for other in (weights, weights_on_device(path)):  # captured again for other addresses
+        here, there = turns(), turns()
+        for has_graphs, driven in ((False, here), (True, there)):
+            runner = DeviceRunner(
+                weights.config, weights, num_blocks=512, block_tokens=16, has_graphs=has_graphs
+            )
+            drive(runner, turns(), new_tokens=8)
+            runner.swap(other)
+            drive(runner, driven, new_tokens=32)
+        for one, two in zip(here, there, strict=True):
+            assert two.sampled == one.sampled
+            assert two.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
 def test_bfloat16_log_probs_stay_near_those_of_float32(tmp_path: Path) -> None:
     path = make_model_directory(tmp_path, "qwen3", initializer_range=0.05)
     exact, rounded = turns(), turns()

@@ -1,8 +1,15 @@
+from typing import Any
+
 import pytest
 import torch
 
 from tidegate.kernels.rope import apply_rope, rope_table
-from tidegate.kernels.rope_write import rope_write, rope_write_reference, rope_write_triton
+from tidegate.kernels.rope_write import (
+    NO_SLOT,
+    rope_write,
+    rope_write_reference,
+    rope_write_triton,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS, BLOCK_TOKENS, POSITIONS = 5, 16, 90
@@ -54,6 +61,18 @@ def test_each_token_lands_in_its_slot_and_nowhere_else() -> None:
     slots = where["slots"]
     assert torch.equal(by_slot[slots], qkv[:, 2:])
     assert (by_slot == 7.0).all(-1).all(-1).sum() == len(by_slot) - 3
+
+
+@pytest.mark.parametrize("write", [rope_write_reference, rope_write_triton])
+def test_a_token_without_a_slot_is_turned_and_not_stored(write: Any) -> None:
+    qkv, cache, where = make_case(3, 2, 1, 16, torch.float32)
+    expected, expected_cache = rope_write_reference(qkv, cache.clone(), **where), cache.clone()
+    others = {name: each if name == "table" else each[1:] for name, each in where.items()}
+    rope_write_reference(qkv[1:], expected_cache, **others)
+    where["slots"][0] = NO_SLOT
+
+    torch.testing.assert_close(write(qkv, cache, **where), expected)
+    torch.testing.assert_close(cache, expected_cache)
 
 
 def test_the_rotation_is_the_cpu_engines() -> None:

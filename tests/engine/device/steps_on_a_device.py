@@ -18,9 +18,8 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.kernels.compile_kernels import TARGETS, constants_of, print_compiled
-from tidegate.engine.device.plan import HostPlanner
+from tidegate.engine.device.plan import DTYPES, HostPlanner
 from tidegate.engine.device.runner import (
-    DTYPES,
     LayerAttention,
     device_forward,
     launch_scores,
@@ -139,6 +138,11 @@ def step(config: ModelConfig, dtype: torch.dtype, mode: FakeTensorMode) -> None:
         rows = [_row(n, *one) for n, one in enumerate(sizes)]
         host, draw = planner.plan(rows), HostDraw([row.sampling for row in rows if row.sampling])
         requested = [row.scoring for row in rows if row.scoring]
+        if host.decode_rows:
+            padded = host.padded(host.decode_rows + 3)
+            with mode:
+                plan = padded.on_device([_sent(array) for array in padded.arrays])
+                assert len(device_forward(weights, places, plan)) == padded.decode_rows
         with mode:
             plan = host.on_device([_sent(array) for array in host.arrays])
             hidden = device_forward(weights, places, plan)

@@ -3,6 +3,7 @@
 The device is the CPU, with the real kernels in Triton's interpreter.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,12 @@ from tidegate.transport.sampling import SamplingParams, TokenBias
 from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepRequestFailed, Wake
 from tidegate.transport.weight_channels import sender
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        "TRITON_INTERPRET" not in os.environ, reason="its device is the CPU, in the interpreter"
+    ),
+]
 
 TOLERANCE_NATS = 1e-4
 CPU = torch.device("cpu")
