@@ -117,7 +117,9 @@ class Batch:
     """[R] float32: reward of the row's rollout."""
     advantages: torch.Tensor
     """[R] float32: group-relative advantages (GRPO): the reward minus its group's mean, over the
-    group's standard deviation."""
+    group's standard deviation. With ``deadline_policy="split"``, a late rollout's reward minus the
+    mean of its siblings that were trained at the deadline. Their rewards are not in this batch, so
+    another estimator over ``group_ids`` gives a late rollout 0 if no other late one is in it."""
     group_ids: torch.Tensor
     """[R] int64: group of each row."""
     staleness: torch.Tensor
