@@ -7,8 +7,10 @@ GRPO steps and publishes, and KV is kept over updates. ``demo`` is the calculato
 have four tokens, most of them near-certain; ``long`` samples 48 tokens a turn from a random model.
 The audit compares the recorded log-probs under each span's tag and under a wrong one; as the
 comparison is symmetric, a wrong tag in the right one's place is found as often. ``alarms`` are
-wrong verdicts on the right tags. The peer is the share that the tolerance alone would find. Cases
-named ``exact`` are of deterministic engines, whose tokens ``tidegate audit --exact`` samples again.
+wrong verdicts on the right tags. The peer is the share that the tolerance alone would find.
+``same`` counts wrong tags that give all tokens the same float32 log-prob: nothing can find them.
+Cases named ``exact`` are of deterministic engines, whose tokens ``tidegate audit --exact`` samples
+again.
 """
 
 import argparse
@@ -99,6 +101,7 @@ def rows() -> Iterator[Row]:
                 else:
                     yield compared(f"{about}/{kind}", "of wrong tags", found, gross)
                 yield Row(f"{about}/{kind}/tried", power.tags_tried, "wrong tags")
+                yield Row(f"{about}/{kind}/same", power.tags_same, "wrong tags")
             yield Row(f"{about}/alarms", len(report.problems), "turns")
 
 

@@ -159,7 +159,12 @@ def audit_table(rows: Rows) -> Iterator[str]:
             found, tried = values[f"{case}/{kind}"], values[f"{case}/{kind}/tried"]
             share = f"{found['value']:.4f}"
             share += "" if found["peer"] is None else f" ({found['peer']:.4f})"
-            cells.append(f"{share} of {tried['value']:,}" if tried["value"] else "none tried")
+            cell = f"{share} of {tried['value']:,}" if tried["value"] else "none tried"
+            if same := (values.get(f"{case}/{kind}/same") or {}).get("value"):
+                differing = tried["value"] - same
+                found_of_differing = round(found["value"] * tried["value"]) / differing
+                cell += f"; {found_of_differing:.4f} of the {differing:,} that differ"
+            cells.append(cell)
         alarms = values[f"{case}/alarms"]["value"]
         yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} | {alarms} |"
 
@@ -185,9 +190,10 @@ def replay_table(rows: Rows) -> Iterator[str]:
     values = {row["name"]: row for row in rows}
     yield (
         "| experts per token, spread of weights | diverging routers | diverging tokens | "
-        "mismatch KL | with replay | ratio | bytes per token | decode rate, reported over not |"
+        "mismatch KL | with replay | ratio | without choice | bytes per token | "
+        "decode rate, reported over not |"
     )
-    yield "|---|" + "--:|" * 7
+    yield "|---|" + "--:|" * 8
     for case in dict.fromkeys(name.split("/", 1)[1] for name in values):
         kl, rate = values[f"mismatch_kl/{case}"], values[f"decode_tokens_per_cpu_s/{case}"]
         cells = [
@@ -196,6 +202,7 @@ def replay_table(rows: Rows) -> Iterator[str]:
             _number(kl, "peer", ".2g"),
             _number(kl, "value", ".2g"),
             _number(kl, "ratio", ".3f"),
+            _number(values.get(f"floor_kl/{case}"), "value", ".2g"),
             _number(values[f"bytes_per_token/{case}"], "value", ",.0f"),
             _number(rate, "ratio", ".2f"),
         ]
@@ -271,8 +278,9 @@ SOURCES = (
         note="Share of wrong tags that `tidegate audit` finds by asking which history is nearer, "
         "and by its tolerance alone (in brackets),\nin real runs over 8 versions. `long`: 48 "
         "tokens a turn of a random model; `demo`: spans of some 4 tokens, most of them\n"
-        "near-certain, whose float32 log-probs are often the same under both histories. `exact`: "
-        "deterministic engines, audited\nby `--exact`.",
+        "near-certain, whose float32 log-probs are often the same under both histories: nothing "
+        "can find such tags, so lines recorded\n2026-11-27 also have the share of those that "
+        "differ. `exact`: deterministic engines, audited by `--exact`.",
         table=audit_table,
     ),
     Source(
@@ -282,7 +290,10 @@ SOURCES = (
         recorded="2026-11-26",
         note="Random mixtures of 8 layers of 64 experts in bfloat16, sampled by this engine, "
         "computed again by `transformers`; medians of\nthree models. KL is k3, in nats a token. "
-        "[Routing replay](losses.md#routing-replay) explains it.",
+        "[Routing replay](losses.md#routing-replay) explains it. `without choice`, recorded "
+        "2026-11-27: the KL of mixtures of\nthe same shape that have only the experts each token "
+        "uses, so that routers cannot disagree. Replay leaves about as much, the\nrounding of all "
+        "other computation; at 8, 0.05 this is more than a fifth of the whole KL.",
         table=replay_table,
     ),
     Source(

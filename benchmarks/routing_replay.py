@@ -10,6 +10,8 @@ make a log-prob depend more on which experts computed it. Values are medians of 
   ``diverging_tokens``: share of tokens with another set in some layer.
 * ``mismatch_kl``: mean of ``w - 1 - log w`` over sampled tokens, ``w`` the ratio of the trainer's
   probability and the engine's (k3, as prime-rl's ``mismatch_kl``); the peer is without replay.
+* ``floor_kl``: mismatch KL of mixtures of the same shape whose experts are all used by each token,
+  so that the routers' choices are equal by construction.
 * ``decode_tokens_per_cpu_s``: in this process, 16 turns at once, no wire; the peer reports no
   experts. Both alternate.
 
@@ -71,7 +73,9 @@ class Mismatch:
     replayed_kl: float
 
 
-def make_directory(path: Path, per_token: int, spread: float, seed: int) -> Path:
+def make_directory(
+    path: Path, per_token: int, spread: float, seed: int, *, experts: int = EXPERTS
+) -> Path:
     """Write a random mixture."""
     import transformers
 
@@ -84,7 +88,7 @@ def make_directory(path: Path, per_token: int, spread: float, seed: int) -> Path
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=EXPERTS,
+        num_experts=experts,
         num_experts_per_tok=per_token,
         moe_intermediate_size=64,
         norm_topk_prob=True,
@@ -93,7 +97,7 @@ def make_directory(path: Path, per_token: int, spread: float, seed: int) -> Path
         dtype="bfloat16",
     )
     torch.manual_seed(seed)
-    directory = path / f"{per_token}-{spread}-{seed}"
+    directory = path / f"{per_token}-{spread}-{seed}-{experts}"
     model: Any = transformers.Qwen3MoeForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(directory)
     return directory
@@ -172,6 +176,13 @@ def measure(directory: Path, sampled: Sampled) -> Mismatch:
     )
 
 
+def floor_kl(path: Path, per_token: int, spread: float, seed: int) -> float:
+    """Return the mismatch KL of a mixture that has only as many experts as each token uses, so that
+    its routers cannot disagree: what the rounding of all other computation leaves."""
+    directory = make_directory(path, per_token, spread, seed, experts=per_token)
+    return measure(directory, sample(make_runner(directory))).kl
+
+
 def decode_rate(runner: Runner, *, reports_experts: bool) -> float:
     """Return the decoded tokens per CPU-second."""
     tokens = np.zeros((TURNS, PROMPT_TOKENS + NEW_TOKENS), np.int32)
@@ -200,6 +211,11 @@ def rows(path: Path) -> Iterator[Row]:
             "nats",
             statistics.median(each.replayed_kl for each in found),
             statistics.median(each.kl for each in found),
+        )
+        yield Row(
+            f"floor_kl/{case}",
+            statistics.median(floor_kl(path, per_token, spread, seed) for seed in range(MODELS)),
+            "nats",
         )
         yield Row(f"bytes_per_token/{case}", sampled.bytes_per_token, "B")
         rates: tuple[list[float], list[float]] = ([], [])

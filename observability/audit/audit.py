@@ -101,11 +101,20 @@ class DetectionPower:
     both histories give nearly the same log-probs."""
     tags_within_tolerance: int = 0
     """Wrong tags under which all tokens agree within the tolerance; only the log-odds find them."""
+    tags_same: int = 0
+    """Wrong tags that give every token the same float32 log-prob as the right one, and so cannot be
+    found. All of them are among ``tags_unnoticed``."""
 
     @property
     def unnoticed_share(self) -> float:
         """Share of wrong tags that this audit could not detect."""
         return self.tags_unnoticed / max(1, self.tags_tried)
+
+    @property
+    def missed_share(self) -> float:
+        """Share of undetected tags among the wrong tags whose log-probs differ."""
+        differing = self.tags_tried - self.tags_same
+        return (self.tags_unnoticed - self.tags_same) / max(1, differing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +209,11 @@ class AuditReport:
                 lines.append(
                     f"power: of {power.tags_tried} {what}, {power.tags_unnoticed} would not be "
                     f"detected ({power.unnoticed_share:.1%})"
+                    + (
+                        f", {power.tags_same} of them because they give the same log-probs"
+                        if power.tags_same
+                        else ""
+                    )
                 )
         lines += [str(problem) for problem in self.problems[:PROBLEMS_SHOWN_MAX]]
         if (more := len(self.problems) - PROBLEMS_SHOWN_MAX) > 0:
@@ -552,6 +566,7 @@ def _power(verdicts: list[RivalVerdict], kind: Kind) -> DetectionPower:
         len(tried),
         sum(not verdict.is_decided for verdict in tried),
         sum(all(_agreeing(p.copy).all() for p in verdict.rival.parts) for verdict in tried),
+        sum(verdict.is_same and not verdict.is_decided for verdict in tried),
     )
 
 

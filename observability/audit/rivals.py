@@ -111,6 +111,12 @@ class RivalVerdict:
         return abs(self.log_odds) >= LOG_ODDS_MIN
 
     @property
+    def is_same(self) -> bool:
+        """Whether both histories give every token the same float32 log-prob, so that no audit of
+        log-probs can distinguish them."""
+        return all(np.array_equal(p.copy.replayed, _of_span(p)) for p in self.rival.parts)
+
+    @property
     def is_wrong(self) -> bool:
         """Whether the rival is closer, so that the tag is wrong."""
         return self.log_odds >= LOG_ODDS_MIN

@@ -130,3 +130,20 @@ async def test_versions_of_equal_weights_are_never_nearer_than_each_other(
             await rollouts.publish(dict(module.state_dict()))
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
+
+
+def test_tags_that_no_log_prob_can_distinguish_are_counted_apart(tmp_path: Path) -> None:
+    models = make_models(versions=2, drift=0.0) + make_models(versions=1, drift=0.0)
+    models[2].load_state_dict(models[1].state_dict())
+    with torch.no_grad():
+        models[2].lm_head.weight.add_(torch.randn_like(models[2].lm_head.weight) * 0.05)
+    rollouts = [
+        sampled_runs.one_version(models, number, version=number % 2, tokens=6)
+        for number in range(4)
+    ]
+    report = audit_run(record_run(tmp_path / "run", models, rollouts))
+    power = report.version_power
+    assert report.agrees, report.lines()
+    assert 0 < power.tags_same == power.tags_unnoticed < power.tags_tried
+    assert power.missed_share == 0
+    assert f"{power.tags_same} of them because they give the same log-probs" in str(report.lines())
