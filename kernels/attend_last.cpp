@@ -132,6 +132,77 @@ inline float softmax_shares(float* scores, int64_t n, float scale, float soft_ca
     return total;
 }
 
+#if defined(__AVX512BF16__)
+// bfloat16 keys and values are read as they lie, without a copy in float32. Pairs of products of
+// query and key are added by one instruction; values are widened in registers, once for all heads
+// that share them.
+template <typename T, int D>
+constexpr bool IN_PLACE = std::is_same_v<T, bfloat16> && D % 32 == 0;
+
+template <int D>
+inline void score(const bfloat16* query, const bfloat16* keys, int64_t count, float* scores) {
+    for (int64_t i = 0; i < count; i += 16) {
+        Sixteen sums[16] = {};
+        for (int d = 0; d < D; d += 32) {
+            const __m512i part = _mm512_loadu_si512(query + d);
+            for (int j = 0; j < 16; j++) {
+                const bfloat16* key = keys + std::min(i + j, count - 1) * D + d;
+                sums[j] = (Sixteen)_mm512_dpbf16_ps((__m512)sums[j], (__m512bh)part,
+                                                    (__m512bh)_mm512_loadu_si512(key));
+            }
+        }
+        const Sixteen found = sums_of(sums);
+        std::memcpy(scores + i, &found, std::min<int64_t>(16, count - i) * sizeof(float));
+    }
+}
+
+// Add ``count`` values to the sums [HEADS, D] of heads whose shares are ``stride`` apart. Few heads
+// of few parts use several sums each, because a single one would wait for each of its additions.
+template <int D, int HEADS>
+inline void add_shares(const bfloat16* values, const float* shares, int64_t stride, int64_t count,
+                       float* sum) {
+    constexpr int PARTS = D / 16;
+    constexpr int SUMS = HEADS * PARTS >= 4 ? 1 : 2;
+    Sixteen added[SUMS][HEADS][PARTS] = {};
+    std::memcpy(added[0], sum, sizeof added[0]);
+    const auto add = [&](int s, int64_t i) {
+        for (int d = 0; d < PARTS; d++) {
+            const __m256i narrow = _mm256_loadu_si256((const __m256i*)(values + i * D + 16 * d));
+            const Sixteen value = (Sixteen)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16);
+            for (int h = 0; h < HEADS; h++)
+                added[s][h][d] = fma((Sixteen)_mm512_set1_ps(shares[h * stride + i]), value,
+                                     added[s][h][d]);
+        }
+    };
+    int64_t i = 0;
+    for (; i + SUMS <= count; i += SUMS)
+        for (int s = 0; s < SUMS; s++) add(s, i + s);
+    for (; i < count; i++) add(0, i);
+    for (int s = 1; s < SUMS; s++)
+        for (int h = 0; h < HEADS; h++)
+            for (int d = 0; d < PARTS; d++) added[0][h][d] += added[s][h][d];
+    std::memcpy(sum, added[0], sizeof added[0]);
+}
+
+template <int D>
+inline void add_shares_of_all(const bfloat16* values, const float* shares, int64_t stride,
+                              int64_t count, float* sums, int64_t heads) {
+    constexpr int MOST = D <= 64 ? 4 : D <= 128 ? 2 : 1;  // whose sums fit the registers
+    int64_t h = 0;
+    for (; h + MOST <= heads; h += MOST)
+        add_shares<D, MOST>(values, shares + h * stride, stride, count, sums + h * D);
+    if constexpr (MOST > 2)
+        for (; h + 2 <= heads; h += 2)
+            add_shares<D, 2>(values, shares + h * stride, stride, count, sums + h * D);
+    for (; h < heads; h++)
+        add_shares<D, 1>(values, shares + h * stride, stride, count, sums + h * D);
+}
+#else
+template <typename T, int D> constexpr bool IN_PLACE = false;
+template <int D>
+void add_shares_of_all(const bfloat16*, const float*, int64_t, int64_t, float*, int64_t);
+#endif
+
 // Scratch memory, reused for every row.
 struct Room {
     std::vector<float> scores, totals, queries, sums, block;
@@ -193,7 +264,10 @@ inline void walk(const T* cache, const int64_t* table, const Paging& paging, int
         for (int64_t k = 0; k < paging.kv_heads; k++) {
             if (next) ask_for(next + k * head_size, head_size);
             const T* there = block + k * head_size + offset * D;
-            use(k, widened(there, count * D, room.block.data()), p - first, count);
+            if constexpr (IN_PLACE<T, D>)
+                use(k, there, p - first, count);
+            else
+                use(k, widened(there, count * D, room.block.data()), p - first, count);
         }
         p += count;
     }
@@ -207,26 +281,34 @@ void attend_row(const T* query, const T* cache, const int64_t* table, const Pagi
     const int64_t seen = length - first, heads = shared * paging.kv_heads;
     room.scores.resize(heads * seen);
     room.totals.resize(heads);
-    room.queries.resize(heads * D);
     room.sums.assign(heads * D, 0.0f);
-    room.block.resize(paging.block_tokens * D);
-    float *scores = room.scores.data(), *queries = room.queries.data();
-    float *sums = room.sums.data(), *totals = room.totals.data();
-    for (int64_t i = 0; i < heads * D; i++) queries[i] = widen(query[i]);
+    float *scores = room.scores.data(), *sums = room.sums.data(), *totals = room.totals.data();
+    std::conditional_t<IN_PLACE<T, D>, const T*, const float*> queries;
+    if constexpr (IN_PLACE<T, D>) {
+        queries = query;
+    } else {
+        room.block.resize(paging.block_tokens * D);
+        room.queries.resize(heads * D);
+        queries = widened(query, heads * D, room.queries.data());
+    }
     const int64_t values_size = paging.kv_heads * paging.block_tokens * D;
     const T* values = cache + values_size;
     walk<T, D>(cache, table, paging, first, length,
                values + table[first / paging.block_tokens] * 2 * values_size, room,
-               [&](int64_t k, const float* keys, int64_t at, int64_t count) {
+               [&](int64_t k, auto keys, int64_t at, int64_t count) {
                    for (int64_t h = k * shared; h < (k + 1) * shared; h++)
                        score<D>(queries + h * D, keys, count, scores + h * seen + at);
                });
     for (int64_t h = 0; h < heads; h++)
         totals[h] = softmax_shares(scores + h * seen, seen, scale, soft_cap);
     walk<T, D>(values, table, paging, first, length, ahead, room,
-               [&](int64_t k, const float* there, int64_t at, int64_t count) {
-                   for (int64_t h = k * shared; h < (k + 1) * shared; h++)
-                       add_shares<D>(there, scores + h * seen + at, count, sums + h * D);
+               [&](int64_t k, auto there, int64_t at, int64_t count) {
+                   if constexpr (IN_PLACE<T, D>)
+                       add_shares_of_all<D>(there, scores + k * shared * seen + at, seen, count,
+                                            sums + k * shared * D, shared);
+                   else
+                       for (int64_t h = k * shared; h < (k + 1) * shared; h++)
+                           add_shares<D>(there, scores + h * seen + at, count, sums + h * D);
                });
     for (int64_t h = 0; h < heads; h++)
         for (int64_t d = h * D; d < (h + 1) * D; d++) narrow(sums[d] / totals[h], &out[d]);

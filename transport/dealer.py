@@ -180,6 +180,9 @@ class DealerSocket:
     def _read(self) -> tuple[list[FromOrchestrator], bool]:
         """Read the pending messages; return them, and whether the socket was empty."""
         messages: list[FromOrchestrator] = []
+        # In half the time of a receive that raises zmq.Again, before nearly every step.
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return messages, True
         is_empty = True
         # bounded, so that a flood cannot keep the engine from its steps
         for _ in range(QUEUED_MESSAGES_MAX):

@@ -224,8 +224,8 @@ class ModelRunner:
         output = self._sample(logits, sampling)
         if reported := hidden_rows(sampling):
             output = with_hidden_states(output, reported, hidden[reported])
-        if routed_experts := reported_experts(self._routed_experts, rows):
-            output = replace(output, routed_experts=routed_experts)
+        if self._num_mixtures and (experts := reported_experts(self._routed_experts, rows)):
+            output = replace(output, routed_experts=experts)
         return replace(output, scores=scores) if scores else output
 
     @torch.inference_mode()
@@ -258,6 +258,8 @@ class ModelRunner:
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
         """Concatenate the rows' tokens, sorted by kind so that rows of similar
         size are adjacent."""
+        if (plan := self._decode_plan(rows)) is not None:
+            return plan
         layout = self._layout_of(rows)
         ordered = [rows[n] for n in layout.order]
         starts = np.array([row.start for row in ordered], np.int64)
@@ -273,6 +275,28 @@ class ModelRunner:
             routed_experts=self._routed_experts_for(rows, len(token_ids)),
         )
 
+    def _decode_plan(self, rows: Sequence[Row]) -> StepPlan | None:
+        """Return the plan of a step in which every row is one token to sample after and one
+        compiled call runs all layers; None for other steps.
+
+        Such rows are in the layout's order, so the layout is left out: it takes as long as the rest
+        of the plan.
+        """
+        layers = self._dense_layers()
+        if layers is None or None in [row.sampling for row in rows]:
+            return None
+        token_ids = np.concatenate([row.token_ids for row in rows], dtype=np.int64)
+        if len(token_ids) != len(rows) or any(row.adapter for row in rows):
+            return None
+        positions = np.array([row.start for row in rows], np.int64)
+        tables = self._tables.of([row.block_table for row in rows])
+        return StepPlan(
+            token_ids=torch.from_numpy(token_ids),
+            sampled=None,
+            native=self._native,
+            layers=DensePlan(layers, torch.from_numpy(positions), torch.from_numpy(tables)),
+        )
+
     def _routed_experts_for(self, rows: Sequence[Row], tokens: int) -> torch.Tensor | None:
         """Return memory for the routed experts of a step's tokens; None if no row asks for them."""
         experts = self.config.experts
@@ -284,16 +308,20 @@ class ModelRunner:
         """Return the plan of a step in which compiled code runs all layers in one call;
         None if it cannot."""
         kinds = {part.kind for part in layout.ranges}
-        if self._native is None or layout.adapters or kinds != {ATTENDS_SINGLY}:
-            return None
-        if self._dense_of is not self.weights:
-            self._dense = dense_layers(self.weights, self._caches, self._kinds)
-            self._dense_of = self.weights
-        if self._dense is None:
+        layers = self._dense_layers()
+        if layers is None or layout.adapters or kinds != {ATTENDS_SINGLY}:
             return None
         if not layout.ranges[0].has_single_tokens:
             tables = tables[layout.row_of_token]
-        return DensePlan(self._dense, torch.from_numpy(positions), torch.from_numpy(tables))
+        return DensePlan(layers, torch.from_numpy(positions), torch.from_numpy(tables))
+
+    def _dense_layers(self) -> Layers | None:
+        """Return the live weights' layers as one compiled call; None if there is none."""
+        if self._dense_of is not self.weights:
+            self._dense_of, self._dense = self.weights, None
+            if self._native is not None:
+                self._dense = dense_layers(self.weights, self._caches, self._kinds)
+        return self._dense
 
     def _layer_plan(
         self, layout: StepLayout, starts: Ints, positions: Ints, tables: Ints

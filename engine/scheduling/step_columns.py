@@ -234,6 +234,8 @@ def split_attachments(columns: StepColumns) -> list[StepColumns]:
     All but the last have rows without tokens. One routed prompt of 32,768 positions of
     Qwen3-30B-A3B has 12 MiB of experts.
     """
+    if not columns.attachments:
+        return [columns]
     parts: list[list[Attachment]] = [[]]
     room = ATTACHMENT_BYTES_MAX
     for attachment in columns.attachments:

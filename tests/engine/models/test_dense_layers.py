@@ -76,7 +76,7 @@ def decoding(count: int) -> list[Row]:
 class LayerByLayer(ModelRunner):
     """Runner that never uses the one-call path."""
 
-    def _dense_plan(self, *_: object) -> None:
+    def _dense_layers(self) -> None:
         return None
 
 
