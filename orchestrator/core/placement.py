@@ -71,6 +71,8 @@ class Placement:
         """Loads of engines that may get any turn; None if they must be recomputed."""
         self._reserved: frozenset[str] = frozenset()
         """Names of engines reserved for stragglers."""
+        self._closed: frozenset[str] = frozenset()
+        """Names of engines that are away, drain or are kept for evaluations."""
         self._open_reserved = EngineLoads()
         """Loads of reserved engines that may get turns."""
 
@@ -88,8 +90,7 @@ class Placement:
         engine = self._engines[name]
         if name in self._reserved:
             loads = self._open_reserved
-        is_closed = engine.is_away or engine.is_draining or engine.is_for_evaluation
-        if engine.weight_version >= live_version and not is_closed:
+        if engine.weight_version >= live_version and name not in self._closed:
             loads.set(name, len(engine.submissions), engine.max_running_turns * engine.speed)
         else:
             loads.discard(name)
@@ -125,6 +126,11 @@ class Placement:
             )
             reserved = policy.reserve(names) if policy else ()
             self._reserved = frozenset(reserved)
+            self._closed = frozenset(
+                name
+                for name, e in self._engines.items()
+                if e.is_away or e.is_draining or e.is_for_evaluation
+            )
             for name in self._engines:
                 self.rank(name, live_version)
         return self._open

@@ -575,7 +575,8 @@ class EpisodeRunner:
         Raises:
             TurnRefused: the context is longer than any engine can read, or too large for a message.
         """
-        self._refuse_if_given_up(rollout)
+        if self.leaks.uncancelled:
+            self._refuse_if_given_up(rollout)
         refuse_too_large(rollout, sampling, media, self._context_tokens_max())
         future = self.rejoin(rollout)
         self._handle(ev.TurnRequested(rollout.rollout_id, sampling, media))
@@ -655,7 +656,7 @@ class EpisodeRunner:
         self._new_row = row
 
     def _refuse_if_given_up(self, rollout: Rollout) -> None:
-        if self.leaks.uncancelled and rollout.episode_id in self.leaks.uncancelled:
+        if rollout.episode_id in self.leaks.uncancelled:
             raise RunClosed(
                 "this rollout was discarded and its episode cancelled; let CancelledError end it"
             )

@@ -99,6 +99,7 @@ class Scheduler:
         )
         self.fleet, self.control = self.engines.fleet, self.engines.control
         self.scores = self.engines.scores
+        self._outbox, self._sessions = self.engines.outbox, self.engines.sessions
         self._now_s = now_s or asyncio.get_running_loop().time
         self.trainer = self._new_trainer("")
         """Trainer of the run's weights."""
@@ -354,8 +355,9 @@ class Scheduler:
         """Carry out one command; ``episode`` is the function of an episode that it starts."""
         # Every rollout has these three. A class pattern costs ten times as much.
         if type(command) is ev.Submit:
-            self.engines.outbox.post(command.engine, command.message)
-            self.engines.sessions.submitted(command.engine, command.message.session)
+            engine, message = command.engine, command.message
+            self._outbox.post(engine, message)
+            self._sessions.submitted(engine, message.session)
             return
         if type(command) is ev.StartEpisode:
             assert episode is not None
