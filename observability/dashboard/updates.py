@@ -42,7 +42,6 @@ class Updates:
         self._is_over = False
         self.last: bytes | None = None
         """Data that viewers get after the last frame, as event ``ended``; None if nothing."""
-        self.frames_made = 0
 
     @property
     def num_viewers(self) -> int:
@@ -86,7 +85,6 @@ class Updates:
                 log.error("a frame of the dashboard could not be made", exc_info=error)
                 await asyncio.sleep(self._interval_s)
                 continue
-            self.frames_made += 1
             for queue in self._viewers:
                 if queue.empty():
                     queue.put_nowait(body)

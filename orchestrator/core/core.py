@@ -14,10 +14,9 @@ from collections.abc import Iterable
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import untrained_rows
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.groups import GroupTracker, ServedVersions
-from tidegate.orchestrator.core.handed_batches import HandedBatches
+from tidegate.orchestrator.core.handed_batches import HandedBatches, discard_rows, undo_batch
 from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rollout import Rollout
@@ -82,7 +81,7 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     for batch in core.handed.undo_after(event.batches):
         core.trained.batches -= 1
         core.task_records.trained(batch.groups, batch.trainer_version, -1)
-        untrained_rows.undo_batch(batch, core.groups, core.trained)
+        undo_batch(batch, core.groups, core.trained)
     core.handed.forget_trainer_pace()
     core.handed.mark_checkpointed(event.batches, event.offer)
     core.tasks.resume(event.offer)
@@ -410,9 +409,7 @@ class Core:
                 self.handed.mark_checkpointed(batches, offer)
                 return []
             case ev.RowsDiscarded(batch=number, rows=rows, reason=reason):
-                untrained_rows.discard_rows(
-                    self.handed[number], rows, reason, self.groups, self.trained
-                )
+                discard_rows(self.handed[number], rows, reason, self.groups, self.trained)
                 return []
             case ev.RunResumed():
                 return resume(self, event)
@@ -662,7 +659,7 @@ class Core:
         self.trained.batches -= 1
         batch = self.handed.undo_newest()
         self.task_records.trained(batch.groups, batch.trainer_version, -1)
-        untrained_rows.undo_batch(batch, self.groups, self.trained)
+        undo_batch(batch, self.groups, self.trained)
         return self._release([])
 
     def _pause_generation(self) -> list[ev.Command]:

@@ -3,7 +3,8 @@
 :class:`Core` adds a batch at its hand-over. A batch counts in ``outstanding_groups`` until the
 version made from it is live. Its groups are kept longer, because the trainer may report rows that
 it did not train on; a run with a journal keeps them until the trainer's checkpoint contains the
-batch.
+batch. A row is a rollout or a branch of one, and a rollout counts as trained while one of its rows
+does.
 
 A publish does not say which batches its weights were made from. A trainer that asks for the next
 batch during its train step (look-ahead) holds batches that it will train on later, under a newer
@@ -15,10 +16,13 @@ to publish no more often than it trains.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.group import Group, TaskKey
+from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.trained import TrainedCounts
 
 KEPT_BATCHES = 2
 """Fewest batches kept in a run without a journal. A trainer that consumes single rows may request
@@ -310,3 +314,61 @@ class HandedBatches:
         checkpointed = self.checkpointed if self.is_kept else self.count
         while len(self.versions) > 1 and self.versions[1][1] <= checkpointed:
             self.versions.popleft()
+
+
+# ---------------------------------------------------------------- rows that are not trained on
+
+
+def discard_rows(
+    batch: HandedBatch,
+    indices: Iterable[int],
+    reason: str,
+    groups: GroupTracker,
+    trained: TrainedCounts,
+) -> None:
+    """Count these of a batch's rows (indices in :attr:`HandedBatch.rows`) as not trained; rows
+    discarded before stay so."""
+    rows = batch.rows
+    chosen = [rows[index] for index in sorted({*indices})]
+    chosen = [row for row in chosen if row.discard_reason is None]
+    roots = _roots(chosen)
+    trained.count(roots, batch.trainer_version, -1)
+    for row in chosen:
+        row.discard_reason = reason
+        groups.ledger.discard_trained(row.sampled_tokens - row.masked_tokens, reason)
+    trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, 1)
+    keys = _keys(batch)
+    for root in roots:
+        if (why := root.discard_reason) is not None and not _is_trained(root):
+            groups.discarded_rollouts[why] += 1
+            groups.discards.count_untrained(root, why, keys[root.group_id])
+
+
+def undo_batch(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
+    """Undo a whole batch, its discarded rows included, so that it can be handed over again."""
+    roots = [row for row in batch.rows if row.branch_of is None]
+    trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, -1)
+    keys = _keys(batch)
+    for root in roots:
+        if (why := root.discard_reason) is not None and not _is_trained(root):
+            groups.discarded_rollouts[why] -= 1
+            groups.discards.uncount_untrained(root, why, keys[root.group_id])
+    for row in batch.rows:
+        if row.discard_reason is not None:
+            groups.ledger.discard_trained(
+                row.masked_tokens - row.sampled_tokens, row.discard_reason
+            )
+            row.discard_reason = None
+    groups.return_to_buffer(batch.groups)
+
+
+def _keys(batch: HandedBatch) -> dict[int, TaskKey | None]:
+    return {group.group_id: group.key for group in batch.groups}
+
+
+def _roots(rows: Iterable[Rollout]) -> list[Rollout]:
+    return list({root.rollout_id: root for root in (row.root for row in rows)}.values())
+
+
+def _is_trained(root: Rollout) -> bool:
+    return any(row.discard_reason is None for row in root.rows)

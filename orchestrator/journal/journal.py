@@ -37,8 +37,6 @@ class JournalStatistics:
 
     appended_lsn: int
     """Lsn of the last record that was appended."""
-    committed_lsn: int
-    """Lsn of the last record that is on the disk."""
     snapshot_lsn: int
     """Lsn of the newest stored snapshot; 0 without one."""
     records: int
@@ -46,9 +44,6 @@ class JournalStatistics:
     payload_bytes: int
     """Bytes of committed records, without the file's overhead."""
     commits: int
-    compactions: int
-    longest_commit_s: float
-    """Longest duration of a commit, in seconds."""
     pending_bytes: int
     """Bytes of records not committed yet."""
     file_bytes: int
@@ -81,8 +76,7 @@ class Journal:
         self._snapshot: JournalSnapshot | None = None
         """Newest snapshot that is not stored yet; it replaces older ones."""
         self._appended_lsn = self._committed_lsn = file.last_lsn
-        self._records_since_open = self._payload_bytes = self._commits = self._compactions = 0
-        self._longest_commit_s = 0.0
+        self._records_since_open = self._payload_bytes = self._commits = 0
         self._bytes_since_snapshot = file.payload_bytes()
         self._write_error: Exception | None = RuntimeError("start() the journal, then write to it")
         """Error that every write raises; None while records are accepted."""
@@ -152,13 +146,10 @@ class Journal:
             stored = self._file.snapshot
             return JournalStatistics(
                 appended_lsn=self._appended_lsn,
-                committed_lsn=self._committed_lsn,
                 snapshot_lsn=stored.lsn if stored else 0,
                 records=self._records_since_open,
                 payload_bytes=self._payload_bytes,
                 commits=self._commits,
-                compactions=self._compactions,
-                longest_commit_s=self._longest_commit_s,
                 pending_bytes=self._pending_bytes,
                 file_bytes=file_bytes,
             )
@@ -311,20 +302,15 @@ class Journal:
         return records
 
     def _commit(self, work: _Work) -> None:
-        started_s = time.perf_counter()
         self._file.commit(work.records, work.snapshot)
-        took_s = time.perf_counter() - started_s
         with self._lock:
             self._committed_lsn = self._file.last_lsn
             self._pending_bytes -= work.payload_bytes
             self._records_since_open += len(work.records)
             self._payload_bytes += work.payload_bytes
             self._commits += 1
-            self._longest_commit_s = max(self._longest_commit_s, took_s)
-            if work.snapshot is not None:
-                self._compactions += 1
-                if self._snapshot is work.snapshot:
-                    self._snapshot = None
+            if work.snapshot is not None and self._snapshot is work.snapshot:
+                self._snapshot = None
             self._has_committed.notify_all()
 
     def _fail(self, error: Exception) -> JournalError:

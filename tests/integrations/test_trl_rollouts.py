@@ -11,7 +11,7 @@ import pytest
 
 import tidegate
 from tidegate.errors import ConfigError, RunClosed
-from tidegate.integrations.trl_rows import TrlRow, TRLRows
+from tidegate.integrations.trl_rollouts import TrlRow, TRLRows
 from tidegate.orchestrator.settings.config import run_settings
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tidegate.orchestrator.batches.tasks import TaskSource
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import filing, groups, untrained_rows
+from tidegate.orchestrator.core import filing, groups, handed_batches
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.filing import StepCoalescer, StepOutcome
 from tidegate.orchestrator.core.group import Group
@@ -24,7 +24,7 @@ from tidegate.orchestrator.core.weight_content import WeightContent
 from tidegate.orchestrator.episodes.runner import EpisodeRunner
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.fleet import Fleet
-from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
+from tidegate.orchestrator.scheduler.trainer_side import BatchRequestQueue
 from tidegate.policies import asynchrony, consumption
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
@@ -143,7 +143,7 @@ def rows_that_the_trainer_discarded_stay_trained(patch: pytest.MonkeyPatch) -> N
 
 @mutation(seed=30)
 def a_rollout_is_discarded_with_the_first_of_its_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(untrained_rows, "_is_trained", lambda root: root.discard_reason is None)
+    patch.setattr(handed_batches, "_is_trained", lambda root: root.discard_reason is None)
 
 
 @mutation(seed=2)

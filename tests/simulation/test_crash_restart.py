@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.cli.test_cli import status_of
+from tidegate.orchestrator.core import core, state, turns
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import state, turns, untrained_rows
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupTracker
@@ -19,10 +19,10 @@ from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.journal.run_journal import RunJournal
-from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.task_feed import TaskFeed
+from tidegate.orchestrator.scheduler.trainer_side import BatchRequestQueue
 from tidegate.simulation.crash_restart import CrashRestartReport, simulate_crash_restarts
 from tidegate.simulation.scenario import read_scenario
 from tidegate.simulation.shrinking import run_any
@@ -180,7 +180,7 @@ def rows_discarded_from_a_batch_that_is_undone_stay_discarded(patch: pytest.Monk
         trained.count(batch.rows, batch.trainer_version, -1)
         groups.return_to_buffer(batch.groups)
 
-    patch.setattr(untrained_rows, "undo_batch", undo_batch)
+    patch.setattr(core, "undo_batch", undo_batch)
 
 
 @mutation

@@ -17,7 +17,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.fleet.pending_futures import BatchRequest
-from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
+from tidegate.orchestrator.scheduler.trainer_side import BatchRequestQueue
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import STOP
