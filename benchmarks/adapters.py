@@ -5,7 +5,7 @@ random model and loads it alternately through a Tidegate run and directly throug
 with the same prompts, lengths, order, sampling options and concurrency. It prints ``name, value,
 unit, peer, ratio``, all medians; the ratio is the median of the per-round ratios, and each round
 runs its three ways in another order. ``--url KIND+URL --model DIR`` uses a running server of either
-kind.
+kind. A command that no module imports. Built on ``tidegate.serve``, aiohttp and vLLM.
 
 All times run from the first request to the last complete answer. The direct load is measured twice:
 with whole answers, which suffice for a batch trainer, and with streams, which an adapter reads so

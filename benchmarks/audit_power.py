@@ -1,5 +1,7 @@
 """Share of wrong tags that `tidegate audit` finds, after real steps of Adam.
 
+A command that no module imports. Built on the demo's trainer and ``observability/audit/``.
+
     python -m benchmarks.audit_power [--json]          # about 10 minutes on two cores
 
 Prints ``name, value, unit, peer, ratio``. Each run is real: engines sample while a trainer takes

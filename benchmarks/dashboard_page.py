@@ -2,7 +2,8 @@
 
 ``TIDEGATE_CHROMIUM=PATH python -m benchmarks.dashboard_page [--json]`` prints ``name, value, unit,
 peer, ratio``; it needs playwright. The run has 100 simulated engines and 10,000 outstanding
-rollouts; the peer is the limit for the page.
+rollouts; the peer is the limit for the page. A command that no module imports. Built on
+``benchmarks.instrumentation``'s run and playwright.
 
     page_heap_mb: highest JavaScript heap, uncollected garbage included
     page_process_mb: memory (PSS) of the process that renders the page; beside it, that of an empty

@@ -3,7 +3,8 @@
 ``python -m benchmarks.determinism [--json]`` prints ``name, value, unit, peer, ratio``. It runs the
 model of :mod:`benchmarks.small_model` in this process, on one thread; the peer is the engine in its
 default mode. Both alternate; values are medians of CPU time. ``decode``: tokens sampled by that
-many turns at once. ``prefill``: tokens of one context, read in chunks of 512.
+many turns at once. ``prefill``: tokens of one context, read in chunks of 512. A command that no
+module imports. Built on the engine's runner and model code.
 """
 
 from collections.abc import Iterator

@@ -5,6 +5,7 @@ unit`` and exits with status 1 if anything raised, hung or leaked memory. Half o
 the orchestrator's fleet and core in this process, where a seed replays exactly; a quarter to an
 engine, a quarter to a whole run over its socket. HTTP bodies go to the gateway, and a fifth as many
 to the vLLM-compatible server: up to their size limits, beside oversized headers and half requests.
+A command that no module imports. Built on the other ``fuzz_*`` modules.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """Effect of staleness on learning, per sample and per second, on the demo task.
 
+A command that no module imports. It starts the demo as processes, and draws with matplotlib.
+
     python -m benchmarks.learning                       # 21 runs of the demo: about an hour
     python -m benchmarks.learning --seeds 1 --versions 20
     python -m benchmarks.learning --picture docs/learning.png

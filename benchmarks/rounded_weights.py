@@ -3,7 +3,8 @@
 ``python -m benchmarks.rounded_weights [--json]`` prints ``name, value, unit, peer, ratio``. It runs
 the model of :mod:`benchmarks.small_model` in this process, on one thread, alternately with the same
 model unquantized; values are medians of CPU time. ``decode``: tokens sampled by that many turns at
-once. ``prefill``: tokens of one context. ``weights``: bytes of one version.
+once. ``prefill``: tokens of one context. ``weights``: bytes of one version. A command that no
+module imports. Built on the engine's runner and model code.
 """
 
 from collections.abc import Iterator

@@ -4,7 +4,9 @@
 Qwen3-MoE models in bfloat16, of 8 layers of 64 experts, sample by this engine's kernels; the same
 tokens are then computed by ``transformers``, once with its own routers and once with the engine's
 routed experts. A case is ``experts per token/standard deviation of the weights``; wider weights
-make a log-prob depend more on which experts computed it. Values are medians of three models.
+make a log-prob depend more on which experts computed it. Values are medians of three models. A
+command that no module imports. Built on the engine's runner, ``policies/routing_replay.py`` and
+transformers.
 
 * ``diverging_routers``: share of tokens and layers with another set of experts;
   ``diverging_tokens``: share of tokens with another set in some layer.

@@ -4,7 +4,8 @@
 thread to sample a row of logits, in batches of 32 turns of 700 tokens, at two vocabulary sizes.
 Probabilities fall as ``rank ** -1.5``, so that a top-p of 0.9 keeps some 60 tokens. The peer is the
 same without options, measured alternately; values are medians. For ``plain_beside_kernel`` the peer
-is the kernel alone, called with prepared columns.
+is the kernel alone, called with prepared columns. A command that no module imports. Built on
+``engine/sampling/`` and ``kernels/sampling.py``.
 """
 
 import argparse

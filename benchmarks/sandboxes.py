@@ -1,5 +1,7 @@
 """Programs per second in sandboxes: reused, taken from the warm pool, and started cold.
 
+A command that no module imports. Built on ``environments/``'s sandboxes.
+
     python -m benchmarks.sandboxes [--json] [--programs 60] [--at-a-time 1]
 
 The peer is the same program as a plain child process, without any sandbox, in the same round. A

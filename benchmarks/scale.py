@@ -1,6 +1,7 @@
 """Orchestrator cost per step message with up to 1,000 engines, and recovery from a node's death.
 
-``python -m benchmarks.scale [--json] [--only PART …]`` prints ``name, value, unit, peer, ratio``.
+``python -m benchmarks.scale [--json] [--only PART …]`` prints ``name, value, unit, peer, ratio``. A
+command that no module imports. Built on ``tidegate.serve``, and on Ray for one part.
 
     simulated: CPU time of the run's whole process per step message of 64 rows, one token each, all
         rollout costs included: 10, 100 and 1,000 simulated engines of 64 slots, in a process of

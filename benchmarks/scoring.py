@@ -4,7 +4,8 @@
 per CPU-second of one thread, medians of alternating rounds. Ours goes through the engine's
 scheduler in chunks, all sequences at once; the peer is a forward pass, log_softmax and gather, a
 sequence at a time. ``group`` is eight answers per prompt, scored from the prompt's end on: ours
-computes a prompt once. Random weights in float32, without the wire.
+computes a prompt once. Random weights in float32, without the wire. A command that no module
+imports. Built on the engine's scheduler and transformers.
 """
 
 import argparse

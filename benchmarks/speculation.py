@@ -3,7 +3,8 @@
 ``python -m benchmarks.speculation [--json]`` prints ``name, value, unit, peer, ratio``. Scheduler
 and model (:mod:`benchmarks.small_model`, in float32) run in this process, on one thread, without
 the wire. The peer is the same engine without drafts, alternately; values are medians of CPU time.
-``accepted``: the share of verified draft tokens that were accepted.
+``accepted``: the share of verified draft tokens that were accepted. A command that no module
+imports. Built on ``engine/drafts/`` and the engine's scheduler.
 
 ``repeats``: a model that mostly repeats itself, so its context predicts what comes. ``again``:
 prompts that were sampled before, by slightly different weights; greedy. ``random``: a model that

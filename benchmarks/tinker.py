@@ -1,5 +1,8 @@
 """Speed of `tidegate tinker` through the SDK: samples and optimizer steps, against SkyRL's server.
 
+A command that no module imports. It starts both servers, and ``peers/tinker_client.py``, as
+processes.
+
     make test-skyrl test-tinker     # makes the Pythons of both
     .venv-tinker/bin/python -m benchmarks.tinker --skyrl .venv-skyrl/bin/python --json
 

@@ -1,7 +1,7 @@
 """Receiver process of the weight benchmark; copies each tensor out, as an engine does.
 
 :mod:`benchmarks.weights` starts it. It reads encoded messages in hex, one per line, and prints
-``ready`` and, for each version, ``done``.
+``ready`` and, for each version, ``done``. Built on the weight channels' receivers.
 """
 
 import sys

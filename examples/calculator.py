@@ -1,6 +1,8 @@
 """Calculator task of the demo: sums to solve over several turns with a calculator tool.
 
-Defines tasks, the tool, a grader and the episode; none of them depends on engines or training.
+Defines tasks, the tool, a grader and the episode; none of them depends on engines or training. The
+demos, their tests and several benchmarks import it; standard library only, but for the optional
+``reasoning_gym``.
 
 For ``3 + 9 - 4`` the policy writes an answer (``8``) or a call (``?3+9``). The calculator takes two
 operands. It replies with their value and the rest of the sum's next term (``>12-4``), and the

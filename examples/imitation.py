@@ -2,7 +2,8 @@
 
 ``tiny_model`` runs it in two phases: the first, until the model has a skill; the second, in which
 it learns to use the skill rarely, so that RL has something to improve. A
-:class:`DemonstrationSource` supplies demonstrations and measures the skill.
+:class:`DemonstrationSource` supplies demonstrations and measures the skill. Built on torch and
+transformers.
 
 Shapes: B demonstrations in a batch, T tokens in the longest of them.
 """

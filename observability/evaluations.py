@@ -1,7 +1,7 @@
 """Evaluations of a recorded run, read from ``evaluations.jsonl`` of all its processes.
 
 The recorder writes one line per call of ``rollouts.evaluate()``. Reports, curves and comparisons
-read one point per name and weight version.
+read one point per name and weight version. Built on ``run_files.py``.
 """
 
 from collections.abc import Mapping, Sequence

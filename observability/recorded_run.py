@@ -1,7 +1,8 @@
 """A recorded run in Python and notebooks: its numbers, trajectories, metrics and plots.
 
-Users call :func:`open_run`. polars, pandas, datasets and matplotlib are imported when
-asked for; figures come from :mod:`facts`, rows from :mod:`trajectories`.
+Users call :func:`open_run`. polars, pandas, datasets and matplotlib are imported when asked for;
+figures come from :mod:`facts`, rows from :mod:`trajectories`. The user's notebook or script is its
+only caller.
 """
 
 import importlib

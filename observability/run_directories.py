@@ -2,7 +2,7 @@
 
 Also reads the JSON files in them, with errors that name the file. Each process records into a
 directory of its own, so that nothing written before a crash is touched. Files are read by
-``transport/regular_files.py``.
+``transport/regular_files.py``. The audit, the dashboard, reports and evaluations find files by it.
 """
 
 import hashlib

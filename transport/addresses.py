@@ -2,7 +2,7 @@
 
 The sockets and weight channels call it before they bind or connect. Without CURVE keys, only
 addresses that no other host can reach are allowed (loopback, ipc, inproc); with keys, any. Standard
-library only.
+library only. Settings and the run check their addresses by it, too.
 """
 
 import ipaddress

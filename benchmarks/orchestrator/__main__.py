@@ -4,7 +4,8 @@
 is the median of some runs, ours and the peers' alternately, each in its own process, so that a busy
 machine slows them alike. A rollout has a prompt of 128 tokens and one turn of 64. The trainer takes
 no time, but gets its batches of 256 as tensors and publishes after each. All CPU time of the
-measured process counts; engines are in other processes.
+measured process counts; engines are in other processes. A command that no module imports. It starts
+``subject.py`` and the peers' scripts as processes.
 
     rollouts_per_s: per CPU-second of the orchestrator's process, 512 at once, over the wire; the
         peer is AReaL over HTTP

@@ -3,7 +3,7 @@
 It has slots, a queue, steps in columns, credits and weight updates like a real engine. A turn is
 answered with the same tokens each time, after a configured time. ``wire_engines.py`` and
 ``in_process.py`` run it. Sans-IO: no socket and no clock, so one process, or the orchestrator's
-own, can run a thousand of them.
+own, can run a thousand of them. Built on the wire's messages and ``transport/streams.py``.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Shared parts of the peers' scripts: options, HTTP engine process, and the JSON result line.
 
-Standard library only, because it runs in a peer's Python.
+Standard library only, because it runs in a peer's Python. ``areal_rollouts.py`` and
+``skyrl_rollouts.py`` import it.
 """
 
 import argparse

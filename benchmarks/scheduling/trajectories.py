@@ -4,6 +4,7 @@ A trajectory that waits for its tool frees its slot, so engines are busy only if
 trajectories than slots. The peer is the published model of the same machines, lengths and tools at
 the same bound (twelve engines of 64 slots, 20 turns, tools of 4 s in the median with a long tail),
 which has a figure for each ratio; the last row has as many trajectories as admission allows.
+``benchmarks.agents`` imports it. Built on the simulated run of :mod:`run`.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Sending process with a plain ZeroMQ DEALER, with or without CURVE keys, for :mod:`messages`.
 
-``python -m benchmarks.transport.dealer ADDRESS COUNT BYTES [KEYS]``
+``python -m benchmarks.transport.dealer ADDRESS COUNT BYTES [KEYS]``: the message benchmark starts
+it. Built on pyzmq.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """Cheapest possible message sender, so that only the receiver is measured: hand-written ZMTP.
 
 ``python -m benchmarks.transport.flood PATH COUNT BYTES`` writes ZMTP 3.0
-(https://rfc.zeromq.org/spec/23/) to a unix socket, a thousand messages per system call.
+(https://rfc.zeromq.org/spec/23/) to a unix socket, a thousand messages per system call. The message
+benchmark starts it. Built on sockets of the standard library.
 """
 
 import socket

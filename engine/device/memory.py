@@ -2,7 +2,9 @@
 
 Implements ``sleep.SleepableMemory`` with torch's caching allocator, for ``SleepController``. A
 storage resized to 0 keeps its identity, so tensors and views of the storage stay valid. Its address
-may change, which is safe because no kernel keeps an address between steps."""
+may change, which is safe because no kernel keeps an address between steps. ``engine/worker.py``
+makes it for engines on a GPU.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Capabilities of a vLLM server, from its version, routes and start-up settings.
 
 Used by ``VllmAdapter.open``. Version limits were read in the releases, and tried with 0.32.0.
-Depends on no connection: the adapter passes what the server answered.
+Depends on no connection: the adapter passes what the server answered. ``vllm_weights.py`` reads the
+capabilities too. Built on ``vllm_loras.py``.
 """
 
 import hashlib

@@ -2,7 +2,8 @@
 
 Rank 0 starts the process and commands it over a pipe. Weights come directly from the orchestrator's
 weight channel. The kernel kills the process when rank 0 ends. It opens its shard by
-``execution/served_model.py`` and runs :class:`RankLoop`.
+``execution/served_model.py`` and runs :class:`RankLoop`. No module imports it: ``ranks.py`` starts
+it as a process.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Interface of logits processors: callables that edit a turn's logits before each token is sampled.
 
 Implemented by users' modules and by ``processors.py`` and ``grammar.py``; see
-:mod:`tidegate.engine.sampling.processors` for how a turn names one.
+:mod:`tidegate.engine.sampling.processors` for how a turn names one. ``options.py`` calls the
+processors for each row. Built on torch.
 
 Letters in shapes: V vocabulary.
 """

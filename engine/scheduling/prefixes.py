@@ -4,7 +4,7 @@ Used by the running set and the scheduler; the radix tree itself is ``KvCache``.
 the tree from the root of the live weights as far as its tokens match, and adds each block that it
 fills. A sequence leaves the tree once part of its KV is from older weights. A session is a rollout
 between two turns, for example during a tool call: its KV may be evicted, least recently used first.
-Depends on ``kv_cache.py`` and ``sequences.py`` only.
+Depends on ``kv_cache.py`` and ``sequences.py`` only. Its caller is ``sequence_queues.py``.
 """
 
 from collections import OrderedDict

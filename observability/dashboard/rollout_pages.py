@@ -1,7 +1,7 @@
 """JSON of one rollout for the dashboard: its text token by token, with each token's provenance.
 
 The app's `/api/rollouts/{id}` route calls :func:`rollout_page`. Model output is passed on as data;
-the page renders it as text, never as HTML.
+the page renders it as text, never as HTML. Reads rollouts by ``observability/trajectories.py``.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 :class:`Core` owns one :class:`TakenTasks`. A task is identified by its iterator and index. After a
 crash the user gives the iterator in use at the checkpoint again, from its beginning. Tasks of
-earlier iterators can only be restored from the journal, if they are plain data.
+earlier iterators can only be restored from the journal, if they are plain data. Depends on
+``group.py`` only.
 """
 
 from collections import Counter

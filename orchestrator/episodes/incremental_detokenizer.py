@@ -1,8 +1,8 @@
 """Incremental detokenizer: decodes the tokens of a running turn, each at most twice.
 
-Streaming servers use it. A token's text may depend on the token before it (some tokenizers write a
-space only between words), and an incomplete character is held back until its last token. Depends on
-no module: the decoder is an argument.
+The gateway and the vLLM-compatible server stream text by it. A token's text may depend on the token
+before it (some tokenizers write a space only between words), and an incomplete character is held
+back until its last token. Depends on no module: the decoder is an argument.
 """
 
 from collections.abc import Callable, Sequence

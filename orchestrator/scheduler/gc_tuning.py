@@ -4,6 +4,7 @@ A run holds :data:`GC_TUNING` for its duration. Python has one collector per pro
 run to end restores the thresholds that the first one found. Rollouts leave no cycles behind, so
 frequent collections would find nothing: with Python's defaults a run does 0.59 of the rollouts per
 CPU-second in process, and 0.60 over the wire (``benchmarks.orchestrator``, medians of 5 pairs).
+Standard library only.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 The trainer's handle marks each change of activity; batch metrics and the forecast read the shares.
 Engines' busy time comes from their step messages. The window measured begins when the first batch
 is requested and ends with the trainer's last activity, so set-up, warm-up and evaluation don't
-count.
+count. Built on ``statistics.py``'s records.
 """
 
 import time

@@ -1,6 +1,7 @@
 """Response bodies of vLLM's three kinds of completion, whole and as chunks of a stream.
 
 Plain functions, which turn a turn's output into the dicts that :mod:`completions` sends as JSON.
+The gateway's response bodies are built from them, too. Depends on :mod:`outputs` and numpy.
 """
 
 import base64
