@@ -219,6 +219,18 @@ def tinker_table(rows: Rows) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def tenants_table(rows: Rows) -> Iterator[str]:
+    """Yield the figures of one tenant's samples beside another tenant, a line per figure."""
+    yield "| figure | alone | beside | publishing | beside / alone | publishing / beside |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for row in rows:
+        cells = [_number(row, key, ",.4g") for key in ("alone", "beside", "publishing")]
+        for ratio in ("share", "ratio"):
+            lowest, highest = row[f"{ratio}_lowest"], row[f"{ratio}_highest"]
+            cells.append(f"{row[ratio]:.2f} ({lowest:.2f} to {highest:.2f})")
+        yield f"| {row['name']}, {row['unit']} | {' | '.join(cells)} |"
+
+
 def _number(row: dict[str, Any] | None, key: str, form: str) -> str:
     return "-" if row is None or row[key] is None else format(row[key], form)
 
@@ -306,6 +318,17 @@ SOURCES = (
         "which its windows at 16 clients include. In two more runs on the\nloaded machine one "
         "client's round trips were 14.6 and 10.8 times SkyRL's.",
         table=tinker_table,
+    ),
+    Source(
+        title="Tinker API, two tenants",
+        file="tinker_tenants.jsonl",
+        command="python -m benchmarks.tinker --tenants-beside --windows 12 --seconds 6 --json",
+        recorded="2026-11-27",
+        note="One tenant's four streams of samples of 8 tokens: alone; beside another's four, "
+        "which makes an optimizer step every\nsecond; and while that one also publishes its "
+        "weights every second. Medians of turns in one run, and ratios of each turn\nwith the "
+        "lowest and highest, on two cores under a load of 22.",
+        table=tenants_table,
     ),
 )
 

@@ -5,11 +5,16 @@ processes.
 
     make test-skyrl test-tinker     # makes the Pythons of both
     .venv-tinker/bin/python -m benchmarks.tinker --skyrl .venv-skyrl/bin/python --json
+    .venv-tinker/bin/python -m benchmarks.tinker --tenants-beside --json
 
 Both servers serve the demos' tiny model at the same time, and are loaded in turn by the same client
 (:mod:`benchmarks.peers.tinker_client`, with the SDK 0.24.1, which both read), in windows of some
 seconds. A figure is the median of the windows, with the lowest and the highest. Each load is first
 repeated untimed until JAX has compiled what it needs.
+
+``--tenants-beside`` measures Tidegate's server alone: what one tenant's samples take while there is
+no other, while another samples as much and trains (its share of the machine), and while that one
+also publishes its weights every second. The three take turns, and each ratio is of one turn.
 """
 
 import argparse
@@ -22,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +114,17 @@ class Client:
 
     def window(self, what: str, clients: int, seconds: float) -> dict[str, Any]:
         """Load the server for some seconds; return the client's counts and times."""
+        self.begin(what, clients, seconds)
+        return self.result()
+
+    def begin(self, what: str, clients: int, seconds: float) -> None:
+        """Start a window, whose :meth:`result` comes later."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(what, clients, seconds, file=self._process.stdin, flush=True)
+
+    def result(self) -> dict[str, Any]:
+        """Return the counts and times of the window that was begun."""
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("the client has ended; its error is above")
@@ -175,6 +188,45 @@ def rows_of(
         yield row
 
 
+BESIDE: Mapping[str, str] = {"alone": "", "beside": "study", "publishing": "publish"}
+"""What the other tenant does, by condition; nothing if empty."""
+
+STREAMS = 4
+"""Samples that each of two tenants has running."""
+
+
+def tenants_beside(url: str, model: Path, seconds: float, turns: int) -> Iterator[dict[str, Any]]:
+    """Yield a row per figure of one tenant's samples, under each condition."""
+    one, other = (Client(Path(sys.executable), url, model) for _ in range(2))
+    with contextlib.closing(one), contextlib.closing(other):
+        one.window("sample", STREAMS, 3)
+        other.window("publish", STREAMS, 3)
+        found: dict[str, list[dict[str, Any]]] = {condition: [] for condition in BESIDE}
+        for turn in range(turns):
+            order = list(BESIDE)
+            for condition in order[turn % 3 :] + order[: turn % 3]:
+                if what := BESIDE[condition]:
+                    other.begin(what, STREAMS, seconds)
+                found[condition].append(one.window("sample", STREAMS, seconds))
+                if what:
+                    other.result()
+    by_condition = {condition: figures(windows) for condition, windows in found.items()}
+    for (kind, name), (unit, _) in UNITS.items():
+        if kind == "sample":
+            yield beside_row(name, unit, {c: f[name] for c, f in by_condition.items()})
+
+
+def beside_row(name: str, unit: str, values: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Return a figure's row from its values by condition, in the order of the turns."""
+    row: dict[str, Any] = {"name": f"sample_{name}", "unit": unit}
+    row |= {c: round(statistics.median(of_turns), 2) for c, of_turns in values.items()}
+    for ratio, above, below in (("share", "beside", "alone"), ("ratio", "publishing", "beside")):
+        ratios = sorted(a / b for a, b in zip(values[above], values[below], strict=True))
+        row[ratio] = round(statistics.median(ratios), 3)
+        row[f"{ratio}_lowest"], row[f"{ratio}_highest"] = round(ratios[0], 3), round(ratios[-1], 3)
+    return row
+
+
 def main() -> None:
     """Start the servers, load them in turn, and print a row per figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -183,13 +235,20 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=3, help="of each load")
     parser.add_argument("--warm-up-s", type=float, default=40, help="SkyRL's, of each load")
     parser.add_argument("--model", type=Path, help="its directory; default: made anew")
+    parser.add_argument("--tenants-beside", action="store_true", help="without SkyRL")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that both servers end, too
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         model = options.model or folder / "model"
-        make_model(model)
+        if options.model is None:
+            make_model(model)
+        if options.tenants_beside:
+            url = stack.enter_context(tidegate_server(model, folder))
+            for row in tenants_beside(url, model, options.seconds, options.windows):
+                print(json.dumps(row) if options.json else beside_text(row), flush=True)
+            return
         python = options.skyrl or Path(sys.executable)
         ours = Client(python, stack.enter_context(tidegate_server(model, folder)), model)
         stack.callback(ours.close)
@@ -209,6 +268,13 @@ def main() -> None:
             done = [theirs for _, theirs in pairs if theirs]
             for row in rows_of(what, clients, [mine for mine, _ in pairs], done):
                 print(json.dumps(row) if options.json else text_of(row), flush=True)
+
+
+def beside_text(row: dict[str, Any]) -> str:
+    """Return a row of ``--tenants-beside`` as a line of text."""
+    values = ", ".join(f"{condition} {row[condition]:.4g}" for condition in BESIDE)
+    spread = f"{row['ratio_lowest']:.3g} to {row['ratio_highest']:.3g}"
+    return f"{row['name']}: {values} {row['unit']}; publishing {row['ratio']:.3g}x ({spread})"
 
 
 def text_of(row: dict[str, Any]) -> str:

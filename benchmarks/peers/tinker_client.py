@@ -2,8 +2,10 @@
 
 Runs in a Python with the SDK of the release that both servers read (0.24.1); ``benchmarks.tinker``
 starts it. Each line of standard input is a window, ``WHAT CLIENTS SECONDS``, answered by a line of
-JSON. WHAT is ``sample`` (each client samples again and again) or ``train`` (each client is a tenant
-with a model of its own, which makes one step after another).
+JSON. WHAT is ``sample`` (each client samples again and again), ``train`` (each client is a tenant
+with a model of its own, which makes one step after another), ``study`` (each samples its model's
+in-flight weights again and again, and makes a step every second) or ``publish`` (it also publishes
+the weights every second, which needs a newer SDK).
 """
 
 import argparse
@@ -22,6 +24,8 @@ SEQUENCES, SEQUENCE_TOKENS = 8, 64
 """Data of one optimizer step."""
 
 LEARNING_RATE = 1e-4
+
+PUBLISH_INTERVAL_S = 1.0
 
 
 class Tenant:
@@ -67,6 +71,22 @@ class Tenant:
         await passed.result_async()
         await stepped.result_async()
 
+    async def publish(self) -> None:
+        """Have later samples, and those that run, use the model's present weights."""
+        assert self._trainer is not None
+        self._sampler = await self._trainer.save_weights_and_get_sampling_client_async(
+            kind="inflight"
+        )
+
+    async def study(self, end_s: float, *, publishes: bool) -> None:
+        """Make a step every second, and with ``publishes`` publish its weights."""
+        while (start_s := time.perf_counter()) < end_s:
+            await self.train()
+            if publishes:
+                await self.publish()
+            left_s = PUBLISH_INTERVAL_S - (time.perf_counter() - start_s)
+            await asyncio.sleep(max(0.0, left_s))
+
 
 async def window(tenants: list[Tenant], what: str, seconds: float) -> dict[str, object]:
     """Have all tenants repeat one operation; return the number of operations, and the time of
@@ -76,10 +96,20 @@ async def window(tenants: list[Tenant], what: str, seconds: float) -> dict[str, 
 
     async def repeat(tenant: Tenant) -> None:
         while (start := time.perf_counter()) < begin + seconds:
-            await (tenant.sample() if what == "sample" else tenant.train())
+            await (tenant.train() if what == "train" else tenant.sample())
             times_s.append(time.perf_counter() - start)
 
-    await asyncio.gather(*map(repeat, tenants))
+    repeats = list(map(repeat, tenants))
+    if what in ("study", "publish"):
+        first = tenants[0]  # the one that trains; all sample its weights
+        if first._trainer is None:
+            await first.train()
+            await first.publish()
+        for tenant in tenants:
+            tenant._sampler = first._sampler
+        begin = time.perf_counter()
+        repeats.append(first.study(begin + seconds, publishes=what == "publish"))
+    await asyncio.gather(*repeats)
     return {"done": len(times_s), "wall_s": time.perf_counter() - begin, "times_s": times_s}
 
 

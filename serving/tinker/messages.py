@@ -196,6 +196,9 @@ class SampleRequest(TinkerRequest, frozen=True, kw_only=True):
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
+    include_routed_experts: bool = False
+    """Whether JSON answers have the experts that a mixture routed each position to; not the SDK's.
+    """
 
 
 class RetrieveFutureRequest(TinkerRequest, frozen=True, kw_only=True):

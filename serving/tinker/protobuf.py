@@ -14,6 +14,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from tidegate.serving.api_errors import ApiError
 from tidegate.serving.tinker.training import BatchResult, Datum, LossBatch, UserError
+from tidegate.serving.vllm_server.response_bodies import as_npy
 
 MASKED_LOGPROB = -99999.0
 """Log-prob, of token 0, at positions of a top-k matrix that were not scored."""
@@ -219,6 +220,8 @@ class SampledSequence:
     top: TopTokens | None
     spans: Sequence[Mapping[str, Any]]
     """Weight versions of the tokens; in JSON answers only, because protobuf has no field."""
+    experts: npt.NDArray[np.uint8 | np.uint16] | None = None
+    """[positions, layers, k], the experts of every position but the last; likewise in JSON only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +263,7 @@ class SampleResult:
                     "logprobs": list(sample.logprobs),
                     "topk_logprobs": None if sample.top is None else sample.top.fields(),
                     "weight_versions": list(sample.spans),
+                    "routed_experts": None if sample.experts is None else as_npy(sample.experts),
                 }
                 for sample in self.samples
             ],

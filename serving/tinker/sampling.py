@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tidegate.errors import TurnRefused
 from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
 from tidegate.serving.api_errors import ApiError
 from tidegate.serving.tinker.messages import SampleRequest, SamplingFields
@@ -86,6 +87,8 @@ class SampleRunner:
             try:
                 scores = await self._scores(request, token_ids, weights)
                 await active.wait()
+            except TurnRefused as error:
+                raise UserError(str(error)) from error
             finally:
                 active.abort()
         logprobs, top = scores
@@ -119,6 +122,8 @@ class SampleRunner:
         options["max_tokens"] = left if tokens_max is None else min(left, tokens_max)
         if request.topk_sample_logprobs:
             options["top_logprobs"] = request.topk_sample_logprobs
+        if request.include_routed_experts:
+            options["routed_experts"] = True
         return options
 
     def _options(self, sampling: SamplingFields) -> dict[str, Any]:
@@ -186,6 +191,7 @@ class SampleRunner:
                     turn.finish_reason == "stop",
                     _top_of(turn, top) if top else None,
                     self._spans(turn, adapter),
+                    turn.routed_experts,
                 )
             )
         return samples

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from tidegate.serving.openai_requests import CompletionRequest
@@ -178,13 +179,16 @@ class PackedBodies(GenerateBodies):
         return {"data": data, "shape": list(experts.shape), "dtype": dtype}
 
 
+def as_npy(values: npt.NDArray[Any]) -> str:
+    """Return an array as JSON text: base64 of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def _experts_of(output: Output, start: int = 0) -> str | None:
     """Return an output's routed experts as vLLM encodes them: base64 of a .npy file."""
-    if output.routed_experts is None:
-        return None
-    file = io.BytesIO()
-    np.save(file, output.routed_experts[start:], allow_pickle=False)
-    return base64.b64encode(file.getvalue()).decode()
+    return None if output.routed_experts is None else as_npy(output.routed_experts[start:])
 
 
 def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
