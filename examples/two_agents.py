@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import tidegate
 from examples.grpo import load_trainer, train_step
-from examples.imitation import Demonstration, Mastery, Phase, Plan
+from examples.imitation import Demonstration, Performance, Phase, Plan
 from examples.tiny_model import Recipe, character_tokenizer, make_model
 from tidegate.observability.audit.audit import audit_run, write_audit
 from tidegate.observability.facts import read_facts
@@ -91,17 +91,17 @@ def secrets(count: int, seed: int) -> list[Task]:
 
 
 PLAN = Plan(
-    lessons=Phase(skill_share=1.0, learning_rate=2e-3, check_steps=20),
+    skill_phase=Phase(skill_share=1.0, learning_rate=2e-3, check_steps=20),
     skill_wanted=0.95 * HINT_SHARE,
-    habits=Phase(skill_share=1.0, learning_rate=2e-4, check_steps=20),
+    mixed_phase=Phase(skill_share=1.0, learning_rate=2e-4, check_steps=20),
     accuracy_wanted=(0.0, 1.0),
 )
 """Skill is to speak and to understand the common language as often as the demonstrations do."""
 
 
 @dataclass(slots=True)
-class ManyRounds:
-    """School that teaches both roles' form, and hints at a common language."""
+class RoundDemonstrations:
+    """Source of rounds in either role, with a hint at a common language."""
 
     tokenizer: Tokenizer
     numbers: random.Random
@@ -132,7 +132,7 @@ class ManyRounds:
         return Demonstration(token_ids, is_action)
 
     @torch.no_grad()
-    def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
+    def performance(self, model: Qwen3ForCausalLM) -> Performance:
         """Measure the mean probability of the common language's letters and digits."""
         chances = {TELL: 0.0, HEAR: 0.0}
         for digit, letter in zip(DIGITS, LETTERS, strict=False):
@@ -141,7 +141,7 @@ class ManyRounds:
                 logits = model(torch.tensor([prompt])).logits[0, -1]
                 chances[role] += float(logits.softmax(0)[self.tokenizer.encode(wanted).ids[0]])
         told, heard = (chance / len(DIGITS) for chance in chances.values())
-        return Mastery(skill=min(told, heard), accuracy=told * heard)
+        return Performance(skill=min(told, heard), accuracy=told * heard)
 
 
 def make_tokenizer() -> Tokenizer:
@@ -152,7 +152,7 @@ def make_tokenizer() -> Tokenizer:
 
 TWO_ROLES = Recipe(
     tokenizer=make_tokenizer,
-    school=lambda tokenizer, seed: ManyRounds(tokenizer, random.Random(seed)),
+    source=lambda tokenizer, seed: RoundDemonstrations(tokenizer, random.Random(seed)),
     sources=("two_agents.py",),
     context_tokens=64,
 )
@@ -228,7 +228,7 @@ async def train(options: argparse.Namespace, run_directory: Path) -> dict[str, l
             recipe=TWO_ROLES,
             seed=options.seed,
             on_progress=lambda p: print(
-                f"warm-up: step {p.steps}, both right {p.mastery.accuracy:.2f}", flush=True
+                f"warm-up: step {p.steps}, both right {p.performance.accuracy:.2f}", flush=True
             ),
         )
     async with tidegate.serve(

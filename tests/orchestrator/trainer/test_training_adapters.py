@@ -76,6 +76,22 @@ async def test_each_adapter_has_batches_versions_and_a_staleness_bound_of_its_ow
         assert rollouts.version == 0
 
 
+async def test_fifty_adapters_are_trained_at_once_by_an_engine_that_holds_sixteen(
+    model: Path,
+) -> None:
+    async with tidegate.serve(
+        model=model, engines=1, group_size=2, groups_per_batch=1, max_staleness=1, adapters_max=16
+    ) as rollouts:
+        trainers = [await rollouts.train_adapter(f"adapter-{number}") for number in range(50)]
+        first = random_adapter(model, 9)
+        await asyncio.gather(*(each.publish(first, config=CONFIG) for each in trainers))
+        trained = await asyncio.gather(*(train(each, model, batches=2) for each in trainers))
+        for each, batches in zip(trainers, trained, strict=True):
+            assert [batch.trainer_version for batch in batches] == [1, 2]
+            assert max(int(batch.staleness.max()) for batch in batches) <= 1
+            assert each.statistics().ledger.error == 0
+
+
 async def test_an_adapters_pause_leaves_the_other_adapters_turns_alone(model: Path) -> None:
     async with tidegate.serve(model=model, engines=1, group_size=2) as rollouts:
         solver = await rollouts.train_adapter("solver", groups_per_batch=1)
