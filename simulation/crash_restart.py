@@ -1,7 +1,8 @@
 """Crash-restart runs: one seed, several processes of the same run, in virtual time.
 
-``tidegate simulate --crash-restart-runs`` starts them. Each trains the run's weights, and checks
-the batches of all processes against the trainer's checkpoints. Built on :mod:`processes`.
+``tidegate simulate --crash-restart-runs`` starts them through :mod:`sweep`. Each trains the run's
+weights, and checks the batches of all processes against the trainer's checkpoints. Built on
+:mod:`processes`.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ class Checkpoint:
     """Trainer's checkpoint, as far as a resume needs it."""
 
     trained: tuple[TrainedTask, ...] = ()
-    """TrainedTask tasks, in the order of training."""
+    """Trained tasks, in the order of training."""
     batches: int = 0
     last_group: int = -1
     offer: int = 0
@@ -78,7 +79,7 @@ PROCESSES_MAX = 8
 """Most processes of a run whose scenario is drawn from its seed."""
 
 TRAINER_FAULTS = {FaultKind.REFUSE, FaultKind.LAG, FaultKind.TRAINER}
-"""Faults that are left out of these runs, because this trainer does not handle their errors."""
+"""Faults that these runs omit, because this trainer does not handle their errors."""
 
 DISCARD_REASON = "left_out"
 """Reason that the trainer reports for the rows that it discards."""

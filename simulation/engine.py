@@ -1,8 +1,8 @@
 """Simulated engine process: speaks the wire protocol exactly; its work takes only virtual time.
 
 Like a real engine, it reads its messages between steps, stages weights while it decodes, keeps
-steps until they are acknowledged, and answers in the same order. :mod:`turns` samples the tokens,
-and :mod:`host` injects the faults. Credits and replays are ``transport/streams.py``'s.
+steps until they are acknowledged, and answers in the same order. :mod:`host` makes it and injects
+its faults; :mod:`turns` samples the tokens. Credits and replays are ``transport/streams.py``'s.
 """
 
 import random
@@ -86,10 +86,10 @@ class EngineOwner(Protocol):
         """Count the tokens of one step that the engine has sent."""
 
     def shut_down(self, running_turns: int) -> None:
-        """Note that the engine process was told to end, while it ran this many turns."""
+        """Record that the engine process got ``Shutdown`` while it ran this many turns."""
 
     def ended(self) -> None:
-        """Note that the engine process has ended by itself."""
+        """Record that the engine process has ended by itself."""
 
     def crash(self, lasts_s: float, *, is_noticed: bool, is_clean: bool = False) -> None:
         """Kill the engine process, and start another one ``lasts_s`` later."""

@@ -33,7 +33,7 @@ class GroundTruth:
         """(adapter, version) -> content of the weights that turns were computed by under it."""
 
     def started(self, engine: str) -> None:
-        """Note the start of a process of ``engine``, which counts its steps from 0."""
+        """Record the start of a process of ``engine``, which counts its steps from 0."""
         self._processes.setdefault(engine, deque()).append(deque())
 
     def sent(self, engine: str, step: Step) -> None:
@@ -84,7 +84,7 @@ class GroundTruth:
         first of a later process.
 
         Raises:
-            AssertionError: a step was left out, or handled twice.
+            AssertionError: a step was skipped, or handled twice.
         """
         turns, token_ids = bytes(event.turns), bytes(event.token_ids)
         reported = SentStep(event.version, turns, token_ids, event.adapter)

@@ -1,7 +1,8 @@
 """Weight staging of a simulated engine: copies a version beside the live weights, in virtual time.
 
-Used by the simulated engine, in place of the real engine's staging thread. A copy is torn if the
-trainer overwrites the version's slot of the buffer during the copy.
+:mod:`engine` uses it in place of the real engine's staging thread, and the simulated trainer writes
+versions here. Built on the wire's messages. A copy is torn if the trainer overwrites the version's
+slot of the buffer during the copy.
 """
 
 import asyncio
@@ -65,7 +66,8 @@ class WeightBuffer:
         """Begin to write a version to a slot that holds none of the versions in ``keep``.
 
         ``content``: the weights to write; None for new weights. ``patches_version``: write patches
-        of this version if it was written last. Return the update message; ``is_patch`` tells.
+        of this version if it was written last. Return the update message, which has ``is_patch`` in
+        that case.
         """
         kept_slots = {self._slot_of_version.get(version) for version in keep}
         first_slot = self._first_slot

@@ -136,7 +136,7 @@ class SweepSummary:
 
     @property
     def uncovered(self) -> list[CoverageMark]:
-        """Marks that no run reached; empty if there were too few runs to tell."""
+        """Marks that no run reached; empty if there were too few runs to decide."""
         if self.runs < COVERAGE_SEEDS_MIN:
             return []
         return [

@@ -1,8 +1,8 @@
 """Turns of a simulated engine: which of them run in a step, and the tokens they sample.
 
-Used by the simulated engine. :class:`SimulatedTurns` follows the rules of a real engine's
-scheduler: decodes before prefills, chunked prefill, preemption of the lowest-ranked turn, and the
-effects of pauses and weight swaps on running turns. Time and messages are left to :mod:`engine`.
+:mod:`engine` makes it. :class:`SimulatedTurns` follows the rules of a real engine's scheduler:
+decodes before prefills, chunked prefill, preemption of the lowest-ranked turn, and the effects of
+pauses and weight swaps on running turns. Time and messages are left to :mod:`engine`.
 """
 
 import math

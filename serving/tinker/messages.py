@@ -1,7 +1,8 @@
 """Bodies of the Tinker API's JSON requests, by the SDK's names; unknown fields are refused.
 
-Fields that the server does not serve are here too, so that :mod:`app` refuses them by name.
-``type`` repeats the path.
+:mod:`app`, :mod:`listings`, :mod:`sampling` and :mod:`training_requests` decode bodies into these
+msgspec structures. Fields that the server does not serve are here too, so that :mod:`app` refuses
+them by name. ``type`` repeats the path.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """Protobuf bodies of the Tinker API: decodes ``forward_backward``, encodes samples and outputs.
 
 The message types are those of the installed SDK, because the service publishes no ``.proto`` file.
-Arrays travel as little-endian bytes. :mod:`app` and :mod:`sampling` call this module.
+Arrays travel as little-endian bytes. :mod:`app`, :mod:`models`, :mod:`sampling` and
+:mod:`training_requests` call this module.
 """
 
 from collections.abc import Mapping, Sequence

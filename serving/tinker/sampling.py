@@ -42,7 +42,7 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "prompt_alt_tokens_k": (0, "sample each position's continuation with max_tokens=1"),
     "record_stability_info": (False, "it is for stable_reinforce; use loss_fn='ppo'"),
 }
-"""Fields that must have this value or be left out, and what to do instead."""
+"""Fields that must have this value or be omitted, and what to do instead."""
 
 
 class SampleRunner:
@@ -64,7 +64,7 @@ class SampleRunner:
     async def sample(
         self, request_id: str, sampler: Sampler, request: SampleRequest
     ) -> SampleResult:
-        """SampledSequence a request's sequences, and score its prompt if it asks for that.
+        """Sample a request's sequences, and score its prompt if requested.
 
         Cancelling this ends them.
 
