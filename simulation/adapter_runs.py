@@ -52,8 +52,8 @@ UNUSED_FAULTS = {FaultKind.TRAINER}
 own."""
 
 FAULTS_WITHOUT_CRASHES = {FaultKind.REFUSE}
-"""Faults that are left out of runs that crash: a trainer whose weights are refused must train on,
-while a resumed one must restore its checkpoint's weights."""
+"""Faults that runs that crash omit: a trainer whose weights are refused must train on, while a
+resumed one must restore its checkpoint's weights."""
 
 
 # ---------------------------------------------------------------- scenario

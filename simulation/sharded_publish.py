@@ -48,7 +48,7 @@ Tensors = dict[str, npt.NDArray[np.uint16]]
 """Whole tensors by name, as the bits of bfloat16."""
 
 CUT = {"rows": 0, "columns": 1}
-"""Dimension along which the ranks' parts of a tensor are cut; tensors left out are rank 0's."""
+"""Dimension along which the ranks' parts of a tensor are cut; tensors not named are rank 0's."""
 
 SHAPES = {"rows": (256, 512), "columns": (96, 250), "norm": (64,)}
 """``rows`` is so large that a rank's patch of all its elements exceeds ``SMALL_PATCH_BYTES``."""
@@ -322,7 +322,8 @@ class _RankProcess:
     async def _call(self, request: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         """Send a request over the link, and return its reply.
 
-        The run handles a request once, however often it arrives, and goes on if the caller is gone.
+        The run handles a request once, however often it arrives, and continues if the caller is
+        gone.
         """
         run, chance = self._run, self._run.chance
         if chance.random() < run.scenario.deaths:
@@ -367,7 +368,7 @@ async def _settled(task: "asyncio.Task[Result]") -> Result | TidegateError:
 
 
 def _consume(task: "asyncio.Task[Any]") -> None:
-    """Retrieve a request's failure, which nobody may be waiting for."""
+    """Retrieve a request's failure, which may have no waiter."""
     if not task.cancelled():
         task.exception()
 

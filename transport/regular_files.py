@@ -22,7 +22,7 @@ def open_regular(path: Path | str) -> int:
     Raises:
         OSError: the path does not exist, or is a FIFO, a socket, a device or a directory.
     """
-    # O_NONBLOCK: opening a FIFO would block here, before fstat can tell that it is one.
+    # O_NONBLOCK: opening a FIFO would block here, before fstat can show that it is one.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -60,8 +60,8 @@ class _Step:
 class CudaCapture:
     """Captures with ``torch.cuda.graph``; all graphs share one memory pool.
 
-    One graph's replay may overwrite another's output, which a step has read by then. Other threads
-    go on allocating and copying meanwhile, so only this thread's calls are restricted.
+    One graph's replay may overwrite another's output, which a step has already read. Other threads
+    continue to allocate and copy meanwhile, so only this thread's calls are restricted.
     """
 
     def __init__(self) -> None:

@@ -279,7 +279,7 @@ class ModelRunner:
         """Return the plan of a step in which every row is one token to sample after and one
         compiled call runs all layers; None for other steps.
 
-        Such rows are in the layout's order, so the layout is left out: it takes as long as the rest
+        Such rows are in the layout's order, so the layout is skipped: it takes as long as the rest
         of the plan.
         """
         layers = self._dense_layers()

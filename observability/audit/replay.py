@@ -315,7 +315,8 @@ def _recorded_routing(model: Any, batch: list[Replay], new: int) -> Iterator[Non
 
 
 def route_errors(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return by how much the best expert left out exceeds the worst of ``ids`` [N, k]; 0 or more.
+    """Return by how much the best expert that was not chosen exceeds the worst of ``ids`` [N, k]; 0
+    or more.
 
     In nats: scores [N, E] that are probabilities are compared by their logarithms, others, such as
     logits, as they are.

@@ -101,7 +101,7 @@ class RecordedRoutes:
     known: npt.NDArray[np.bool_]
     """[P], whether the position's experts were reported."""
     errors: npt.NDArray[np.float32] = field(init=False)
-    """[P], by how many nats an expert that was left out scores above one that is recorded, in the
+    """[P], by how many nats an expert that was not chosen scores above one that is recorded, in the
     worst layer; infinite where no router can choose these experts. Computed by the replay."""
 
     def __post_init__(self) -> None:

@@ -183,7 +183,7 @@ class _Tags:
     """End of an argument: only before another argument or the call's end, because a value, such as
     a program, may have the same tag in it."""
     wrapper: tuple[str, str] = ("", "")
-    """Tags around one or several calls, which some models leave out."""
+    """Tags around one or several calls, which some models omit."""
     pads_values: bool = False
     """Whether a value stands on lines of its own."""
 

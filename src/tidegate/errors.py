@@ -401,7 +401,7 @@ class RunClosed(TidegateError, RuntimeError):
 class RunForked(TidegateError, RuntimeError):
     """A forked process uses a run, or a connection to one, that belongs to its parent process.
 
-    A run lives on a thread, and ``fork()`` copies no threads, so no call would ever be answered.
+    A run has a thread, and ``fork()`` copies no threads, so no call would ever be answered.
     """
 
 

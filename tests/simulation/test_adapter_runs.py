@@ -171,7 +171,7 @@ def an_adapter_gets_the_rules_of_another(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_failure() -> AdapterRunReport | None:
-    """Return the first failed run of the seeds in which planted bugs are looked for."""
+    """Return the first failed run of the seeds in which planted bugs are searched."""
     reports = (simulate_adapters(seed) for seed in range(SEEDS_TO_CATCH))
     return next((report for report in reports if report.failure), None)
 

@@ -2,7 +2,7 @@
 
 A graph replays the launches of one step for all others of its shape. The stand-in runs the launches
 again, and checks that they are the same: kernels, grids, numbers, sizes, and addresses of whatever
-existed before the step. A CPU's memory tells nothing of streams: those only a GPU can show.
+existed before the step. A CPU's memory shows nothing of streams: those only a GPU can show.
 """
 
 import os

@@ -228,7 +228,7 @@ class AdapterPublishes(RuleBasedStateMachine):
         super().__init__()
         self.driver = Driver()
         self.open: dict[str, int] = {}
-        """Adapter -> its publish that somebody waits for; one at a time, as the shell ensures."""
+        """Adapter -> its publish that a caller waits for; one at a time, as the shell ensures."""
 
     @rule(engine=st.sampled_from(("e0", "e1", "e2")))
     def join_or_reconnect(self, engine: str) -> None:
