@@ -31,8 +31,9 @@ UNIT = "not wire"
 
 _FORBIDDEN_IN_UNIT_TESTS = {"subprocess.Popen", "os.fork", "socket.connect", "socket.bind"}
 
-_WIRE_MODULE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.wire\b", re.MULTILINE)
-"""Matches the source of a module all of whose tests have the mark `wire`."""
+_LEFT_OUT = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.(wire|slow)\b", re.MULTILINE)
+"""Matches the source of a module all of whose tests have the mark `wire` or `slow`, its second
+group. Many such modules import transformers, which each worker would do for nothing."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,9 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out modules without a unit test before each worker imports them with what they test."""
-    if UNIT not in config.option.markexpr or collection_path.suffix != ".py":
+    expression = config.option.markexpr
+    if UNIT not in expression or collection_path.suffix != ".py":
         return None
-    return bool(_WIRE_MODULE.search(collection_path.read_text(encoding="utf-8"))) or None
+    left_out = _LEFT_OUT.search(collection_path.read_text(encoding="utf-8"))
+    return True if left_out and f"not {left_out[2]}" in expression else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -260,6 +260,7 @@ def test_a_crash_restart_scenario_replays_from_json_as_from_its_seed() -> None:
     assert again.replay_command == f"tidegate simulate --replay '{drawn.scenario.to_json()}'"
 
 
+@pytest.mark.slow
 def test_a_failing_crash_restart_run_is_printed_with_its_smallest_replay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

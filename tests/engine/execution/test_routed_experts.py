@@ -64,6 +64,7 @@ def test_our_model_code_reports_the_experts_that_transformers_routes_to(
     assert_as_transformers(turns, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", FALLBACKS)
 def test_mixtures_that_transformers_computes_report_its_routers_choices(
     mixture: str, tmp_path: Path
