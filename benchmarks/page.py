@@ -290,9 +290,10 @@ SOURCES = (
         note="Share of wrong tags that `tidegate audit` finds by asking which history is nearer, "
         "and by its tolerance alone (in brackets),\nin real runs over 8 versions. `long`: 48 "
         "tokens a turn of a random model; `demo`: spans of some 4 tokens, most of them\n"
-        "near-certain, whose float32 log-probs are often the same under both histories: nothing "
-        "can find such tags, so lines recorded\n2026-11-27 also have the share of those that "
-        "differ. `exact`: deterministic engines, audited by `--exact`.",
+        "near-certain, whose log-probs under both histories differ by less than the noise of "
+        "float32. `exact`: deterministic engines,\naudited by `--exact`; where both histories "
+        "give the same bits, nothing can find the tag, so its share is also of those that\n"
+        "differ. `demo` and `demo-exact` at 1e-6 were recorded 2026-11-27.",
         table=audit_table,
     ),
     Source(
