@@ -85,9 +85,11 @@ def test_snapshots_and_inflight_samples_of_several_models_are_audited(
 @pytest.fixture
 def recorded(model: Path, tmp_path: Path) -> Iterator[MortalServer]:
     server = MortalServer(model, tmp_path / "state", tmp_path / "run")
-    server.start()
-    yield server
-    server.kill()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.mark.slow

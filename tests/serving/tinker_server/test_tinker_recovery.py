@@ -86,9 +86,11 @@ class MortalServer:
 @pytest.fixture
 def mortal(model: Path, tmp_path: Path) -> Iterator[MortalServer]:
     server = MortalServer(model, tmp_path / "state")
-    server.start()
-    yield server
-    server.kill()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 def train(client: Any, steps: int) -> list[float]:
