@@ -205,6 +205,48 @@ class AdapterCheckpoint:
     batches: int = 0
 
 
+class ServedAdapter:
+    """Versions of one adapter that engines serve, as they have reported to the present process."""
+
+    def __init__(self) -> None:
+        self._released = 0
+        self._live = 0
+        """Newest version that every engine has served, or a later one."""
+        self._older: dict[str, int] = {}
+        """Engine -> older version than the released one that it may still serve."""
+
+    def release(self, version: int, engines: Collection[str]) -> None:
+        """Record that ``engines`` have loaded a version, and serve the one before until they swap
+        it in."""
+        if self._released:
+            self._older = dict.fromkeys(engines, self._released) | self._older
+        self._released = version
+        self._raise_live()
+
+    def serve(self, engine: str, version: int) -> None:
+        """Record the version that an engine serves now."""
+        self._older.pop(engine, None)
+        if version < self._released:
+            self._older[engine] = version
+        self._raise_live()
+
+    def leave(self, engine: str) -> None:
+        """Forget an engine, which loads the newest version if it comes back without one."""
+        self._older.pop(engine, None)
+        self._raise_live()
+
+    def _raise_live(self) -> None:
+        self._live = max(self._live, min([self._released, *self._older.values()]))
+
+    def check_submit(self, engine: str) -> None:
+        """Check that an engine that gets a turn serves the live version at least."""
+        version = self._older.get(engine, self._released)
+        assert version >= self._live, (
+            f"{engine}, which serves v{version} of an adapter, got a turn of it while "
+            f"v{self._live} is live everywhere"
+        )
+
+
 class SimulatedAdapterTrainer:
     """Trainer of one adapter over all processes of a run, and the oracle of its batches."""
 
@@ -231,6 +273,7 @@ class SimulatedAdapterTrainer:
         self._last_group = -1
         self.excused: set[int] = set()
         """Tasks of which a turn was refused, so that they need not be trained."""
+        self.served = ServedAdapter()
         self.activity = "not started"
         self.oldest_staleness = 0
 
@@ -239,6 +282,7 @@ class SimulatedAdapterTrainer:
     def begin_process(self) -> None:
         """Return to the checkpoint, in another process."""
         self.stopped.clear()
+        self.served = ServedAdapter()
         self._trained = self.checkpoint.trained
         self._last_group = -1
 
@@ -444,6 +488,8 @@ class AdapterRun(RunOfProcesses):
         self.scenario = scenario
         self._contents = 0
         self._trainers: dict[str, SimulatedAdapterTrainer] = {}
+        self._engines: set[str] = set()
+        """Engines that have joined the present process."""
 
     def run(self) -> AdapterRunReport:
         """Run the scenario to its end or its first failure."""
@@ -495,6 +541,7 @@ class AdapterRun(RunOfProcesses):
 
     def _begin_process(self) -> None:
         self._buffer.forget(is_new=True)
+        self._engines.clear()
         for trainer in self._trainers.values():
             trainer.begin_process()
 
@@ -541,15 +588,38 @@ class AdapterRun(RunOfProcesses):
 
     def _check_event(self, event: ev.Event, commands: list[ev.Command]) -> None:
         super()._check_event(event, commands)
+        self._count_served(event)
         for command in commands:
             match command:
                 case ev.HandOver(adapter=adapter):
                     self._trainers[adapter].check_batch(command)
                 case ev.StopEpisode(rollout=rollout) if rollout.adapter:
                     self._trainers[rollout.adapter].stopped.add(rollout.rollout_id)
-                case ev.Submit(message=message):
+                case ev.Submit(engine=engine, message=message):
                     sampling = message.sampling
                     assert (sampling.adapter_version is None) == (not sampling.adapter)
+                    if sampling.adapter:
+                        self._trainers[sampling.adapter].served.check_submit(engine)
+
+    def _count_served(self, event: ev.Event) -> None:
+        """Record which versions engines serve after an event."""
+        match event:
+            case ev.EngineJoined(engine=engine, adapters=adapters):
+                self._engines.add(engine)
+                held = dict(adapters)
+                for name, trainer in self._trainers.items():
+                    if name in held:
+                        trainer.served.serve(engine, held[name])
+                    else:
+                        trainer.served.leave(engine)
+            case ev.EngineLeft(engine=engine):
+                self._engines.discard(engine)
+                for trainer in self._trainers.values():
+                    trainer.served.leave(engine)
+            case ev.AdapterReleased(name=name, version=version):
+                self._trainers[name].served.release(version, self._engines)
+            case ev.AdapterServed(engine=engine, name=name, version=version):
+                self._trainers[name].served.serve(engine, version)
 
     def _check_end(self) -> None:
         for trainer in self._trainers.values():

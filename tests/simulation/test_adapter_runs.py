@@ -17,26 +17,30 @@ from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.state import SavedCore
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.weight_sync.adapters import AdapterManager
-from tidegate.simulation.adapter_runs import AdapterRunReport, simulate_adapters
+from tidegate.simulation.adapter_runs import simulate_adapters
 from tidegate.simulation.coverage_marks import ADAPTER_MARKS
 from tidegate.simulation.scenario import read_scenario
 from tidegate.simulation.shrinking import run_any
 from tidegate.transport.messages import HeldAdapter
 
 SEEDS = 25
-SEEDS_TO_CATCH = 150
 
-Mutation = Callable[[pytest.MonkeyPatch], None]
-MUTATIONS: list[Mutation] = []
+Plant = Callable[[pytest.MonkeyPatch], None]
+MUTATIONS: list[tuple[Plant, int]] = []
+"""Planted bugs, each with the first seed that notices it."""
 
 
-def mutation(function: Mutation) -> Mutation:
+def mutation(*, seed: int) -> Callable[[Plant], Plant]:
     """List a planted bug."""
-    MUTATIONS.append(function)
-    return function
+
+    def listed(plant: Plant) -> Plant:
+        MUTATIONS.append((plant, seed))
+        return plant
+
+    return listed
 
 
-@mutation
+@mutation(seed=0)
 def a_publish_ages_the_rollouts_of_every_adapter(patch: pytest.MonkeyPatch) -> None:
     right = Core._on_adapter_released
 
@@ -49,7 +53,7 @@ def a_publish_ages_the_rollouts_of_every_adapter(patch: pytest.MonkeyPatch) -> N
     patch.setattr(Core, "_on_adapter_released", released)
 
 
-@mutation
+@mutation(seed=0)
 def all_adapters_share_one_record_of_their_versions(patch: pytest.MonkeyPatch) -> None:
     right = Core._train_adapter
 
@@ -62,7 +66,7 @@ def all_adapters_share_one_record_of_their_versions(patch: pytest.MonkeyPatch) -
     patch.setattr(Core, "_train_adapter", train)
 
 
-@mutation
+@mutation(seed=6)
 def a_pause_takes_the_turns_of_every_adapter_back(patch: pytest.MonkeyPatch) -> None:
     right = TurnTracker._take_back
 
@@ -72,7 +76,7 @@ def a_pause_takes_the_turns_of_every_adapter_back(patch: pytest.MonkeyPatch) -> 
     patch.setattr(TurnTracker, "_take_back", take_back)
 
 
-@mutation
+@mutation(seed=191)
 def pauses_outlive_the_process_that_asked_for_them(patch: pytest.MonkeyPatch) -> None:
     right = core_module.resume
 
@@ -85,7 +89,7 @@ def pauses_outlive_the_process_that_asked_for_them(patch: pytest.MonkeyPatch) ->
     patch.setattr(core_module, "resume", resume)
 
 
-@mutation
+@mutation(seed=4)
 def adapters_resume_from_the_checkpoint_of_the_base(patch: pytest.MonkeyPatch) -> None:
     right = core_module.resume
 
@@ -96,7 +100,7 @@ def adapters_resume_from_the_checkpoint_of_the_base(patch: pytest.MonkeyPatch) -
     patch.setattr(core_module, "resume", resume)
 
 
-@mutation
+@mutation(seed=4)
 def a_resume_counts_evaluations_once_for_each_adapter(patch: pytest.MonkeyPatch) -> None:
     right = state._load_groups
 
@@ -108,12 +112,12 @@ def a_resume_counts_evaluations_once_for_each_adapter(patch: pytest.MonkeyPatch)
     patch.setattr(state, "_load_groups", load)
 
 
-@mutation
+@mutation(seed=0)
 def the_buffers_of_other_adapters_are_overwritten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AdapterControl, "buffers", property(lambda self: frozenset()))
 
 
-@mutation
+@mutation(seed=202)
 def adapters_are_swapped_before_their_number_is_safe(patch: pytest.MonkeyPatch) -> None:
     right = AdapterManager._carry_out
 
@@ -125,7 +129,7 @@ def adapters_are_swapped_before_their_number_is_safe(patch: pytest.MonkeyPatch) 
     patch.setattr(AdapterManager, "_carry_out", carry_out)
 
 
-@mutation
+@mutation(seed=4)
 def a_restarted_process_numbers_an_adapters_versions_anew(patch: pytest.MonkeyPatch) -> None:
     def next_version(self: AdapterManager, name: str) -> int:
         return self._assigned.get(name, 0) + 1
@@ -133,12 +137,12 @@ def a_restarted_process_numbers_an_adapters_versions_anew(patch: pytest.MonkeyPa
     patch.setattr(AdapterManager, "_next_version", next_version)
 
 
-@mutation
+@mutation(seed=69)
 def engines_that_missed_a_publish_get_turns(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReleasedVersions, "behind", property(lambda self: set()))
 
 
-@mutation
+@mutation(seed=69)
 def a_rejoined_engine_is_said_to_hold_the_newest_version(patch: pytest.MonkeyPatch) -> None:
     right = ReleasedVersions.join
 
@@ -148,7 +152,7 @@ def a_rejoined_engine_is_said_to_hold_the_newest_version(patch: pytest.MonkeyPat
     patch.setattr(ReleasedVersions, "join", join)
 
 
-@mutation
+@mutation(seed=69)
 def engines_that_missed_a_publish_are_not_brought_up_to_date(patch: pytest.MonkeyPatch) -> None:
     right = AdapterControl._on_connected
 
@@ -159,7 +163,7 @@ def engines_that_missed_a_publish_are_not_brought_up_to_date(patch: pytest.Monke
     patch.setattr(AdapterControl, "_on_connected", connected)
 
 
-@mutation
+@mutation(seed=0)
 def an_adapter_gets_the_rules_of_another(patch: pytest.MonkeyPatch) -> None:
     right = Core._train_adapter
 
@@ -168,12 +172,6 @@ def an_adapter_gets_the_rules_of_another(patch: pytest.MonkeyPatch) -> None:
         right(self, name, next((core.rules for core in others.values()), rules))
 
     patch.setattr(Core, "_train_adapter", train)
-
-
-def first_failure() -> AdapterRunReport | None:
-    """Return the first failed run of the seeds in which planted bugs are searched."""
-    reports = (simulate_adapters(seed) for seed in range(SEEDS_TO_CATCH))
-    return next((report for report in reports if report.failure), None)
 
 
 def test_adapters_keep_apart_whatever_fails_and_whenever_the_process_dies() -> None:
@@ -189,12 +187,12 @@ def test_a_seed_with_adapters_is_deterministic() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+@pytest.mark.parametrize(("plant", "seed"), MUTATIONS, ids=[each.__name__ for each, _ in MUTATIONS])
 def test_a_planted_fault_between_adapters_is_detected(
-    mutate: Mutation, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch)
-    assert first_failure() is not None
+    plant(monkeypatch)
+    assert simulate_adapters(seed).failure is not None
 
 
 def test_a_scenario_with_adapters_replays_from_json_as_from_its_seed() -> None:
@@ -208,8 +206,7 @@ def test_a_failing_run_with_adapters_is_printed_with_its_smallest_replay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_publish_ages_the_rollouts_of_every_adapter(monkeypatch)
-    failed = first_failure()
-    assert failed is not None
+    failed = simulate_adapters(0)
     one = ["simulate", "--seeds", "0", "--adapter-runs", "1", "--first-seed", str(failed.seed)]
     assert status_of(one, monkeypatch) == 1
     output = capsys.readouterr().out.splitlines()
