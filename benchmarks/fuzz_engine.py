@@ -2,7 +2,8 @@
 
 The model has one tiny layer of random weights; everything else, the socket included, is a worker's
 code. The engine may exit by design, for example on Shutdown; then it is restarted.
-:mod:`benchmarks.fuzz` runs it.
+:mod:`benchmarks.fuzz` runs it. Built on ``benchmarks/fuzz_frames.py``, which makes the frames, and
+on the engine's ``loop.py``, ``link.py``, ``execution/runner.py`` and ``weights/staging.py``.
 """
 
 import threading

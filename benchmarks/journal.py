@@ -28,7 +28,8 @@ SMALL_BYTES = 100
 GROUPS = 40_000
 SMALL_RECORDS = 400_000
 PEER_RECORDS = 400
-"""Records of the peers that commit each record alone; they are slow enough for that few."""
+"""Number of records that a peer writes if it commits each record alone. Such a peer is slow: a few
+hundred records take long enough to measure."""
 CHUNK_BYTES = 8 * 1024 * 1024
 PACED_S = 1.5
 TICK_S = 0.001
@@ -45,7 +46,8 @@ class Bench:
         self._files = 0
 
     def path(self) -> Path:
-        """Return an unused path; earlier files are deleted, and with them the disk's backlog."""
+        """Return an unused path. Delete earlier files first, so that the disk does not write their
+        unwritten pages during the next measurement."""
         for file in self._directory.iterdir():
             file.unlink()
         self._files += 1
@@ -193,7 +195,8 @@ def compare(name: str, unit: str, ours: Callable[[], float], peer: Callable[[], 
 
 
 def rows(bench: Bench) -> list[Row]:
-    """Return all rows; a name states the peer unless that is one commit per record."""
+    """Return all rows. A row's name states its peer, except where the peer is SQLite or a file with
+    one commit per record."""
     group, small = os.urandom(GROUP_BYTES), os.urandom(SMALL_BYTES)
     return [
         *appended_rows(bench, group, small),

@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.sampling [--json]`` prints ``name, value, unit, peer, ratio``: CPU time of a
 thread to sample a row of logits, in batches of 32 turns of 700 tokens, at two vocabulary sizes.
-Probabilities fall as ``rank ** -1.5``, so that a top-p of 0.9 keeps some 60 tokens. The peer is the
-same without options, measured alternately; values are medians. For ``plain_beside_kernel`` the peer
-is the kernel alone, called with prepared columns. A command that no module imports. Built on
-``engine/sampling/`` and ``kernels/sampling.py``.
+Probabilities fall as ``rank ** -1.5``, so that a top-p of 0.9 keeps some 60 tokens. Each option's
+peer is the same batch without options, measured alternately; values are medians. The row
+``plain_beside_kernel`` compares plain sampling with a call of ``kernels/sampling.py`` alone, on
+arrays (temperature, top-k, top-p, random numbers) that were made before the measurement. A command
+that no module imports. Built on ``engine/sampling/`` and ``kernels/sampling.py``.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Conventions shared by all commands: exit statuses, arguments, and the layout of help.
 
-Every command module imports it, so it imports nothing heavy. Built on typer.
+Every command module imports it, so it imports nothing heavy. Built on typer, and on
+``transport/printable.py`` for safe output.
 """
 
 import contextlib

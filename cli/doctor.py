@@ -1,6 +1,7 @@
 """The `tidegate doctor` command: prints an engine's findings with remedies, or as JSON.
 
-:mod:`engine_doctor` measures the engine and judges the results. Built on typer.
+:mod:`engine_doctor` measures the engine and judges the results. Built on typer and
+``cli/conventions.py``.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """Import of objects named `module:name` in a configuration, and checks of their arguments.
 
 `tidegate run`'s TOML file and `tidegate replay --policy` name objects this way. Imports users'
-modules. Built on ``importlib``, ``inspect`` and pydantic.
+modules. Built on ``importlib``, ``inspect`` and pydantic, and on
+``orchestrator/settings/suggestions.py`` for the errors.
 """
 
 import importlib

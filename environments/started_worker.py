@@ -2,7 +2,8 @@
 
 :class:`EnvironmentPool` starts processes by them; :mod:`worker_process` uses a process's connected
 socket, its output, and its ``kill``. `integrations/ray/ray_environments.py` implements the
-interfaces on a Ray cluster. Built on ``subprocess`` and sockets.
+interfaces on a Ray cluster. Built on ``subprocess`` and sockets, and on
+``transport/server_keys.py``.
 """
 
 import os

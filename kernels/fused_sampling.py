@@ -4,7 +4,8 @@ Used by ``engine/device/sampling.py``; the CPU's counterpart is :mod:`tidegate.k
 Nothing is sorted. Top-k and top-p are thresholds on the logits, found bit by bit: floats are mapped
 to integer keys of the same order, and the count (top-k) or probability (top-p) at or above a
 candidate decides one bit, in one pass over a row that stays in the GPU's cache. Without top-k and
-top-p, a row is read twice, and one of its tiles a third time. Built on Triton.
+top-p, a row is read twice, and one of its tiles a third time. Built on Triton, through
+``optional_triton.py``.
 
 A draw inverts the cumulative distribution with the same uniform number as on a CPU, so both draw
 the same token except where rounding decides. Gumbel noise would need no cumulative sum, but one

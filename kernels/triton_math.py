@@ -1,6 +1,7 @@
 """Triton helper functions that several kernels share: tile products and soft caps.
 
-Used by ``paged_attention.py`` and ``head_logprobs.py``. Built on Triton.
+Used by ``paged_attention.py`` and ``head_logprobs.py``. Built on Triton, through
+``optional_triton.py``.
 """
 
 from tidegate.kernels.optional_triton import INTERPRETED, jit, tl

@@ -5,7 +5,7 @@ Used for every layer's weights, on a GPU as published; other layouts are in ``ex
 processor multiplies tiles of bfloat16 (AMX): at a decode step's size two to five times in float32,
 and in bfloat16 1.4 to 3.4 times with AVX-512's paired products, and five to twenty times without. A
 packed matrix sums each output in one order, so a row has the same bits in every batch; torch's
-products do not.
+products do not. Built on ``kernels/compiled.py``, which compiles and loads the C++.
 
 Letters in shapes: T tokens, N outputs, K inputs, R rows.
 """

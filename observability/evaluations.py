@@ -1,7 +1,8 @@
 """Evaluations of a recorded run, read from ``evaluations.jsonl`` of all its processes.
 
-The recorder writes one line per call of ``rollouts.evaluate()``. Reports, curves and comparisons
-read one point per name and weight version. Built on ``run_files.py``.
+The recorder writes one line per call of ``rollouts.evaluate()``. ``facts.py`` (for reports),
+``comparison.py`` and the dashboard read one point per name and weight version. Built on
+``run_directories.py`` and ``run_files.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,8 +38,9 @@ class EvaluationPoint:
 def read_evaluations(directory: Path) -> list[EvaluationPoint]:
     """Return a run's evaluations in their order; empty if it has none.
 
-    Evaluations of one name and version, such as those of several ranks, are one point. Evaluations
-    after the checkpoint that a later process resumed from are omitted.
+    Evaluations of one name and version, such as those of several ranks, are one point. If a process
+    resumed from a checkpoint, the earlier processes' evaluations after that checkpoint are omitted,
+    because the resume undid them.
 
     Raises:
         AuditError: a file can't be read.
@@ -62,7 +64,8 @@ def held_out_name(points: Sequence[EvaluationPoint]) -> str | None:
 
 
 def point_of(figures: Mapping[str, Any]) -> EvaluationPoint:
-    """Return the point of an evaluation's figures, as a recorder receives them.
+    """Convert the figures of one evaluation, a mapping that :meth:`Recorder.evaluation` receives,
+    to a point.
 
     Raises:
         KeyError, TypeError, ValueError: a figure is missing, or is no number.

@@ -2,7 +2,7 @@
 
 A rollout forks when an agent's context is not a continuation of what the model read and wrote, so
 many forks mean much context that is prefilled, and perhaps trained on, more than once. Reports,
-comparisons and the dashboard show the counts.
+comparisons and the dashboard show the counts. Built on ``observability/trajectories.py``.
 """
 
 from collections import Counter

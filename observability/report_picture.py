@@ -1,7 +1,8 @@
 """Picture of one run for its report, drawn with matplotlib: reward, staleness, and timeline.
 
 :mod:`report` calls :func:`draw_report`, :mod:`recorded_run` the functions that return figures. The
-timeline comes from the run's ``trace.json``.
+timeline comes from the run's ``trace.json``. Built on ``observability/facts.py`` and
+``observability/trace.py``.
 """
 
 import io

@@ -1,7 +1,8 @@
 """Files of one recording process, and the thread that writes them during the run.
 
 :class:`RunRecorder` submits jobs to a :class:`RunFiles`. Rollouts go to an Arrow IPC stream at
-once, and to a Parquet file in row groups. Built on pyarrow and ``threading``.
+once, and to a Parquet file in row groups. Built on pyarrow, ``threading`` and the rows of
+``trajectories.py``.
 """
 
 import io

@@ -2,7 +2,8 @@
 
 `tidegate explain` and the dashboard show them. They are made from the rows of
 ``trajectories.parquet`` and, of a recorded run, from the times in ``trace.json``. If the records
-allow several causes, the story names all of them.
+allow several causes, the story names all of them. Built on ``observability/trajectories.py`` and
+``observability/trace.py``.
 """
 
 import re

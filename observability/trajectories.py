@@ -3,7 +3,8 @@
 :class:`RunRecorder` writes the rows; the audit and the dashboard read them. One row per rollout,
 turns nested inside. While a process records, the same rows are appended to ``trajectories.arrows``,
 an Arrow IPC stream. After a crash the Parquet file has no footer and can't be read, but the stream
-can, up to its last complete record batch. Built on pyarrow.
+can, up to its last complete record batch. Built on pyarrow, and on the core's :class:`Rollout` and
+``provenance.py``.
 """
 
 from array import array

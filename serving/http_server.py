@@ -6,7 +6,8 @@
     handlers: with them, neither a large request nor a client that disconnects blocks the event loop
     or an engine.
 
-Routes and keys are defined by the three applications. Built on uvicorn.
+Routes and keys are defined by the three applications. Built on uvicorn, ``api_errors.py`` and
+``listening.py``.
 """
 
 import asyncio

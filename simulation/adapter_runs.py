@@ -1,10 +1,12 @@
 """Runs that train several adapters on one base, with injected faults and crashes, in virtual time.
 
-``tidegate simulate --adapter-runs`` starts them. Each adapter has a trainer with rules, tasks,
-versions and checkpoints of its own. After every event :class:`IsolationCheckedCore` checks that
-nothing of one adapter has changed another's state; each :class:`SimulatedAdapterTrainer` checks its
-batches, and computes every token again by the weights that the token's tag names. Built on
-:mod:`processes`.
+``tidegate simulate --adapter-runs`` starts them through ``sweep.py``; ``shrinking.py`` runs them
+again. Each adapter has a trainer with rules, tasks, versions and checkpoints of its own. After
+every event :class:`IsolationCheckedCore` checks that nothing of one adapter has changed another's
+state; each :class:`SimulatedAdapterTrainer` checks its batches, and computes every token again by
+the weights that the token's tag names. Built on :mod:`processes` (runs that crash and resume),
+:mod:`invariants`, ``model.py`` (the oracle of tokens), ``episodes.py``, and the real
+:class:`Scheduler`.
 """
 
 import asyncio
@@ -42,7 +44,8 @@ BASE_EVALUATIONS_MAX = 3
 """Most evaluations of the run's own weights beside the adapters' training."""
 
 PUBLISH_TRIES_MAX = 20
-"""Most publishes in a row that may fail: more than a run's faults can make fail."""
+"""Number of failed publishes in a row after which the simulation reports a bug. A run's faults
+alone can't make so many publishes fail."""
 
 DISCARD_REASON = "left_out"
 """Reason that the trainers report for the rows that they discard."""
@@ -52,8 +55,9 @@ UNUSED_FAULTS = {FaultKind.TRAINER}
 own."""
 
 FAULTS_WITHOUT_CRASHES = {FaultKind.REFUSE}
-"""Faults that runs that crash omit: a trainer whose weights are refused must train on, while a
-resumed one must restore its checkpoint's weights."""
+"""Faults that are not injected in runs that crash. If an engine refuses a trainer's weights, the
+trainer must train on to get others. A resumed trainer can't do so: it must publish the weights of
+its checkpoint."""
 
 
 # ---------------------------------------------------------------- scenario
@@ -211,13 +215,14 @@ class ServedAdapter:
     def __init__(self) -> None:
         self._released = 0
         self._live = 0
-        """Newest version that every engine has served, or a later one."""
+        """Version that no engine may fall behind any more: each engine serves it or a newer one.
+        Never decreases."""
         self._older: dict[str, int] = {}
         """Engine -> older version than the released one that it may still serve."""
 
     def release(self, version: int, engines: Collection[str]) -> None:
-        """Record that ``engines`` have loaded a version, and serve the one before until they swap
-        it in."""
+        """Record that ``version`` is released to ``engines``. Each engine serves the previous
+        version until it reports that it has swapped the new one in."""
         if self._released:
             self._older = dict.fromkeys(engines, self._released) | self._older
         self._released = version

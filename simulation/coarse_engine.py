@@ -3,7 +3,7 @@
 All running turns advance together, so no event is needed between two changes of the running set. A
 change ends the multi-step at the end of the current step, so lengths, times and version tags are
 exactly those of single steps. ``tidegate plan`` and the scheduling benchmark use this engine. Its
-messages go over the simulated wire.
+messages go over the simulated wire. Built on ``engine_costs.py`` for the times, and ``wire.py``.
 """
 
 import asyncio

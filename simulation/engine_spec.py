@@ -1,7 +1,7 @@
 """Capabilities of a simulated engine: its memory, its speeds and the content of its hello.
 
 Drawn by :mod:`scenario`; :class:`SimulatedEngine` reports it in its hello and runs by its speeds.
-Built on the wire's messages.
+Built on ``transport/messages.py``.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,8 @@
 
 :mod:`simulation` and :mod:`crash_restart` pass it to the scheduler as the run's episode function.
 An episode follows the script that the scenario draws for it, and checks that its context consists
-of the tokens that it appended and the tokens that it was given.
+of the tokens that it appended and the tokens that it was given. Built on the run's
+:class:`Episode`, ``scenario.py`` and ``script.py``.
 """
 
 import asyncio

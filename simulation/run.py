@@ -3,7 +3,7 @@
 :mod:`serve` makes it. A :class:`SimulatedRun` takes the place of
 :class:`tidegate.orchestrator.trainer.run.Run`, so the trainer's handles need no change. There is no
 thread, no process and no socket. Engines take virtual time; the trainer's own computation takes
-none.
+none. Built on :class:`Scheduler`, ``scripted_engine.py``, ``wire.py`` and ``virtual_time.py``.
 """
 
 import asyncio

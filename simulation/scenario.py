@@ -2,7 +2,8 @@
 
 A scenario is plain data and can be written as JSON. Its defaults are the smallest run there is, so
 that a shrunken scenario is short. The bounds that policies promise are computed here independently
-of the policies' code. Built on msgspec, and on the policies that it draws.
+of the policies' code. Built on msgspec, ``faults.py``, ``script.py`` and the policies of
+``policies/``.
 """
 
 import random

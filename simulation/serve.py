@@ -2,7 +2,7 @@
 
 Made by the pytest plugin's ``tidegate_serve``. Batches are real tensors, and the scheduler and its
 errors are the real ones, so a trainer needs no change. Only time, engines and weights are
-simulated.
+simulated. Built on ``run.py``, and on ``orchestrator/trainer/rollouts.py`` for the handles.
 """
 
 from collections.abc import Sequence

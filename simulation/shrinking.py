@@ -2,7 +2,8 @@
 
 `tidegate simulate` calls it for each failing seed. A scenario is plain data whose defaults are the
 smallest run. Shrinking drops entries and halves numbers, and keeps each change with which the run
-still fails in the same way.
+still fails in the same way. Built on ``scenario.py``, and on the three kinds of runs:
+``simulation.py``, ``crash_restart.py``, ``adapter_runs.py``.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Weight staging of a simulated engine: copies a version beside the live weights, in virtual time.
 
 :mod:`engine` uses it in place of the real engine's staging thread, and the simulated trainer writes
-versions here. Built on the wire's messages. A copy is torn if the trainer overwrites the version's
-slot of the buffer during the copy.
+versions here. Built on ``transport/messages.py`` and ``ground_truth.py``. A copy is torn if the
+trainer overwrites the version's slot of the buffer during the copy.
 """
 
 import asyncio

@@ -1,7 +1,9 @@
 """Sweeps of simulated seeds over all CPU cores, and the text that reports them.
 
 ``tidegate simulate`` calls these functions. Reports come in the order of the seeds and do not
-depend on which process ran a seed. Built on ``multiprocessing``.
+depend on which process ran a seed. Built on ``multiprocessing``, on the three kinds of runs
+(``simulation.py``, ``crash_restart.py``, ``adapter_runs.py``), and on ``shrinking.py`` for seeds
+that fail.
 """
 
 import multiprocessing
@@ -26,8 +28,9 @@ CHUNK_SEEDS = 20
 """Seeds per task of a worker process: about a second of work, so all processes end together."""
 
 COVERAGE_SEEDS_MIN = 1000
-"""Number of runs with all faults that reach every coverage mark; a mark that they miss means that
-its situation is not simulated any more."""
+"""Minimum number of runs for a check of coverage marks. This many runs with all faults enabled
+reach every mark. If a sweep of this size misses a mark, the simulation has ceased to produce the
+mark's situation."""
 
 SEED_MARKS = [mark for mark in CoverageMark if mark not in ADAPTER_MARKS]
 """Marks that runs without adapters reach."""

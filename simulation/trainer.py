@@ -1,9 +1,11 @@
 """Simulated trainer: trains on batches and publishes, with the unusual calls of its scenario.
 
-:mod:`simulation` and :mod:`crash_restart` run it beside the scheduler, which it calls as the
-handles of :mod:`serve` do, and uses no other part of a run. With a look-ahead, another task
-requests batches during the train step. The trainer's loop may be slow to check for an offered
-batch, and may stop waiting before the check.
+:mod:`simulation` and :mod:`crash_restart` run the trainer beside the scheduler. The trainer calls
+the scheduler only, as the client handles that :mod:`serve` makes do. With a look-ahead, a second
+asyncio task requests batches during the train step. A real trainer has an event loop of its own;
+the simulated one imitates that: it may be slow to check for an offered batch, and may stop waiting
+before it checks. Built on :class:`Scheduler`, ``scenario.py`` (what the trainer does),
+``staging.py`` (the weights that it writes) and ``discarded_rows.py``.
 """
 
 import asyncio
@@ -123,7 +125,8 @@ class SimulatedTrainer:
         self._offered_iterators = 0
         """Number of task iterators that the trainer has given the run."""
         self._exhausted_iterators = 0
-        """Number of those that had been given when the run had no more batches."""
+        """Value of ``_offered_iterators`` when the run last answered that it has no more
+        batches."""
         self._is_repeated_refusal = False
         """Whether a request was refused before a publish, and has been made once more since."""
         self._async_tasks: list[AsyncIterator[int]] = []
@@ -179,7 +182,9 @@ class SimulatedTrainer:
     def _must_publish(self, outcome: _BatchOutcome) -> bool:
         """Return whether to publish now.
 
-        A request made ahead may have been refused before the newest publish, so it is made again.
+        With a look-ahead, a refusal (``PUBLISH_FIRST``) may be older than the newest publish. If
+        nothing was trained since that publish, the first refusal causes no publish: the batch is
+        requested once more. A second refusal causes a publish.
         """
         if (
             outcome is _BatchOutcome.PUBLISH_FIRST
@@ -204,7 +209,8 @@ class SimulatedTrainer:
         return outcome
 
     async def _look_ahead(self, scheduler: Scheduler) -> None:
-        """Request batches endlessly, at most the scenario's look-ahead before the train step."""
+        """Request batches until cancelled. At most ``look_ahead`` received batches wait for their
+        train step."""
         while True:
             await self._lookahead_slots.acquire()
             while (outcome := await self._next_batch(scheduler)) is not _BatchOutcome.BATCH:

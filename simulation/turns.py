@@ -2,7 +2,8 @@
 
 :mod:`engine` makes it. :class:`SimulatedTurns` follows the rules of a real engine's scheduler:
 decodes before prefills, chunked prefill, preemption of the lowest-ranked turn, and the effects of
-pauses and weight swaps on running turns. Time and messages are left to :mod:`engine`.
+pauses and weight swaps on running turns. Time and messages are left to :mod:`engine`. Built on
+``model.py`` for the tokens, and ``engine_spec.py``.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 The loop has no sockets, threads or processes, so a program runs the same callbacks in the same
 order each time, and a program that waits forever is detected. The simulation and the pytest plugin
-run on this loop. Built on asyncio's ``BaseEventLoop``.
+run on this loop. Built on asyncio's ``BaseEventLoop``, and on
+``orchestrator/episodes/contained_tasks.py``.
 """
 
 import asyncio

@@ -3,7 +3,8 @@
 Part of the protocol in :mod:`tidegate.transport.messages`; only for engines whose hello has
 ``adapters_max``. An update of one adapter stages, swaps and is tagged apart from the model's
 weights and from all other adapters. The reasons are in docs/decisions/adapter-versions.md. Sent by
-the orchestrator's :class:`AdapterManager` and by engines; built on msgspec.
+the orchestrator's :class:`AdapterManager` and by engines; built on msgspec, ``message.py`` and
+``weight_messages.py``.
 """
 
 from typing import Annotated

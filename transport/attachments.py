@@ -1,8 +1,8 @@
 """Token attachments: typed per-token data that rides beside a turn's token ids and log-probs.
 
 A ``Step`` carries a list of :class:`Attachment`, for turns whose ``SamplingParams`` request any.
-Engines make them, the orchestrator's core stores them with the turn. This module depends on
-``msgspec`` only; :mod:`tidegate.orchestrator.core.step_checks` checks the values.
+Engines make them, the orchestrator's core stores them with the turn. Built on ``msgspec`` and
+``limits.py`` only; :mod:`tidegate.orchestrator.core.step_checks` checks the values.
 """
 
 from dataclasses import dataclass

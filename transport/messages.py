@@ -4,7 +4,9 @@ Engine workers and the orchestrator's scheduler send and receive these; docs/pro
 them for workers in other languages. One message is one ZeroMQ frame (behind the identity frame that
 a ROUTER adds). Arrays travel as MessagePack ``bin`` in raw little-endian. New fields go last and
 have defaults, so an old peer can still read a new message. The protocol has turns, but no rollouts,
-groups or rewards. Built on msgspec.
+groups or rewards. Built on msgspec. Structs of one subject are in sibling modules and re-exported
+here: ``sampling.py``, ``scoring.py``, ``weight_messages.py``, ``adapter_messages.py`` and
+``sleep_messages.py``.
 
 Letters in shapes: R rows (turns) of a step message, N tokens in it, M tensors.
 """
@@ -157,8 +159,8 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
 
     turn: Count
     output_tokens: Count
-    """Number of output tokens of this submission that existed then. Tokens sampled from index
-    ``output_tokens`` on attend to this KV, until the turn's next ``Prefill``."""
+    """Number of output tokens that this submission had when the KV was computed. The output tokens
+    with this index and higher attend to this KV, until the turn's next ``Prefill``."""
     spans: list[KvSpan]
     """KV versions over all context positions (prompt, then ``output_tokens`` tokens), in
     order and without gaps."""
@@ -169,8 +171,9 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
 class Step(Message, frozen=True, kw_only=True, tag="step"):
     """All tokens of one engine step, in columns, all sampled by weight version ``version``.
 
-    The KV of the position that output token k was sampled from was computed in the same step. So
-    after a ``Prefill``, the versions of the steps show which weights computed all KV.
+    Output token k is sampled at the position before its own, and the same step computes that
+    position's KV. So the turn's ``Prefill`` and the versions of its later steps together show which
+    weights computed each position's KV.
     """
 
     seq: Count
@@ -204,9 +207,10 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     accepted_tokens: Count = 0
     """Draft tokens that this step accepted."""
     adapter: str = ""
-    """Adapter of all rows, if it has weight versions of its own: then ``version`` and the spans of
-    ``prefills`` count that adapter's versions. A decode step that mixes such adapters sends one
-    message for each (adapter, version). Empty: the rows are of the weights ``version``."""
+    """Name of the adapter of all rows, if the adapter has weight versions of its own. Then
+    ``version`` and the spans of ``prefills`` are versions of the adapter. A decode step that mixes
+    such adapters sends one message for each (adapter, version). If empty, ``version`` is a version
+    of the run's weights."""
 
 
 class TurnFailed(Message, frozen=True, kw_only=True, tag="turn_failed"):

@@ -2,7 +2,7 @@
 
 Both ends run the same version and share no network, so these are not part of the protocol with the
 orchestrator. ``engine/ranks`` sends and receives them; built on msgspec. Tensors for all-reduce
-travel separately.
+travel separately. Built on ``sleep_messages.py`` and ``weight_messages.py``.
 """
 
 import msgspec

@@ -2,7 +2,8 @@
 
 Environment workers on a Ray cluster use them. Bytes are forwarded in numbered pieces over one
 ZeroMQ ROUTER; if a connection breaks and a piece is lost, the tunnel ends, and with it the process
-at its far end (:mod:`tunnel_exit`). Built on pyzmq and plain sockets, with one thread.
+at its far end (:mod:`tunnel_exit`). Built on pyzmq, plain sockets and ``router.py``, with one
+thread.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Process that runs many simulated engines over real ZeroMQ sockets.
 
-``subject.py`` starts it. Engines are those of :mod:`benchmarks.orchestrator.fake_engine`, sockets
-the run's own DEALERs.
+``subject.py`` starts it. Built on :mod:`benchmarks.orchestrator.fake_engine`,
+``transport/messages.py`` and pyzmq: each :class:`FakeEngine` has a plain ZeroMQ DEALER socket of
+its own, which is not the engines' ``transport/dealer.py``.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Doctor's adapter for SGLang: its native HTTP routes, with token ids in and out.
 
-Implements :class:`ExaminedEngine`; :mod:`measuring` creates it if the server is SGLang.
+Implements :class:`ExaminedEngine`; :mod:`measuring` creates it if the server is SGLang. Built on
+``http.py`` (its HTTP client) and on the requests of ``examined.py``.
 """
 
 from pathlib import Path

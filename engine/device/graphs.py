@@ -3,7 +3,8 @@
 Used by ``DeviceRunner`` for steps in which every row decodes one token. A graph replays the same
 kernels at the same addresses, so a step is padded to the next of some numbers of rows, and its
 arrays are uploaded to buffers that belong to the graph. Graphs are captured as steps need them: a
-shape's first step runs eagerly, which compiles its kernels, and its second is captured.
+shape's first step runs eagerly, which compiles its kernels, and its second is captured. Built on
+``device/plan.py``, ``device/weights.py`` and torch's ``CUDAGraph``.
 
 Weights, KV cache and buffers are at the captured addresses or the graph is not replayed: swapped
 weights have graphs of their own, and memory that moved in a sleep gets new ones. Padding rows

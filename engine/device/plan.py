@@ -2,7 +2,8 @@
 
 Used by ``DeviceRunner``, which uploads them in one transfer. Rows of one token come first.
 Attention launches them separately and splits their context, because they have one query and a long
-context.
+context. Built on ``execution/step_layout.py`` for the rows' layout, and on
+``kernels/paged_attention.py`` for the attention's arguments.
 
 Letters in shapes: R rows of a group, T tokens, B blocks of a row, S output tokens.
 """

@@ -2,7 +2,8 @@
 
 Used by ``DeviceRunner``. One fused kernel does temperature, top-k, top-p and min-p. Rows with
 penalties, bias, logits processors or attachments are copied to the host once, and sampled by the
-CPU engine's code; no other row's logits are copied.
+CPU engine's code; no other row's logits are copied. Built on ``kernels/fused_sampling.py``, and on
+``engine/sampling/sampling.py`` for the host.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """

@@ -1,7 +1,8 @@
 """HTTP client for external engines' APIs: deadlines on every call, and errors with reasons.
 
-Used by the vLLM and SGLang adapters; built on aiohttp. A server that cannot be reached or does not
-answer in time raises ``EngineGone``; an error status raises ``HttpStatusError``.
+Used by the vLLM and SGLang adapters; built on aiohttp, and on ``transport/server_keys.py`` for API
+keys. A server that cannot be reached or does not answer in time raises ``EngineGone``; an error
+status raises ``HttpStatusError``.
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 
 Used by ``SglangAdapter.load_tensors``. One update is a session: begin, tensors in buckets, end.
 SGLang expects pickled tensors, so they are written as pickles; nothing is unpickled here, and
-SGLang's own unpickler accepts tensors only.
+SGLang's own unpickler accepts tensors only. Built on ``external/http.py``, ``sglang_server.py`` and
+``transport/weight_channels/collective.py``.
 """
 
 import asyncio

@@ -1,8 +1,10 @@
 """Requests in flight in an external engine, one asyncio task each.
 
-Used by ``ExternalTurnQueue`` and ``ExternalEngineLoop``. Pauses and resumes of the engine are here
-too, because a pause is complete only when the requests in flight have returned. Tokens go to
-:class:`StepMessageBatcher`.
+``turn_queue.py`` owns the :class:`Streams`, and starts and aborts requests with it.
+``engine_loop.py``, ``swaps.py`` and ``sleeping.py`` pause and resume the engine through it. A pause
+belongs here because it is complete only when the requests in flight have returned. Built on
+:class:`EngineAdapter` (``adapter.py``), which talks to the server, on the turns of ``turns.py``,
+and on :class:`StepMessageBatcher`, which sends their tokens to the orchestrator.
 """
 
 import asyncio
@@ -34,8 +36,8 @@ class RequestEndedCallback(Protocol):
     def __call__(
         self, turn: ExternalTurn, error: TidegateError | None, *, is_held: bool = False
     ) -> None:
-        """``error`` is None if the request succeeded; ``is_held`` if the engine refused it while
-        paused."""
+        """Handle the end of ``turn``'s request. ``error`` is None if the request succeeded.
+        ``is_held`` is True if the engine refused the request because it is paused."""
 
 
 class Streams:
@@ -50,7 +52,9 @@ class Streams:
         batcher: StepMessageBatcher,
         on_request_ended: RequestEndedCallback,
     ) -> None:
-        """``label`` is the engine's name of its weights."""
+        """Create an empty table. ``label`` names the weights that the engine serves now. Tokens are
+        reported with this label, and it salts the prefix cache, so that KV of other weights is not
+        reused."""
         self._adapter = adapter
         self._capabilities = capabilities
         self._label = self._salt = label
@@ -62,8 +66,8 @@ class Streams:
         self.paused: Literal["abort", "keep"] | None = None
         """Mode of the engine's last pause; None if resumed."""
         self._abort_ends_turns = True
-        """Whether a turn ends when its request is aborted, rather than being
-        requested again later."""
+        """Whether aborting a turn's request ends the turn. If False, the turn queue requests the
+        rest of the turn again."""
         self._running: dict[ExternalTurn, asyncio.Task[None]] = {}
 
     @property
@@ -150,8 +154,9 @@ class Streams:
         return chunk.ended is not None
 
     async def _check_kv(self, turn: ExternalTurn) -> None:
-        """Refuse a turn that was kept over new weights if preemptions may have
-        recomputed its KV since."""
+        """Raise ``TurnRefused`` if the engine may have recomputed the KV of a turn that kept its KV
+        across a weight swap. The engine's count of preemptions tells: it has grown since the
+        swap."""
         if turn.preemptions is None:
             return
         now = await self._adapter.preemptions()
@@ -165,9 +170,11 @@ class Streams:
     # ------------------------------------------------------------ all requests
 
     async def stop(self, *, ends_turns: bool) -> int:
-        """Pause with no request left; return how many turns must be requested again.
+        """Pause the engine, end all requests in flight, and return how many of their turns the turn
+        queue must request again.
 
-        With ``ends_turns``, turns that have sampled tokens end.
+        ``ends_turns``: end the turns that have sampled tokens, so that they are not requested
+        again.
         """
         self._abort_ends_turns = ends_turns
         before = list(self._running)
@@ -225,7 +232,8 @@ class Streams:
             task.cancel()
 
     async def set_weights(self, label: str, loras: Mapping[str, str]) -> None:
-        """Label later tokens with other weights, and use these adapters for later requests."""
+        """Switch to other weights: later tokens and later cache salts have ``label``, and later
+        requests use ``loras``, the engine's adapter names by the run's names."""
         self._label = self._salt = label
         self._loras = loras
         if self._running:

@@ -2,7 +2,8 @@
 
 Used by ``FallbackModel`` and ``FallbackRunner``. Published tensors overwrite the module's
 parameters in place. The LM head computes in float32 whatever the dtype, as in Tidegate's own
-models. Uses transformers' ``AutoModelForCausalLM``.
+models. Uses transformers' ``AutoModelForCausalLM``. Built on ``weights/weight_store.py`` and
+``weights/weight_conversions.py``.
 """
 
 import copy

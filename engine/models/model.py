@@ -1,12 +1,13 @@
 """Forward pass of a decoder-only transformer on the CPU, from token ids to logits.
 
-Called by ``ModelRunner`` with a step's plan. Weights are an argument, so another version can be
-used in the next step. Compiled kernels are those of ``kernels/native.py``, with torch as their
-fallback.
+Called by ``ModelRunner`` with a step's plan. Weights (``model_weights.py``) are an argument, so
+another version can be used in the next step. Compiled kernels are those of ``kernels/native.py``,
+with torch as their fallback. Built on ``model_config.py``, on ``weights/lora.py`` for adapters, and
+on ``rank_group.py`` for sums over tensor-parallel ranks.
 
-Letters in shapes: T tokens of a step, S of them to sample after or to score, H hidden size, A query
-heads, D head_dim, I intermediate size, B blocks of a context, P positions, V vocabulary, L mixture
-layers, k experts per token.
+Letters in shapes: T tokens of a step, S tokens of the step whose logits are needed (to sample the
+next token, or to score), H hidden size, A query heads, D head_dim, I intermediate size, B blocks of
+a context, P positions, V vocabulary, L mixture layers, k experts per token.
 """
 
 import logging
@@ -46,7 +47,8 @@ class AttentionPlan:
     """Rotations and attention groups of a step, for layers of one kind."""
 
     rotations: torch.Tensor
-    """[T, 2, D]; for compiled code [P, 2, D], all positions."""
+    """Cosines and signed sines of the rotary embedding (the axis of 2). [T, 2, D], one row per
+    token, for torch; [P, 2, D], the table of all positions, for compiled code."""
     groups: Sequence[RowGroup | LastTokens]
     """Attention groups in the order of their tokens; together they cover all T."""
 
@@ -116,7 +118,8 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
 def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
     """Return compiled code for a model if it supports the model and the machine; else None.
 
-    Experts and the soft cap of the logits are supported, because torch computes those parts.
+    A model with experts or a soft cap of its logits is supported: compiled code runs the rest of
+    the model, and torch computes these two parts.
     """
     if config.head_dim not in HEAD_DIMS:
         log.warning(

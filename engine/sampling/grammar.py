@@ -2,7 +2,9 @@
 
 Used by ``ProcessorRegistry`` as the processors ``json_schema`` and ``grammar``. Schemas and
 grammars are of llguidance's kinds, https://github.com/guidance-ai/llguidance, an optional
-dependency. A turn may sample one of its stop tokens exactly where the grammar is complete.
+dependency. A turn may sample one of its stop tokens exactly where the grammar is complete. Built on
+``grammar_compiler.py``, which compiles each grammar under limits, and the interface of
+``logits.py``.
 """
 
 import json

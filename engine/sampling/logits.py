@@ -2,7 +2,7 @@
 
 Implemented by users' modules and by ``processors.py`` and ``grammar.py``; see
 :mod:`tidegate.engine.sampling.processors` for how a turn names one. ``options.py`` calls the
-processors for each row. Built on torch.
+processors for each row. Built on torch and ``engine/models/tokenizer.py``.
 
 Letters in shapes: V vocabulary.
 """

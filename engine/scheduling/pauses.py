@@ -1,9 +1,10 @@
 """Pause state of an engine: whether sequences may start and run, and whether a weight swap is due.
 
-Used by the scheduler and by ``external/engine_loop.py``; moves no sequences itself. At most one
-pause and one swap are pending: a newer pause replaces the mode of an older one. Every pause that
-takes effect before it is lifted is answered with ``TurnsPaused``. Depends on the message types
-only.
+Used by the engine's ``EngineScheduler`` and, for external engines, by ``external/engine_loop.py``
+and ``external/sleeping.py``. It moves no sequences itself. At most one pause and one swap are
+pending. A newer pause replaces the mode of an older one. A swap has a pause mode too: ``wait`` lets
+the running sequences finish before the swap. Every pause that takes effect before it is lifted is
+answered with ``TurnsPaused``. Built on the message types of ``transport/messages.py`` only.
 """
 
 from tidegate.transport.messages import FinishWeightUpdate, PauseMode, TurnsPaused
@@ -32,8 +33,8 @@ class PauseGate:
 
     @property
     def turns_run(self) -> bool:
-        """Whether running sequences may step: ``abort`` has ended them, ``wait`` lets them
-        finish."""
+        """Whether running sequences may step. Only the pause mode ``keep`` stops them: ``abort``
+        has already ended them, and ``wait`` lets them finish."""
         return self._mode != "keep" and not self.is_held
 
     def pause(self, mode: PauseMode) -> None:
@@ -71,7 +72,8 @@ class PauseGate:
         return self._swap is not None
 
     def request_swap(self, update: FinishWeightUpdate) -> None:
-        """Request a swap; a repeated request replaces the pause mode of the first."""
+        """Request the swap that ``update`` asks for, with its pause mode. It replaces an earlier
+        request."""
         self._swap = update
 
     def swap_due(self, running_turns: int) -> FinishWeightUpdate | None:

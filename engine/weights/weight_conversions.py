@@ -3,7 +3,8 @@
 Used where a model is stored under one scheme, its ``state_dict()``'s (the transformers fallback) or
 its directory's (external engines), and trainers publish under either. The conversion that
 transformers applies on loading is not reimplemented: it is run on tensors of element indices, and
-the result shows where each published tensor is stored.
+the result shows where each published tensor is stored. Built on ``transport/weight_names.py``,
+``weight_store.py`` and transformers.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 verl's ``LLMServerManager`` makes a :class:`TidegateReplica` for each trainer worker, or for each
 worker of a pool of its own. Clients of verl call the actor, a :class:`TidegateServer`. Built on
-Ray, and on the vLLM-compatible server for verl's HTTP clients.
+Ray, on ``serving/vllm_server/`` for verl's HTTP clients, and on ``turns.py``.
 """
 
 import itertools

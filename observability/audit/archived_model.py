@@ -3,7 +3,8 @@
 The audit's replays call :func:`load_version` for every version. A version may be a part of a set (a
 partial publish or an adapter): then the full set before it is loaded, and the later parts are
 applied in order. Uses `transformers` and `safetensors` and none of the engine's code, so that an
-engine's fault can't hide in its own proof. The caller passes each version's directory.
+engine's fault can't hide in its own proof. The caller passes each version's directory. Built on
+``orchestrator/weight_sync/parts.py``, which says what a version consists of.
 """
 
 import logging

@@ -4,7 +4,8 @@
 versions that sampled the token and computed the KV before it. The audit recomputes each token's
 log-probability with `transformers` from these versions' archived weights, compares it with the
 recorded one, and recomputes staleness and counts from the tags. It reads only the run's directory,
-and uses none of the code that made the tags.
+and uses none of the code that made the tags. Built on ``replay_plan.py``, ``replay.py``,
+``exact.py`` and ``rivals.py`` for the tokens, and ``bookkeeping.py`` for the counts.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Frames of the dashboard: conversion of an observation into compact JSON for the page.
 
 The app sends :func:`frame` once a second, and :func:`about` once. Rows are lists with the order of
-named columns. Pure functions; page/ draws the figures.
+named columns. Pure functions; page/ draws the figures. Built on ``snapshots.py`` for the run's
+state, and ``live.py`` for what was collected over time.
 """
 
 import math

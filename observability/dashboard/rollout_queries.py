@@ -1,6 +1,7 @@
 """Queries of the dashboard's list of rollouts: filter, search and order.
 
-The app parses a :class:`RolloutQuery` from a request; the sources apply it to their lines.
+The app parses a :class:`RolloutQuery` from a request; the sources apply it to their lines. Built on
+:class:`RolloutLine` of ``snapshots.py``.
 """
 
 import math

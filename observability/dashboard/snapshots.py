@@ -1,7 +1,8 @@
 """Snapshots of a run at one instant, from which the dashboard and the metrics are made.
 
 :mod:`source` takes them on the run's event loop, in about 1 ms for 1,000 groups. They read the
-run's scheduler, core and statistics; nothing here encodes or waits.
+run's scheduler, core and statistics; nothing here encodes or waits. Built on ``live.py`` and
+``observability/trajectories.py``, and on the core's :class:`Group` and :class:`Rollout`.
 """
 
 from collections.abc import Iterable, Mapping

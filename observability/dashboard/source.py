@@ -1,7 +1,8 @@
 """Data sources of the dashboard: the interface :class:`Source`, and the source of a live run.
 
 The app calls a source from worker threads, because an answer may take a moment. :mod:`recorded`
-implements it for a run's files.
+implements it for a run's files. Built on ``snapshots.py``, ``live.py`` and, for explanations,
+``observability/story.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Columns of a batch for token attachments: routed experts, kept sampling sets, top log-probs.
 
 Called by ``batch_of_rows``; reads the :class:`TurnAttachments` of each rollout's turns. Most
-batches have none.
+batches have none. Built on ``core/token_attachments.py`` and numpy.
 
 Letters in shapes: N tokens of all rows, M kept tokens of all tokens, L mixture layers, k experts
 per token.

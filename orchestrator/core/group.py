@@ -52,11 +52,12 @@ class Group(Struct):
     agents: "dict[str, Group]" = field(default_factory=dict)
     """Groups of other adapters that the group's episodes sample too, by adapter."""
     is_agents: bool = False
-    """Whether the group is one of another group's ``agents``: its rollouts begin and end with
-    those of the other, and only the other's task can be started again."""
+    """Whether the group is one of the ``agents`` of another group, its home. Its rollouts begin and
+    end with the home group's rollouts. Only the home group's task can be put back to be started
+    again."""
     home: "tuple[str, Group] | None" = None
-    """If ``is_agents``: the adapter of the group whose episodes sample this group, and that group;
-    None once that group was removed."""
+    """The home group's adapter, and the home group itself, whose episodes sample this group. None
+    for a group that is not ``is_agents``, and once the home group has been removed."""
 
     @property
     def is_split_remainder(self) -> bool:
@@ -102,8 +103,9 @@ class Group(Struct):
         return self.kept_and_oldest()[1]
 
     def kept_and_oldest(self) -> tuple[int, int | None]:
-        """Return :attr:`num_kept` and :attr:`oldest_version` in one pass, because each group needs
-        both at its end, and the second at each publish before."""
+        """Return :attr:`num_kept` and :attr:`oldest_version` from one pass over the rollouts. Both
+        are needed when a group ends; the oldest version is also needed at each publish while the
+        group runs."""
         kept, oldest = 0, None
         for rollout in self.rollouts:
             if rollout.state is DISCARDED:

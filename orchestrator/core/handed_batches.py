@@ -4,7 +4,8 @@
 version made from it is live. Its groups are kept longer, because the trainer may report rows that
 it did not train on; a run with a journal keeps them until the trainer's checkpoint contains the
 batch. A row is a rollout or a branch of one, and a rollout counts as trained while one of its rows
-does.
+does. Built on ``groups.py``, and on the counts of ``trained.py``, which are corrected when the
+trainer reports rows that it did not train on.
 
 A publish does not say which batches its weights were made from. A trainer that asks for the next
 batch during its train step (look-ahead) holds batches that it will train on later, under a newer

@@ -1,9 +1,11 @@
 """Codec of a core's whole state: MessagePack bytes, saved in the journal and loaded after a crash.
 
 :class:`RunJournal` saves and loads snapshots; replays compare :func:`digest`. The state contains
-everything that the next event could depend on. It omits tasks that are not plain data, which the
-user's iterator gives again, and tokens that an episode appended but no event has reported. Equal
-bytes mean equal cores.
+everything that the next event could depend on. It omits two things. A task that is not plain data
+is omitted, because the user's iterator gives it again. Tokens that an episode appended are omitted
+until an event reports them. Equal bytes mean equal cores. Built on :class:`Core` and its parts,
+which save and load themselves through the ``Saved`` structs here and in ``discards.py`` and
+``task_records.py``.
 """
 
 import hashlib
@@ -73,7 +75,8 @@ class SavedRollout(Saved):
     retries: int = 0
     pinned_version: int | None = None
     home: int | None = None
-    """Id of the rollout whose episode samples it."""
+    """Id of the rollout whose episode samples this rollout as one of its agents; None for other
+    rollouts."""
 
 
 class SavedGroup(Saved):
@@ -92,7 +95,8 @@ class SavedGroup(Saved):
     """The task as bytes; empty if it is not plain data."""
     is_agents: bool = False
     home: tuple[str, int] | None = None
-    """Adapter and id of the group whose episodes sample it."""
+    """Adapter and id of the group whose episodes sample this group as one of their agents; None for
+    other groups."""
 
 
 class SavedSubmission(Saved):
@@ -252,8 +256,8 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
 
     In a live core, tokens that an episode appended after its rollout's last turn are omitted,
     because no event has reported them yet. ``is_replayed`` is for a core made by replaying events:
-    it runs no episodes and can have no unreported tokens. Its contexts are saved whole, so that
-    unexpected tokens change its digest.
+    it runs no episodes and can have no unreported tokens. Contexts of such a core are saved whole,
+    so that an unexpected token changes the core's digest.
     """
     return _encoder.encode(_saved(core, is_replayed))
 
@@ -535,7 +539,8 @@ def _load(saved: SavedCore, core: Core) -> None:
 
 
 def _link_agents(saved: SavedCore, core: Core) -> None:
-    """Link the groups and rollouts that other groups' episodes sample to those groups."""
+    """Restore the links between agents and their homes. An agent's group or rollout is sampled by
+    the episodes of another adapter's group, its home."""
     rollouts = {
         row.rollout_id: row
         for each in (core, *core.trained_adapters.values())

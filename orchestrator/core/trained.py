@@ -1,7 +1,7 @@
 """Counts of trained batches and rollouts, and their staleness at consumption.
 
 :class:`Core` updates them at each hand-over; statistics read them. Reads the rollouts' weight
-versions.
+versions. Built on ``rollout.py``.
 """
 
 from collections import Counter

@@ -2,7 +2,7 @@
 
 :class:`Conversation` and the HTTP servers use it. :mod:`conversation` tokenizes the text and finds
 which tokens are in the context already. A template is untrusted code, and runs in Jinja's sandbox.
-Built on jinja2.
+Built on jinja2 and ``tool_calls.py``.
 """
 
 import datetime

@@ -8,8 +8,11 @@
 The episode runner makes one :class:`Episode` per rollout and sends its turns to the core. The
 context only grows: prompts and observations by :meth:`Episode.append`, the model's tokens by
 :meth:`Episode.generate`. So the tokens that are trained are exactly those that the engine sampled.
-An episode that needs more than one context forks: each branch is a row of its own. It depends on
-``conversation.py`` for messages and on ``sampling_options.py`` for options.
+An episode that needs more than one context forks: each branch is a row of its own. After a resume
+the episode function runs again from its start, and a :class:`ReplayCursor` returns the turns that
+the rollout has already. Built on ``conversation.py`` for messages, ``sampling_options.py`` for
+options, ``generated_turn.py`` for results, ``fleet/scores.py`` for scoring, and the core's
+:class:`Rollout`.
 """
 
 import asyncio
@@ -63,7 +66,8 @@ class EpisodeBackend(Protocol):
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Keep ``turns`` turns of the rollout, and its context up to the last kept turn's end.
 
-        ``tokens``: length of the context that the episode had replayed. Does nothing to a
+        Called when an episode, run again after a resume, diverges from the turns that the rollout
+        has. ``tokens``: length of the context up to which the replay matched. Does nothing to a
         discarded rollout.
         """
 
@@ -84,7 +88,8 @@ class EpisodeBackend(Protocol):
 
 
 SMALL_CONTEXT_TOKENS = 64 * 1024
-"""Context length up to which a turn without media fits its frame, whatever its options."""
+"""Number of context tokens up to which a turn without media is not measured against
+``TURN_BYTES_MAX``: 256 KiB of tokens, and any sampling options, always fit."""
 
 
 class ScoringClient(Protocol):
@@ -339,7 +344,8 @@ class Episode:
         return self._model.reply_text(token_ids)
 
     def row_from(self, context: Sequence[int]) -> "Episode":
-        """Return a row with exactly this context: the row that it continues, or a new branch."""
+        """Return a row whose context is exactly ``context``. An idle row whose context is a prefix
+        of ``context`` is extended; if no row is one, a new branch is made."""
         context = list(context)
         for row in sorted(self.rows, key=lambda row: -row.num_tokens):
             known = row.num_tokens
@@ -431,7 +437,7 @@ class Episode:
         return self.branch(self.token_ids, "asked", media=self.media)
 
     def agent(self, name: str) -> "Episode":
-        """Return the context of another trained adapter in this episode; always the same one.
+        """Return the episode of another trained adapter within this episode; each name has one.
 
         It begins empty. Its turns are sampled by that adapter, and its row goes to that adapter's
         trainer with a reward of its own: the episode returns ``{"solver": 1.0, "critic": 0.5}``, or
@@ -667,8 +673,9 @@ class Episode:
     def _next_seed(self) -> int:
         """Return the sampling seed of the next turn.
 
-        A turn that is replayed after a resume keeps the seed it had, because a split may have given
-        its group another number, from which the seed would be derived.
+        A turn that is replayed after a resume keeps its recorded seed. A new seed would be derived
+        from the group's number, and that changes when a group is split, which trains some of its
+        rollouts first and moves the rest to a new group.
         """
         if self._replay is not None:
             return self._replay.next_seed

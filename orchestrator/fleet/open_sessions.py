@@ -2,9 +2,9 @@
 
 Each row of a rollout is a session, which its turns name. An engine may keep a session's KV while
 its episode uses tools. ``EndSessions`` lets the engine free the KV, because the row has ended or
-its next turn went to another engine. :class:`EngineSide` owns one :class:`OpenSessions`; messages
-are those of ``transport/``. Sessions affect only speed, so they are not part of the core: a resumed
-run starts without any.
+its next turn went to another engine. :class:`EngineSide` owns one :class:`OpenSessions`. Built on
+``transport/messages.py`` and the core's :class:`Rollout`. Sessions affect only speed, so they are
+not part of the core: a resumed run starts without any.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.transport.messages import EndSessions, Hello, Message
 
 SESSIONS_PER_MESSAGE = 4096
-"""Most sessions in one message: at up to 9 bytes each, half of a frame."""
+"""Maximum number of sessions in one message. A session takes at most 9 bytes, so the message takes
+at most 36 KiB; the limit of its frame is 64 KiB."""
 
 
 class OpenSessions:

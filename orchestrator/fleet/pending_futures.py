@@ -1,7 +1,7 @@
 """Futures of calls that wait on the run's loop, by what resolves them.
 
 The scheduler and its parts register and resolve them; a failed run fails all of them. Built on
-asyncio futures, and a lock towards the trainer's thread.
+asyncio futures, a lock towards the trainer's thread, and the core's ``events.py``.
 """
 
 import asyncio

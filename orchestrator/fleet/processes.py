@@ -1,7 +1,8 @@
 """Engine processes on this machine: command lines, start, restart, logs and end.
 
 :class:`LocalEngineLauncher` uses them. The orchestrator never imports the engine: a worker is a
-separate program that speaks the wire protocol. Built on ``subprocess``.
+separate program that speaks the wire protocol. Built on ``subprocess`` and the settings of
+``orchestrator/settings/config.py``.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Rows of a batch that the trainer did not train on, for ``Rollouts.discard``.
 
-Local and remote handles check the rows here and report them to the core as one event.
+Local and remote handles check the rows here and report them to the core as one event. Built on
+``scheduler/trainer_side.py``.
 """
 
 import operator

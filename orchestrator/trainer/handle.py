@@ -3,7 +3,8 @@
 :class:`RunHandle` is written once, against :class:`RunRequests`: a run in this process answers them
 on its event loop (``rollouts.py``), a run in another process over ZeroMQ (``remote/rollouts.py``).
 A sync handle is a :class:`SyncHandle`: it runs the coroutines of an async one to their end. Handles
-of adapters are of these classes, too. Built on asyncio and a thread.
+of adapters are of these classes, too. Built on asyncio and a thread, and on ``fleet/scores.py`` for
+scoring.
 """
 
 import asyncio

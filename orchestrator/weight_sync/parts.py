@@ -1,7 +1,8 @@
 """File beside an archived weight version that names the other versions it is made of.
 
 The publish path writes it, and `tidegate audit` and the recorder read it. A version that is a whole
-set of the model's own tensors has no such file. JSON, by msgspec.
+set of the model's own tensors has no such file. JSON, by msgspec; read through
+``transport/regular_files.py``.
 """
 
 from pathlib import Path
@@ -26,7 +27,8 @@ class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """References of an archived version to the tensors of other versions that complete it."""
 
     over: int | None = None
-    """Version whose other tensors are kept; None if the tensors are a whole set."""
+    """Version that this version's tensors replace a part of; its other tensors stay. None if the
+    tensors are a whole set."""
     is_adapter: bool = False
     """Whether the tensors are an adapter's instead of the model's."""
     adapters: dict[str, ArchivedAdapter] = {}
@@ -34,8 +36,9 @@ class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def file_name(self) -> str:
-        """Name of the tensors' file. A part has another name than a whole set: loaded as one, its
-        missing tensors would be initialised at random."""
+        """Name of the tensors' file. A part is not named ``model.safetensors``. Under that name
+        `transformers` would load it as a whole model, and initialise the tensors that it lacks at
+        random."""
         if self.is_adapter:
             return "adapter.safetensors"
         return "model.safetensors" if self.over is None else "part.safetensors"

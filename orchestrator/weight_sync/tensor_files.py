@@ -3,7 +3,7 @@
 Called by ``adapter_files.py`` and the vLLM-compatible server; uses torch. The safetensors library
 maps a file: if it is truncated afterwards, SIGBUS ends the process, and if it is overwritten, the
 tensors change. The format: a length (u64, little-endian), that many bytes of JSON with each
-tensor's dtype, shape and offsets, then the data.
+tensor's dtype, shape and offsets, then the data. Built on ``transport/regular_files.py``.
 """
 
 import json

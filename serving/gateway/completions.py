@@ -3,7 +3,8 @@
 The HTTP handlers in :mod:`app` call :func:`begin` and :func:`answer`. Each choice is a turn of a
 row of the session's rollout. An :class:`AnswerForm` writes the answer as one API has it: OpenAI's
 completions here, OpenAI's responses in :mod:`openai_responses`, Anthropic's messages in
-:mod:`anthropic_messages`. Streams poll the turns, because nothing reports single tokens.
+:mod:`anthropic_messages`. Streams poll the turns, because nothing reports single tokens. Built on
+``sessions.py``, ``requests.py`` and the run's :class:`Episode`.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Request bodies of SGLang's API, and their conversion to vLLM's sampling parameters.
 
 Decoded by the handlers of :mod:`app`. As in SGLang, unknown fields of a body are ignored, and
-unknown sampling parameters refused. Built on msgspec.
+unknown sampling parameters refused. Built on msgspec, and on ``serving/vllm_server/requests.py``
+for vLLM's parameters.
 """
 
 from collections.abc import Mapping

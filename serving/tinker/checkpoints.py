@@ -5,6 +5,7 @@
 
 RUN is a model's id. A directory appears under its name when it is complete (written beside it,
 synced, then renamed), and ``checkpoint.json`` in it says whose it is. :mod:`app` uses the store.
+Built on ``training.py``.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Parts of the Tinker server, as its handlers and requests of models get them.
 
-The server makes one :class:`TinkerParts` from the modules of this folder and the run's scheduler.
+The server makes one :class:`TinkerParts` from the modules of this folder (``models.py``,
+``sampling.py``, ``checkpoints.py``, ``sessions.py``, …) and the run's :class:`Scheduler`.
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 
 The server constructs :class:`PeftTraining` and calls it from its training thread. Runs on a CPU, or
 on a GPU that torch sees. Letters in shapes: B sequences of a micro-batch, T positions of the
-longest, V vocabulary, K targets of one position.
+longest, V vocabulary, K targets of one position. Implements the interface of ``training.py``, with
+the losses of ``losses.py``.
 """
 
 import json

@@ -2,7 +2,8 @@
 
 The message types are those of the installed SDK, because the service publishes no ``.proto`` file.
 Arrays travel as little-endian bytes. :mod:`app`, :mod:`models`, :mod:`sampling` and
-:mod:`training_requests` call this module.
+:mod:`training_requests` call this module. Built on the data types of ``training.py`` and on
+protobuf.
 """
 
 from collections.abc import Mapping, Sequence

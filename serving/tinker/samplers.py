@@ -1,7 +1,8 @@
 """Weights that samplers use: saved adapters, which engines hold as pinned versions while in use.
 
 :class:`EngineAdapters` publishes a saved adapter when a sample first needs it, and unpins the least
-recently used ones. :mod:`sampling` uses it for every sample; :mod:`app` makes the samplers.
+recently used ones. :mod:`sampling` uses it for every sample; :mod:`app` makes the samplers. Built
+on ``checkpoints.py``, ``orchestrator/weight_sync/adapter_files.py`` and the run's scheduler.
 """
 
 import asyncio

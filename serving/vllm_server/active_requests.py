@@ -1,9 +1,11 @@
 """Table of the requests being answered; every choice of a request is a rollout of the run.
 
-Completion requests begin their choices here, and pauses and aborts end them. They are evaluation
-rollouts, outside training: they wait for no admission, and the run's ledger counts their tokens
-apart. Independent of HTTP and of response bodies. Built on :class:`Episode` and the run's
-:class:`Scheduler`.
+The handlers of ``completions.py`` begin the choices of a completion request here; ``pauses.py`` and
+the abort route of ``app.py`` end them. The Tinker server (``serving/tinker/sampling.py``) and
+verl's replica use the table too. A choice is an evaluation rollout, outside training: it starts
+without admission, and the run's ledger counts its tokens apart. Independent of HTTP and of response
+bodies. Built on :class:`Episode` and the run's :class:`Scheduler`, and on the prompts of
+``requests.py``.
 """
 
 import asyncio
@@ -39,8 +41,9 @@ class ActiveChoice:
     options: Mapping[str, Any]
     """Keyword arguments of :meth:`Episode.generate` for the choice."""
     ended: "asyncio.Future[None]"
-    """Resolved by the choice itself, and never failed: an exception is in ``error``. Wait for it by
-    ``asyncio.wait``, which doesn't cancel it when the waiter is cancelled."""
+    """Future that the choice resolves when it ends. It never carries an exception; a failed
+    choice's exception is in ``error``. Wait for it with ``asyncio.wait``, which doesn't cancel the
+    future when the waiter is cancelled."""
     row: "Episode | None" = None
     """The choice's episode; None until it has begun."""
     is_aborted: bool = False
@@ -112,8 +115,8 @@ class ActiveRequest:
     async def wait(self) -> None:
         """Wait until every choice has ended; raise the first error of a choice, if there is one.
 
-        Cancelling this cancels no choice's ``ended``: only the choice itself resolves that, so
-        :meth:`abort` still finds which choices are running.
+        If the caller is cancelled, the choices run on and their ``ended`` futures stay unresolved.
+        So :meth:`abort` can still end those choices.
         """
         if unended := [choice.ended for choice in self.choices if not choice.ended.done()]:
             await asyncio.wait(unended)
@@ -164,7 +167,8 @@ class ActiveRequests:
     ) -> Scores | None:
         """Score a request's prompts before it begins; return None if it is aborted meanwhile.
 
-        The adapter counts as used. Cancelling this cancels the scoring.
+        During the scoring :meth:`adapters` contains ``adapter``, so that the server keeps it
+        loaded. Cancelling this call cancels the scoring.
         """
         task = asyncio.get_running_loop().create_task(scoring, name=f"score-{request_id}")
         scored = _ScoredRequest(request_id, adapter, task)

@@ -2,7 +2,8 @@
 
 Handlers read a request, call a part of the server (:class:`ServerParts`) and answer in vLLM's form;
 parameters of pauses, sleep and caches are in the query, as in vLLM. A handler's docstring is its
-summary in ``/openapi.json``.
+summary in ``/openapi.json``. Built on ``serving/api_app.py`` (routes and bodies), ``requests.py``
+and the parts: ``completions.py``, ``pauses.py``, ``weight_updates.py``.
 """
 
 import importlib.metadata

@@ -2,7 +2,7 @@
 
 The route ``/metrics`` of ``app.py`` renders it; ``completions.py`` counts. Ended requests are
 counted here; all other figures are read from the run at each scrape. Written as text; no library is
-needed.
+needed. Built on the run's :class:`Scheduler`.
 """
 
 import time

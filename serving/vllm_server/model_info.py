@@ -2,7 +2,7 @@
 
 All parts of the vLLM-compatible server read it. Read from configs and safetensors headers, without
 the weights. Imports torch and transformers only if a trainer uses other tensor names than the model
-directory.
+directory. Built on ``orchestrator/weight_sync/tensor_files.py`` and ``transport/weight_names.py``.
 """
 
 import bisect

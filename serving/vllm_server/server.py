@@ -1,7 +1,10 @@
 """vLLM-compatible HTTP server over a run's engines: starts, serves on the run's loop, closes.
 
-with tidegate.vllm_server(model=path, engines=2, port=8000) as server:
-    ...  # point clients of vLLM at server.url
+    with tidegate.vllm_server(model=path, engines=2, port=8000) as server:
+        ...  # point clients of vLLM at server.url
+
+Built on ``app.py`` (the routes), ``serving/run_server.py`` (start and close) and the receivers of
+weights.
 """
 
 import secrets

@@ -1,6 +1,6 @@
 """Plot of a plan: throughput and mean staleness over the staleness bound.
 
-`tidegate plan --picture` calls it; drawn with matplotlib.
+`tidegate plan --picture` calls it. Built on matplotlib and the rows of ``plan.py``.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Input and output of a plan: workload, settings and predicted figures.
 
-`tidegate plan` fills it; the closed forms and the virtual-time prediction read it.
+`tidegate plan` fills it; the closed forms and the virtual-time prediction read it. Built on
+``simulation/engine_costs.py``.
 """
 
 import math

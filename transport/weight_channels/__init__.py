@@ -1,7 +1,8 @@
 """Weight channels: shared memory, ZeroMQ, relay chain, torch.distributed broadcast, and files.
 
 The orchestrator publishes weights through a :func:`sender`, engines read them through a
-:func:`receiver`. A run uses one channel; only that channel's module is imported.
+:func:`receiver`. A run uses one channel; only that channel's module is imported. Built on
+``base.py`` (the interfaces) and one module per channel.
 """
 
 from pathlib import Path

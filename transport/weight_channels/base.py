@@ -4,7 +4,8 @@ Implemented by the channels in this folder, called by the publish path (sender) 
 (receiver). A channel moves named byte buffers and uses only the size of a dtype; the engine checks
 whether names and shapes fit its model. The phases are vLLM's: init, start, update, finish. A
 channel takes part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the
-messages of phases 1 and 3; phases 2 and 4 carry no data.
+messages of phases 1 and 3; phases 2 and 4 carry no data. Built on ``transport/messages.py``,
+``transport/security.py`` and ``cuda_memory.py``.
 """
 
 import math

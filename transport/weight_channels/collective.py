@@ -5,7 +5,8 @@ needs all members in advance, but engines come and go. So an engine requests a v
 sender over ZeroMQ; the requests that arrive until all known receivers have asked, or
 :data:`GATHER_S` after the first, form a round: a process group of its own, reused as long as the
 same members ask. A round that loses a member fails for all members, whom the sender notifies; they
-ask again, and continue from the byte that all of them have.
+ask again, and continue from the byte that all of them have. Built on torch.distributed, and on
+``transport/limits.py``.
 
 gloo moves the bytes between processes of any kind; NCCL is used if each member has a GPU of its
 own. The NCCL path has never run: it is written from torch's documentation. **Neither encrypts**:

@@ -2,7 +2,8 @@
 
 The ``cuda_ipc`` channel uses it through the :class:`Gpu` protocol, which tests implement without
 CUDA. The fields are those of ``_share_cuda_`` without its event: the sender synchronises before it
-sends a handle, and an event opened by the receiver would never be closed.
+sends a handle, and an event opened by the receiver would never be closed. Built on
+``transport/messages.py`` and torch.
 """
 
 import re

@@ -5,7 +5,7 @@ The publish path writes the segment, the engine's staging reads it. Receivers op
 process that uses it however that process dies, no resource tracker interferes, and a container's
 small /dev/shm does not limit it. It only grows and its pages are reused, because the first touch of
 a fresh page costs ten times a copy into an old one. Receivers that do not share the sender's /proc
-or user need another channel. Standard library and numpy.
+or user need another channel. Built on ``base.py``, numpy and the standard library.
 """
 
 import fcntl
