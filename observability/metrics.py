@@ -136,9 +136,10 @@ STALENESS = (
     Metric(
         "tidegate_staleness_versions",
         "histogram",
-        "Trained rollouts, by the weight versions published between the sampling of their oldest "
-        "trained token and their hand-over to the trainer. High values mean off-policy training; "
-        "the bound is tidegate_staleness_bound_versions.",
+        "Rollouts handed to the trainer, in buckets of staleness. A rollout's staleness is the "
+        "number of weight versions published between the sampling of its oldest trained token "
+        "and the hand-over. High values mean off-policy training; the bound is "
+        "tidegate_staleness_bound_versions.",
         histogram(lambda snapshot: snapshot.statistics.staleness_histogram),
     ),
     Metric(
@@ -202,24 +203,25 @@ STALENESS = (
         "tidegate_mismatch_kl_nats",
         "gauge",
         "KL divergence between the sampling and the trained policy in nats per token of the last "
-        "batch, as mean(-log w), reported by the trainer. 0 is on-policy; a rise means staleness "
-        "or an engine whose log-probs differ.",
+        "batch, as mean(-log w), w = trained / sampling probability, as the trainer reports it. "
+        "0 is on-policy; a rise means staleness or an engine whose log-probs differ.",
         _reported("mismatch_kl"),
     ),
     Metric(
         "tidegate_mismatch_k3_nats",
         "gauge",
         "KL divergence between the sampling and the trained policy in nats per token of the last "
-        "batch by the k3 estimator, mean(w - 1 - log w), which has less noise than mean(-log w) "
-        "and is never negative. 0 is on-policy.",
+        "batch by the k3 estimator, mean(w - 1 - log w), w = trained / sampling probability. "
+        "It has less noise than tidegate_mismatch_kl_nats and is never negative; 0 is on-policy. "
+        "A rise has the same causes.",
         _reported("k3"),
     ),
     Metric(
         "tidegate_mismatch_chi2_ratio",
         "gauge",
-        "Chi-squared divergence of the last batch: mean squared importance weight minus 1, "
-        "without unit, reported by the trainer. 0 is on-policy; it rises first where a few tokens "
-        "have large weights.",
+        "Chi-squared divergence of the last batch, without unit, as the trainer reports it: "
+        "mean(w^2) - 1 of the importance weights w. 0 is on-policy. If a few tokens have large "
+        "weights it rises before the KL divergence does; then clip or truncate the weights.",
         _reported("chi2"),
     ),
     Metric(
@@ -603,7 +605,8 @@ ROLLOUTS = (
     Metric(
         "tidegate_groups_running",
         "gauge",
-        "Groups in which at least one episode is running.",
+        "Groups in which at least one episode is running. Few, with 0 groups admissible: ended "
+        "groups wait for the trainer (tidegate_groups_buffered).",
         of_run(lambda s: s.running_groups),
     ),
     Metric(
@@ -622,8 +625,9 @@ ROLLOUTS = (
     Metric(
         "tidegate_groups_admissible",
         "gauge",
-        "Groups that could start now without breaking the staleness bound. 0 for long: engines "
-        "wait for the trainer.",
+        "Number of further groups that the staleness bound lets start now; 0 once all tasks have "
+        "started. 0 for long: engines wait for the trainer. Above 0 for long: the tasks' iterator "
+        "gives tasks too slowly.",
         of_run(lambda s: s.admissible_groups),
     ),
     Metric(

@@ -32,7 +32,8 @@ class ModelTokenizer:
         if self._directory is None:
             raise TurnRefused(
                 "stop strings, bad words and grammars need the model's tokenizer, and this engine "
-                "was started without a model directory; use stop_token_ids"
+                "was started without a model directory; start it with one, or use stop_token_ids "
+                "in place of stop strings"
             )
         path = self._directory / "tokenizer.json"
         if not path.exists():

@@ -41,7 +41,11 @@ def plain_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
     else:
         url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str) or not url:
-        raise ChatRefused(f"{where} is of type {part['type']!r} and has no url")
+        raise ChatRefused(
+            f"{where} is of type {part['type']!r} and has no url; "
+            "give it as {'type': 'image_url', 'image_url': {'url': ...}}, or audio as "
+            "{'type': 'input_audio', 'input_audio': {'data': ..., 'format': 'wav'}}"
+        )
     if why := _too_long(url):
         raise ChatRefused(f"{where} has {why}")
     return {"type": kind, "url": url}

@@ -122,8 +122,10 @@ class StalenessSettings(SettingsRecord):
     ``consumption_order="completion"``, ``split`` costs the least time, and ``drop`` biases towards
     short answers (``length_bias``)."""
     staleness_policy: InstanceOf[StalenessPolicy] | None = None
-    """A staleness policy object, in place of ``max_staleness``, ``groups_per_batch``,
-    ``outstanding_groups_limit``, ``consumption_order`` and ``deadline_policy``."""
+    """A ``StalenessPolicy`` object, for rules that the settings ``max_staleness``,
+    ``groups_per_batch``, ``outstanding_groups_limit``, ``consumption_order`` and
+    ``deadline_policy`` can't express. Those settings must then be omitted. None: these settings are
+    the rules."""
     group_filter: InstanceOf[GroupFilter] = GroupFilter()
     """Decides by their rewards which groups are worth training on; others are discarded. The
     default keeps all. Use ``DynamicSampling()``, which drops groups whose rewards are all equal, if
@@ -202,8 +204,9 @@ class SamplingSettings(SettingsRecord):
     """Name of the LoRA adapter that turns are sampled with; publish the adapter before the first
     batch. Empty: the base model."""
     seed: int = 0
-    """Seed of the run, from which each turn's random numbers derive. Runs of one seed still differ
-    where timing decides which weights sample a token."""
+    """Seed of the run, from which each turn's random numbers derive. Two runs with one seed may
+    still differ, even with ``deterministic``, because timing decides which weight version samples a
+    token."""
     routed_experts: bool = False
     """Whether turns return the experts that each context position was routed to, for
     ``Batch.routed_experts`` and routing replay. Set it when a mixture of experts is trained with
@@ -220,9 +223,10 @@ class EpisodeSettings(SettingsRecord):
 
     episode_timeout_s: Seconds = 600.0
     """Longest duration of an episode in seconds; a longer one is cancelled and has failed, see
-    ``failure_policy``. Time while the episode is parked does not count. Raise it if
-    ``episode_failures`` has many of the reason ``episode_timeout``; it should exceed the longest
-    turn and tool call together."""
+    ``failure_policy``. Time while the episode is parked (waits for newer weights, see
+    ``episode_park_after_s``) does not count. Raise it if ``episode_failures`` has many of the
+    reason ``episode_timeout``; it should exceed the duration of the longest whole episode, all
+    turns and tool calls."""
     episode_park_after_s: Seconds | None = None
     """Running time in seconds after which an episode is parked: before its next turn it waits for
     newer weights, while other episodes use the engines. The time then starts again. None parks an
@@ -409,9 +413,9 @@ class EngineSettings(SettingsRecord):
     deterministic: bool = False
     """Makes engines batch-invariant: a turn's tokens and log-probs are the same to the last bit,
     whatever else is in the batch, and however the turn is chunked, preempted or moved. Set it to
-    reproduce a run's tokens or for ``tidegate audit --exact``; costs some speed. The bits depend on
-    the kind of processor, the compiler and the engines' ``--block-tokens``
-    (``statistics().engines[…].block_tokens``)."""
+    compute a turn's tokens again, bit for bit, or for ``tidegate audit --exact``; costs some speed.
+    Engines give the same bits if they have the same kind of processor, C++ compiler and KV block
+    size (``--block-tokens``; ``statistics().engines[…].block_tokens`` shows it)."""
     speculative_method: str | None = None
     """Source of draft tokens for speculative decoding, which changes speed only. ``lookup`` drafts
     from the turn's own context; ``rollouts`` also from earlier samples of its prompt;
@@ -483,9 +487,9 @@ class WeightSettings(SettingsRecord):
     weight_channel: WeightChannelName = "shm"
     """How weights reach the engines. ``shm``: shared memory of this host. ``cuda_ipc``: within the
     GPU that trainer and engines share. ``zmq``: ZeroMQ to each engine, on any host. ``relay``:
-    ZeroMQ once to each host, which forwards to its engines and to the next host. ``collective``:
-    torch.distributed, unencrypted, for trusted networks. ``disk``: safetensors files in the run's
-    directory."""
+    ZeroMQ along a chain of hosts, each of which serves its own engines and the next host.
+    ``collective``: torch.distributed, unencrypted, for trusted networks. ``disk``: safetensors
+    files in the run's directory, on a file system that all hosts share."""
     weight_deltas: WeightDeltas = False
     """Sends less than a full set. False sends all. ``elements``: patches of the elements that have
     changed, in bfloat16 and float16, found by a copy of the last set on the host (1 GB/s); usually
@@ -496,9 +500,10 @@ class WeightSettings(SettingsRecord):
     trainer and engine about 1 s per gigabyte each. Set it to rule out damaged transfers when
     log-probs of trainer and engine differ."""
     weight_update_timeout_s: Seconds = 120.0
-    """Longest time in seconds until all engines serve a published version; late engines are given
-    up (``EngineLagging``). With ``engines_per_update_wave``, the time of each wave. Raise it for
-    models whose transfer and load take longer, and for ``pause_mode="wait"`` with long turns."""
+    """Longest time in seconds until all engines serve a published version. Then late engines are
+    removed from the run, and the publish raises ``EngineLagging``. With
+    ``engines_per_update_wave``, the time of each wave. Raise it for models whose transfer and load
+    take longer, and for ``pause_mode="wait"`` with long turns."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

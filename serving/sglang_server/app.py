@@ -254,7 +254,10 @@ async def destroy_weights_update_group(parts: ServerParts, http: HttpRequest) ->
 
     async def leave() -> None:
         if not parts.groups.leave(request.group_name):
-            raise UpdateError("The group to be destroyed does not exist.")
+            raise UpdateError(
+                "The group to be destroyed does not exist: no process group of a weight update "
+                f"is named {request.group_name!r}"
+            )
 
     return await _updated(leave(), "Succeeded to destroy custom process group.")
 
