@@ -65,6 +65,8 @@ class Capabilities:
     """Kinds of media that the model accepts beside tokens."""
     takes_tensors: bool = False
     """Whether new weights are passed to ``load_tensors``, so that none are written to disk."""
+    takes_patches: bool = False
+    """Whether changed elements alone can be passed to ``load_patches``."""
     sleep_levels: frozenset[SleepLevel] = frozenset()
     """Supported sleep levels; see :mod:`tidegate.transport.sleep_messages`."""
     lora_rank_max: int = 0
@@ -214,6 +216,17 @@ class EngineAdapter(Protocol):
         """
         ...
 
+    async def load_patches(self, file: Path, label: str) -> None:
+        """Change elements of the current weights, as :mod:`.vllm_patches` writes them to a file.
+
+        Called instead of ``load_weights`` if the engine declares ``takes_patches``.
+
+        Raises:
+            WeightsRefused: the weights are unknown until ``load_weights``, which is called next.
+            EngineGone: the engine does not answer as it should.
+        """
+        ...
+
     async def rename_weights(self, label: str) -> None:
         """Give the current weights a new label, because a version changes adapters only.
 
@@ -309,6 +322,10 @@ class OptionalAdapterMethods:
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
         """Never called, because ``takes_tensors`` is not declared."""
+        raise NotImplementedError
+
+    async def load_patches(self, file: Path, label: str) -> None:
+        """Never called, because ``takes_patches`` is not declared."""
         raise NotImplementedError
 
     async def rename_weights(self, label: str) -> None:

@@ -8,15 +8,18 @@ host memory. Files are written with safetensors; names are converted by
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
 from tidegate.engine.external.adapter import Capabilities
 from tidegate.engine.external.loras import HostAdapter
+from tidegate.engine.external.vllm_patches import write_changes
 from tidegate.engine.models.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -184,18 +187,42 @@ class PublishedDirectories:
 
     def write(self, weights: HostWeights, label: str) -> Path:
         """Write a version's directory, and remove all but it and the one before."""
-        path = self.parent / label
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        self._written.append(path)  # before writing, so that a partial directory is removed too
+        path = self._make(label)
         for file in self.model.iterdir():
             if file.is_file() and not _holds_tensors(file):
                 shutil.copy(file, path / file.name)
         save_file(dict(weights.by_name), path / "model.safetensors", metadata={"format": "pt"})
+        self._remove_old()
+        return path
+
+    def write_patches(
+        self,
+        weights: HostWeights,
+        patches: Sequence[tuple[str, torch.dtype, ElementPatch]],
+        label: str,
+    ) -> Path | None:
+        """Write the elements that make a version from the one before; None if they cannot be."""
+        changed: dict[str, list[npt.NDArray[np.int64]]] = {}
+        for name, _, patch in patches:
+            if not weights.is_redundant(name):
+                changed.setdefault(name, []).append(patch.index)
+        file = self._make(label) / "patches.safetensors"
+        if not write_changes(weights.by_name, changed, file):
+            return None
+        self._remove_old()
+        return file
+
+    def _make(self, label: str) -> Path:
+        self.forget(label)
+        path = self.parent / label
+        path.mkdir(parents=True)
+        self._written.append(path)  # before writing, so that a partial directory is removed too
+        return path
+
+    def _remove_old(self) -> None:
         for old in self._written[:-2]:
             shutil.rmtree(old, ignore_errors=True)
         del self._written[:-2]
-        return path
 
     def forget(self, label: str) -> None:
         """Remove a directory that the engine does not serve, also from the newest two."""

@@ -7,8 +7,11 @@ version is reported live, and no request is made in between. Built on ``weights/
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+
+import torch
 
 from tidegate.engine.external.adapter import Capabilities, EngineAdapter
 from tidegate.engine.external.host_weights import HostWeights, PublishedDirectories
@@ -21,6 +24,10 @@ from tidegate.engine.weights.staging import Live, Staging
 from tidegate.errors import EngineGone, WeightsRefused
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import FinishWeightUpdate, WeightsFailed, WeightsLive
+from tidegate.transport.printable import print_stderr
+from tidegate.transport.weight_channels.patches import ElementPatch
+
+Patches = Sequence[tuple[str, torch.dtype, ElementPatch]]
 
 
 class WeightSwapper:
@@ -42,6 +49,8 @@ class WeightSwapper:
         version at each call."""
         self._adapter = adapter
         self._capabilities = capabilities
+        self._takes_patches = capabilities.takes_patches
+        """Whether versions that came as patches are passed on as such; not after a failure."""
         self._link = link
         self._staging = staging
         self._weights = weights
@@ -110,9 +119,12 @@ class WeightSwapper:
             self._weights, self._matches_engine = staged, staged is live
             self.has_swapped = True
             brings_weights = staged is not live or needs_weights
+            patches = None if needs_weights else self._staging.last_patches
             loaded = await self._take_loaded(staged.adapters, label)
             try:
-                load_weights = await self._prepare_load(label, brings_weights=brings_weights)
+                load_weights = await self._prepare_load(
+                    label, patches, brings_weights=brings_weights
+                )
                 scores.stop()
                 started_ns = time.monotonic_ns()
                 recomputed = await self._pause_requests(update, streams, loaded)
@@ -148,7 +160,7 @@ class WeightSwapper:
         )
 
     async def _prepare_load(
-        self, label: str, *, brings_weights: bool
+        self, label: str, patches: Patches | None, *, brings_weights: bool
     ) -> Callable[[], Awaitable[None]]:
         """Return the call that changes the weights during the pause. Files are written before the
         pause."""
@@ -156,8 +168,30 @@ class WeightSwapper:
             return partial(self._adapter.rename_weights, label)
         if self._capabilities.takes_tensors:
             return partial(self._adapter.load_tensors, self._weights.by_name, label)
+        if self._takes_patches and patches is not None:
+            file = await asyncio.to_thread(
+                self._directories.write_patches, self._weights, patches, label
+            )
+            if file is not None:
+                return partial(self._load_patches, file, label)
         directory = await asyncio.to_thread(self._directories.write, self._weights, label)
         return partial(self._adapter.load_weights, directory, label)
+
+    async def _load_patches(self, file: Path, label: str) -> None:
+        """Change elements of the engine's weights; if it fails, load all, now and from now on."""
+        try:
+            await self._adapter.load_patches(file, label)
+        except WeightsRefused as refusal:
+            self._takes_patches = False
+            print_stderr(f"{refusal}; loading all weights, also in later updates")
+            try:
+                directory = await asyncio.to_thread(self._directories.write, self._weights, label)
+                await self._adapter.load_weights(directory, label)
+            except (WeightsRefused, OSError) as error:
+                raise EngineGone(
+                    f"the engine's weights are unknown: changing elements failed ({refusal}), and "
+                    f"then loading all ({error}); restart the server"
+                ) from error
 
     async def reload(self) -> None:
         """Load the model directory's weights again after the engine has lost them."""

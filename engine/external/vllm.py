@@ -361,6 +361,7 @@ class VllmAdapter(OptionalAdapterMethods):
             media=self._media,
             sleep_levels=frozenset({1, 2}) if release.can_sleep else frozenset(),
             takes_tensors=self._weights.takes_tensors,
+            takes_patches=self._weights.takes_patches(release),
             lora_rank_max=0 if self._weights.takes_tensors else release.lora_rank_max,
             lora_lacks=_NO_LORA if self._weights.takes_tensors else release.lora_lacks,
             lora_spoils_others=spoils,
@@ -526,6 +527,10 @@ class VllmAdapter(OptionalAdapterMethods):
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
         """Load weights without files; a failure half way ends the adapter."""
         await self._weights.load_tensors(tensors, label)
+
+    async def load_patches(self, file: Path, label: str) -> None:
+        """Change elements of the weights in place; a failure half way is not undone."""
+        await self._weights.load_patches(file, label)
 
     async def rename_weights(self, label: str) -> None:
         """Set the version label of the live weights, which later tokens are attributed to."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.engine.external.vllm_loras import lora_lacks, lora_rank_max
+from tidegate.engine.external.vllm_patches import EXTENSION
 from tidegate.errors import ConfigError
 
 OLDEST_SUPPORTED = (0, 21)
@@ -26,6 +27,11 @@ SPANS_SINCE = (0, 32)
 TRANSFER_SINCE = (0, 32)
 """First release in which a trainer passes an NCCL unique id in ``init_info``, and
 may leave again."""
+
+PATCHES_SINCE = (0, 29)
+"""First release with ``checkpoint_weight_patch.py``, which changes elements by the checkpoint's
+names and indices. Before, ``sparse_nccl`` had those of one rank's parameters. To 0.33 no route but
+NCCL leads to it, so workers need an extension."""
 
 TRANSFER_ROUTES = (
     "/init_weight_transfer_engine",
@@ -81,6 +87,9 @@ class VllmServerInfo:
     lora_rank_max: int
     """Largest LoRA rank; 0 without LoRA, for the reason in :attr:`lora_lacks`."""
     lora_lacks: str
+    applies_patches: bool
+    """Whether its workers have :data:`~.vllm_patches.EXTENSION`, and compute with the parameters
+    as loaded: on a CPU, with quantization or LoRA they may have other copies."""
     has_transfer_routes: bool
     transfer_backend: str
     """Backend of its --weight-transfer-config; empty without one."""
@@ -128,6 +137,13 @@ def read_server_info(text: str, paths: Collection[str], info: Mapping[str, Any])
         returns_sampling_mask=bool(model.get("return_sampling_mask")),
         lora_rank_max=lora_rank_max(config, paths),
         lora_lacks=lora_lacks(config),
+        applies_patches=(
+            version >= PATCHES_SINCE
+            and config.get("parallel_config", {}).get("worker_extension_cls") == EXTENSION
+            and config.get("device_config", {}).get("device") == "cuda"
+            and not model.get("quantization")
+            and not config.get("lora_config")
+        ),
         has_transfer_routes=all(path in paths for path in TRANSFER_ROUTES),
         transfer_backend=str((config.get("weight_transfer_config") or {}).get("backend", "")),
     )

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from tidegate.engine.external.host_weights import is_tied
+from tidegate.engine.external.host_weights import is_tied, read_sizes
 from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.engine.external.vllm_ipc import VllmIpcSender
 from tidegate.engine.external.vllm_nccl import VllmNcclSender
+from tidegate.engine.external.vllm_patches import RPC
 from tidegate.engine.external.vllm_releases import VllmServerInfo, refuse_transfer
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
@@ -30,6 +31,12 @@ LOAD_TIMEOUT_S = 600.0
 
 PHASE_TIMEOUT_S = 120.0
 """Seconds to begin or finish an update, in which vLLM converts the model's layers."""
+
+PATCHED_ARCHITECTURES = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+"""Architectures of whose weights vLLM computes with no other copy or layout, which a change of
+elements would not reach. Mixtures, latent attention and state-space layers have such."""
 
 UNNAMED_LABEL = "default"
 """Name of a server's weights until they are named."""
@@ -123,7 +130,10 @@ class VllmWeights:
             await self._load_files(directory, label)
         except HttpStatusError as refusal:
             if previous is None:
-                raise WeightsRefused(str(refusal)) from refusal
+                raise EngineGone(
+                    f"{self._http.url} could not load new weights ({refusal}) after elements of "
+                    "the old were changed, which no directory has; restart the server"
+                ) from refusal
             try:
                 await self._load_files(*previous)
             except HttpStatusError as error:
@@ -139,6 +149,28 @@ class VllmWeights:
     async def _load_files(self, directory: Path, label: str) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._http.call("POST", "/collective_rpc", body, timeout_s=LOAD_TIMEOUT_S)
+        if self._has_labels:
+            await self._set_label(label)
+
+    def takes_patches(self, release: VllmServerInfo) -> bool:
+        """Whether elements of the server's weights can be changed in place."""
+        architecture, _ = read_sizes(self._model)
+        return (
+            release.applies_patches
+            and not self.takes_tensors
+            and architecture in PATCHED_ARCHITECTURES
+        )
+
+    async def load_patches(self, file: Path, label: str) -> None:
+        """Change elements of the weights in place. A failure half way is not undone."""
+        self._loaded = None  # no directory has the weights any more
+        body = {"method": RPC, "kwargs": {"path": str(file)}}
+        try:
+            await self._http.call("POST", "/collective_rpc", body, timeout_s=LOAD_TIMEOUT_S)
+        except HttpStatusError as refusal:
+            raise WeightsRefused(
+                f"vLLM can't change elements of its weights: {refusal.why}"
+            ) from refusal
         if self._has_labels:
             await self._set_label(label)
 

@@ -9,7 +9,7 @@ thread's decode steps continue beside them. Tensors come from a receiver of
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -268,6 +268,12 @@ class Staging:
             staged.adapters = update.adapters
         self._update = None
         return staged
+
+    @property
+    def last_patches(self) -> Sequence[tuple[str, torch.dtype, ElementPatch]] | None:
+        """Patches that made the weights of the last swap from the live ones, in order; None if they
+        did not come by patches alone."""
+        return None if self._last_patches is None else self._last_patches.patches
 
     def cancel_update(self, why: str) -> bool:
         """Cancel the current update; return whether the staging thread has stopped using the

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import uvicorn
+from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -29,9 +30,11 @@ from starlette.routing import Route
 
 from tests.engine.external.vllm_double_about import BLOCK_TOKENS, BLOCKS_EACH, REQUESTS_MAX, About
 from tests.engine.external.vllm_double_loras import Loras, error_body
+from tests.engine.external.vllm_double_patches import changed
 from tests.engine.external.vllm_double_weights import Transfers
 from tests.served_app import guarded
 from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.external.vllm_patches import EXTENSION, RPC, read_changes
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 from tidegate.engine.sampling.options import RowOptions
@@ -84,6 +87,8 @@ class VllmDouble:
             "enable_sleep_mode": False,
             "dtype": "torch.float32",
             "weight_transfer": None,
+            "worker_extension_cls": "",
+            "quantization": None,
             "model": str(model),
             "body": ["token_ids", "sampling_params", "features", "content_parts"],
         } | config
@@ -113,6 +118,9 @@ class VllmDouble:
         self.calls: list[str] = []
         """Control calls, with their queries."""
         self.loads: list[str] = []
+        self._served: dict[str, torch.Tensor] | None = None
+        """Checkpoint tensors that were loaded from files last, with later changes of elements."""
+        self.fails_to_patch = False
         self.fails_to_load: Callable[[str], bool] = lambda path: False
         self.holds: Holds = lambda prompt, sampled, label: False
         self.turned_away = 0
@@ -352,7 +360,10 @@ class VllmDouble:
         return JSONResponse({"status": status, "tags": tags or None})
 
     async def _collective_rpc(self, request: Request) -> Response:
-        path = (await request.json())["kwargs"]["weights_path"]
+        body = await request.json()
+        if body["method"] == RPC:
+            return self._change_elements(Path(body["kwargs"]["path"]))
+        path = body["kwargs"]["weights_path"]
         self.calls.append("reload")
         self.loads.append(path)
         assert "weights" not in self.sleeping, "an illegal memory access"
@@ -361,9 +372,35 @@ class VllmDouble:
                 raise OSError("no such file")
             shape = ModelConfig.from_directory(self.path)
             self.runner.swap(load_directory(Path(path), shape, torch.float32))
+            self._served = None
             self.loras.read_again()
         except (OSError, TidegateError) as error:
             return error_body(500, f"Call to collective_rpc method failed: {error}")
+        return JSONResponse({"results": [None]})
+
+    def _change_elements(self, file: Path) -> Response:
+        self.calls.append("patch")
+        assert self.paused, "the weights change within a step"
+        assert "weights" not in self.sleeping, "an illegal memory access"
+        assert self.config["worker_extension_cls"] == EXTENSION, f"no attribute {RPC}"
+        if self._served is None:
+            directory = Path(self.loads[-1]) if self.loads else self.path
+            self._served = load_file(directory / "model.safetensors")
+        shape = ModelConfig.from_directory(self.path)
+        weights = load_directory(self.path, shape, torch.float32)
+        try:
+            tensors = changed(self._served, read_changes(file, "cpu"))
+            if self.fails_to_patch:
+                tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                weights.load(name, tensor)
+        except (ValueError, TypeError) as error:
+            return error_body(500, f"Call to collective_rpc method failed: {error}")
+        self._served = tensors
+        self.runner.swap(weights)
+        if self.fails_to_patch:
+            why = "Sparse checkpoint patches require a same-shaped floating-point final copy"
+            return error_body(500, f"Call to collective_rpc method failed: {why}")
         return JSONResponse({"results": [None]})
 
     async def _generate(self, request: Request) -> Response:

@@ -49,12 +49,16 @@ class About:
                         "model": self._double.config["model"],
                         "logprobs_mode": self._double.config["logprobs_mode"],
                         "max_logprobs": 20,
+                        "quantization": self._double.config["quantization"],
                         "dtype": self._double.config["dtype"],
                         **self._double.attachment_flags,
                         "enable_sleep_mode": self._double.config["enable_sleep_mode"],
                     },
                     "scheduler_config": {"max_num_seqs": REQUESTS_MAX},
                     "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
+                    "parallel_config": {
+                        "worker_extension_cls": self._double.config["worker_extension_cls"]
+                    },
                     "device_config": {"device": self._double.config["device"]},
                     "lora_config": self._double.loras.config,
                     "weight_transfer_config": self._double.config["weight_transfer"],

@@ -8,11 +8,16 @@ wrong by one token, one version or one cached prefix shows in a log-prob. Agains
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.engine.external.adapter_runs import InTheMidst, train
+import tidegate
+from tests.engine.external.adapter_runs import InTheMidst, solve, train
 from tests.engine.external.vllm_double import VllmDouble
 from tests.models import make_model_directory
+from tidegate.engine.external.vllm_patches import EXTENSION
 from tidegate.errors import ConfigError
+from tidegate.observability.audit.audit import audit_run
 from tidegate.orchestrator.settings.config import run_settings
 
 pytestmark = pytest.mark.wire
@@ -40,6 +45,39 @@ async def test_tags_are_right_where_kv_is_kept_and_where_a_server_is_killed(
     assert report.tokens_unknown == 0
     assert report.versions > 2
     assert report.spans_mixed > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_published_patches_change_elements_in_vllm_or_all_is_loaded_if_that_fails(
+    fails: bool, model: Path, tmp_path: Path
+) -> None:
+    weights = {
+        name: tensor.to(torch.bfloat16)
+        for name, tensor in load_file(model / "model.safetensors").items()
+    }
+    run = tmp_path / "run"
+    with VllmDouble(model, worker_extension_cls=EXTENSION) as double:
+        double.fails_to_patch = fails
+        async with tidegate.serve(
+            model=model,
+            run_directory=run,
+            engine_urls=[f"vllm+{double.url}"],
+            weight_deltas="elements",
+            group_size=2,
+            groups_per_batch=1,
+            max_staleness=1,
+        ) as rollouts:
+            tasks = ([1, 2, 3, 10 + n] * 5 for n in range(5))
+            async for _ in rollouts.batches(tasks, episode=solve):
+                await rollouts.publish(weights)
+                for tensor in weights.values():
+                    tensor.view(-1)[::300] *= 1.5
+        calls = [call for call in double.calls if call in ("patch", "reload")]
+    assert calls == (["reload", "patch", *["reload"] * 4] if fails else ["reload", *["patch"] * 4])
+    report = audit_run(run)
+    assert report.problems == ()
+    assert report.agrees
+    assert report.versions > 2
 
 
 @pytest.mark.parametrize(
