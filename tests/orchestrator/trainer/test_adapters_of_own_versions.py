@@ -98,7 +98,7 @@ async def test_a_publish_of_one_adapter_splits_no_other_turn_and_recomputes_noth
     """Each adapter's own turns change their version in mid-turn; the others' spans stay whole."""
     tensors = random_adapter(model, 1)
     async with tidegate.serve(
-        model=model, engines=1, group_size=2, pause_mode="keep", step_time_min_s=0.002
+        model=model, engines=1, group_size=2, pause_mode="keep", step_time_min_s=0.01
     ) as rollouts:
         solver, critic = rollouts.adapter("solver"), rollouts.adapter("critic")
         for each in (solver, critic):

@@ -8,10 +8,11 @@ import pytest
 import tidegate
 from tests.serving.tinker_server.tenant_client import Tenant
 from tidegate.errors import ConfigError
-from tidegate.serving.tinker import sessions
 from tidegate.serving.tinker.tenants import TenantLimits
 
 pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
+
+from tidegate.serving.tinker import sessions
 
 pytestmark = [
     pytest.mark.wire,
