@@ -53,7 +53,13 @@ def simulate(
     from rich.console import Console
 
     from tidegate.simulation.faults import parse_faults
-    from tidegate.simulation.sweep import SweepSummary, core_count, sweep
+    from tidegate.simulation.sweep import (
+        SweepSummary,
+        core_count,
+        sweep,
+        sweep_adapters,
+        sweep_crash_restarts,
+    )
 
     if not (seeds or crash_restart_runs or adapter_runs or replay):
         raise ConfigError(
@@ -75,46 +81,23 @@ def simulate(
         _print_story(report)
     for line in summary.lines() if seeds else ():
         echo(line)
-    survived = not crash_restart_runs or _simulate_crash_restarts(
-        first_seed, crash_restart_runs, workers or core_count()
-    )
-    survived &= not adapter_runs or _simulate_adapters(
-        first_seed, adapter_runs, workers or core_count()
-    )
+    workers = workers or core_count()
+    survived = True
+    if crash_restart_runs:
+        chosen = range(first_seed, first_seed + crash_restart_runs)
+        survived &= _print_runs(sweep_crash_restarts(chosen, workers=workers), chosen, "seeds")
+    if adapter_runs:
+        chosen = range(first_seed, first_seed + adapter_runs)
+        reports = sweep_adapters(chosen, workers=workers)
+        survived &= _print_runs(reports, chosen, "seeds with adapters")
     if not survived or summary.failures or (faults == "all" and summary.uncovered):
         raise typer.Exit(STATUS_FOUND)
 
 
-def _simulate_crash_restarts(first_seed: int, seeds: int, workers: int) -> bool:
-    """Print the failures of crash-restart runs; return whether there were none."""
-    from tidegate.simulation.sweep import sweep_crash_restarts
-
-    reports = sweep_crash_restarts(range(first_seed, first_seed + seeds), workers=workers)
-    failures, resumes = _print_failures(reports, seeds)
-    echo(
-        f"{seeds - failures} of {seeds} seeds passed, over {resumes} crashes of trainer "
-        f"and orchestrator"
-    )
-    return not failures
-
-
-def _simulate_adapters(first_seed: int, seeds: int, workers: int) -> bool:
-    """Print the failures of runs that train adapters; return whether there were none."""
-    from tidegate.simulation.sweep import sweep_adapters
-
-    reports = sweep_adapters(range(first_seed, first_seed + seeds), workers=workers)
-    failures, resumes = _print_failures(reports, seeds)
-    echo(
-        f"{seeds - failures} of {seeds} seeds with adapters passed, over {resumes} crashes of "
-        f"trainers and orchestrator"
-    )
-    return not failures
-
-
-def _print_failures(
-    reports: "Iterable[CrashRestartReport | AdapterRunReport]", seeds: int
-) -> tuple[int, int]:
-    """Print the failed runs; return their number, and the number of resumes of all runs."""
+def _print_runs(
+    reports: "Iterable[CrashRestartReport | AdapterRunReport]", seeds: range, kind: str
+) -> bool:
+    """Print the failed runs of these seeds, and a summary; return whether none failed."""
     from tidegate.simulation.sweep import FailureLines
 
     failures = resumes = 0
@@ -124,9 +107,13 @@ def _print_failures(
         failures += report.failure is not None
         for line in failed.lines_of(report):
             echo(line)
-    if seeds == 1:
+    if len(seeds) == 1:
         _print_story(report)
-    return failures, resumes
+    echo(
+        f"{len(seeds) - failures} of {len(seeds)} {kind} passed, over {resumes} crashes of trainer "
+        f"and orchestrator"
+    )
+    return not failures
 
 
 def _replay_scenario(replay: str) -> None:

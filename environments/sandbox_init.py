@@ -147,7 +147,7 @@ def read_file(work: str, given: bytes, bytes_max: int) -> bytes:
 
 
 class SandboxedProgram:
-    """One program, from its start until no process of it is left."""
+    """Program in a sandbox, from its start until none of its processes is left."""
 
     def __init__(self, limits: ProgramLimits, host: int, stdin: bytes, argv: list[bytes]) -> None:
         self._limits = limits

@@ -136,7 +136,7 @@ class Sandbox:
         stdin: str | bytes = b"",
         wall_s: float | None = None,
     ) -> ProgramResult:
-        """Run a program, and wait for its end.
+        """Run a program in the sandbox, and wait for its end.
 
         If the caller is cancelled meanwhile, the sandbox is closed.
 

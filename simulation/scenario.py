@@ -349,7 +349,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Number of the engines that are kept for evaluations; one is always left for training."""
 
     # ---- adapters, in runs that train some: see :mod:`adapter_runs`
-    adapters: int = 0
+    adapters: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of adapters that are trained; 0: the run's weights are."""
     adapters_max: Count = 1
     """Most adapter versions in an engine's memory."""

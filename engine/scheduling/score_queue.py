@@ -179,7 +179,9 @@ class ScoreQueue:
     def submit(
         self, message: ScoreTokens, arrival: int, adapter_version: int = PART_OF_WEIGHTS
     ) -> None:
-        """Queue a request. ``adapter_version``: version of an adapter with versions of its own.
+        """Queue a scoring request.
+
+        ``adapter_version``: version of its adapter, if the adapter has versions of its own.
 
         Raises:
             ScoreRefused: it can never be answered as asked.
