@@ -59,6 +59,10 @@ def serve(
         int | None,
         typer.Option(min=1, help="KV cache blocks per engine; default: by the free memory."),
     ] = None,
+    kv_memory_share: Annotated[
+        float | None,
+        typer.Option(help="Share of the free memory for weights and KV; default: 0.9 of a GPU's."),
+    ] = None,
     weight_transfer: Annotated[
         str,
         typer.Option(help="How trainers send weights: disk, gloo, or with CUDA nccl or ipc."),
@@ -143,6 +147,7 @@ def serve(
         max_running_turns=max_num_seqs,
         threads_per_engine=threads_per_engine or _share_of_cores(engines or 1, device or []),
         num_kv_blocks=num_kv_blocks,
+        kv_memory_share=kv_memory_share,
         weight_transfer=weight_transfer,  # type: ignore[arg-type]  # refused if unknown
         weight_checksums=weight_checksums,
         rejects_while_paused=not queue_while_paused,

@@ -177,6 +177,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "the engines that start there, and a trainer",
     )
     parser.add_argument(
+        "--kv-memory-share",
+        type=float,
+        metavar="SHARE",
+        help="share of the free memory, above 0 and at most 1, that weights and KV cache of "
+        "--memory-sharers (1 unless given) may take; default: 0.9 of a device's, 0.25 of a host's",
+    )
+    parser.add_argument(
         "--block-tokens",
         type=int,
         help="tokens per KV block; smaller blocks share more of a common prefix; the bits of "
@@ -296,6 +303,11 @@ def _limits(
         raise ConfigError(f"--threads must be at least 1, got {arguments.threads}")
     if arguments.memory_sharers is not None and arguments.memory_sharers < 1:
         raise ConfigError(f"--memory-sharers must be at least 1, got {arguments.memory_sharers}")
+    share = arguments.kv_memory_share
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError(f"--kv-memory-share must be above 0 and at most 1, got {share:g}")
+    if share is not None and arguments.num_kv_blocks is not None:
+        raise ConfigError("--num-kv-blocks and --kv-memory-share both size the KV cache; omit one")
     if not 0 <= arguments.step_time_min <= STEP_TIME_MIN_S_MAX:
         raise ConfigError(
             f"--step-time-min must be between 0 and {STEP_TIME_MIN_S_MAX:g} s, got "
@@ -371,14 +383,15 @@ def _block_bytes(model: ServedModel, block_tokens: int) -> int:
 
 
 def _kv_bytes(arguments: argparse.Namespace, device: torch.device | None) -> int:
-    if arguments.memory_sharers is None:
+    if arguments.memory_sharers is None and arguments.kv_memory_share is None:
         return KV_BYTES_MIN
     available = host_memory.available_bytes() if device is None else free_bytes(device)
     return kv_bytes(
         available_bytes=available,
-        sharers=arguments.memory_sharers,
+        sharers=arguments.memory_sharers or 1,
         weights_bytes=stored_bytes(arguments.model),
         on_host=device is None,
+        share=arguments.kv_memory_share,
     )
 
 

@@ -12,7 +12,7 @@ tokens of a float32 model with 2 layers of 2 KV heads of 32, but only 2,340 of a
 bfloat16."""
 
 HOST_KV_BYTES_MAX = 4 * 1024**3
-"""Limit on a host, whose memory other processes use too."""
+"""Default limit on a host, whose memory other processes use too."""
 
 HOST_SHARE = 0.25
 """Share of a host's available memory for all engines and the trainer of a run: small, because the
@@ -45,7 +45,14 @@ def block_tokens_default(*, token_bytes: int, state_bytes: int) -> int:
     return tokens
 
 
-def kv_bytes(*, available_bytes: int, sharers: int, weights_bytes: int, on_host: bool) -> int:
+def kv_bytes(
+    *,
+    available_bytes: int,
+    sharers: int,
+    weights_bytes: int,
+    on_host: bool,
+    share: float | None = None,
+) -> int:
     """Return the bytes of an engine's KV cache.
 
     Args:
@@ -53,10 +60,14 @@ def kv_bytes(*, available_bytes: int, sharers: int, weights_bytes: int, on_host:
         sharers: number of processes that divide it: the engines there, and the trainer.
         weights_bytes: bytes of one set of weights.
         on_host: whether the memory is the host's, and not a device's.
+        share: share of ``available_bytes`` that all of them may take, weights included, in (0, 1];
+            None: ``HOST_SHARE`` within ``HOST_KV_BYTES_MAX``, or ``DEVICE_SHARE``.
     """
-    share = HOST_SHARE if on_host else DEVICE_SHARE
+    is_limited = on_host and share is None
+    if share is None:
+        share = HOST_SHARE if on_host else DEVICE_SHARE
     left = int(available_bytes * share) // sharers - WEIGHT_SETS * weights_bytes
-    return max(KV_BYTES_MIN, min(left, HOST_KV_BYTES_MAX) if on_host else left)
+    return max(KV_BYTES_MIN, min(left, HOST_KV_BYTES_MAX) if is_limited else left)
 
 
 def stored_bytes(model: Path) -> int:

@@ -306,6 +306,8 @@ def engine_options(
         options["adapters-max"] = settings.adapters_max
     if settings.num_kv_blocks is not None:
         options["num-kv-blocks"] = settings.num_kv_blocks
+    if settings.kv_memory_share is not None:
+        options["kv-memory-share"] = settings.kv_memory_share
     if settings.step_time_min_s:
         options["step-time-min"] = settings.step_time_min_s
     if settings.speculative_method is not None:

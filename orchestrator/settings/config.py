@@ -397,6 +397,11 @@ class EngineSettings(SettingsRecord):
     the KV cache by the memory that is free when the engine starts. Lower it if an engine runs out
     of memory; raise it if contexts are recomputed because they were evicted
     (``cached_context_share`` low)."""
+    kv_memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the memory free at an engine's start that weights and KV cache may take, above 0, at
+    most 1; as vLLM's ``gpu_memory_utilization``, but of what is free. Engines on one device, and a
+    trainer there with ``cuda_ipc``, divide it. None is 0.9 of a GPU's memory and 0.25 of a host's,
+    at most 4 GiB there. Lower it if a trainer shares the GPU and runs out of memory."""
     logits_processors: tuple[str, ...] = ()
     """Names of Python modules that engines import logits processors from; each has a dict
     ``PROCESSORS``. Found in the run's working directory or in PYTHONPATH."""
@@ -454,6 +459,11 @@ class EngineSettings(SettingsRecord):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.num_kv_blocks is not None and self.kv_memory_share is not None:
+            raise ConfigError(
+                f"num_kv_blocks={self.num_kv_blocks} and kv_memory_share={self.kv_memory_share:g} "
+                "both size the KV cache; omit one of them"
+            )
         if self.devices and self.device != CPU:
             raise ConfigError(
                 f"device={self.device!r} and devices={list(self.devices)} both choose where "
@@ -790,6 +800,7 @@ class RunOptions(TypedDict, total=False):
     max_running_turns: int
     adapters_max: int
     num_kv_blocks: int | None
+    kv_memory_share: float | None
     logits_processors: Sequence[str]
     quantization: Quantization | None
     tensor_parallel_size: int

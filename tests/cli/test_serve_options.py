@@ -33,6 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ([], {"threads_per_engine": 8, "num_kv_blocks": None}),
         (["--engines", "3"], {"engines": 3, "threads_per_engine": 2}),
         (["--threads-per-engine", "5"], {"threads_per_engine": 5}),
+        (["--kv-memory-share", "0.5"], {"kv_memory_share": 0.5, "num_kv_blocks": None}),
         (["--device", "cpu"], {"device": "cpu", "threads_per_engine": 8}),
         (["--device", "cuda:1"], {"device": "cuda:1", "threads_per_engine": None}),
         (

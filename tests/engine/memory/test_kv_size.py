@@ -35,6 +35,14 @@ def test_engines_divide_what_is_free_beside_two_sets_of_weights(
     assert found == pytest.approx(expected, abs=8)
 
 
+@pytest.mark.parametrize(("on_host", "share"), [(True, 0.5), (False, 0.5)])
+def test_a_given_share_replaces_the_default_one_and_its_limit(on_host: bool, share: float) -> None:
+    found = kv_bytes(
+        available_bytes=64 * GIB, sharers=2, weights_bytes=GIB, on_host=on_host, share=share
+    )
+    assert found == 14 * GIB  # half of 64, divided by two, less two sets
+
+
 def test_stored_weights_are_all_safetensors_files(tmp_path: Path) -> None:
     for name, size in (("a.safetensors", 5), ("b.safetensors", 7), ("tokenizer.json", 100)):
         (tmp_path / name).write_bytes(bytes(size))
