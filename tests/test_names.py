@@ -8,7 +8,6 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import click
@@ -89,6 +88,9 @@ REPLACED_WORDS = {
 
 REPLACED_PHRASES = ("give_back", "go_on", "goes_on", "last_words", "left_out", "so_far", "if_over")
 
+CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
+"""Matches the head of a class statement, and of what looks like one in a docstring."""
+
 EXCEPTIONS = {
     "world_size": "torch.distributed's word",
 }
@@ -109,16 +111,16 @@ def replaced_in(name: str) -> set[str]:
     return words | {each for each in REPLACED_PHRASES if f"_{each}_" in f"_{snake}_"}
 
 
-@cache
-def classes_of(folder: str) -> list[tuple[str, ast.ClassDef]]:
-    """Return the classes of a folder's modules, each with its module's path."""
-    paths = [path for path in (ROOT / folder).rglob("*.py") if not path.is_symlink()]
-    return [
-        (str(path.relative_to(ROOT)), node)
-        for path in sorted(paths)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    ]
+def modules_of(folder: str) -> list[Path]:
+    """Return a folder's modules, without what its links lead to."""
+    return sorted(path for path in (ROOT / folder).rglob("*.py") if not path.is_symlink())
+
+
+def classes_of(path: Path) -> Iterator[ast.ClassDef]:
+    """Yield the classes of a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            yield node
 
 
 def public_names() -> Iterator[str]:
@@ -160,10 +162,11 @@ def options() -> Iterator[str]:
 
 def wire_names() -> Iterator[str]:
     """Yield the structs of messages, and their fields."""
-    for folder in FOLDERS:
-        for path, node in classes_of(folder):
-            is_wire = folder == "transport" or path.endswith("messages.py")
-            if is_wire and not node.name.startswith("_"):
+    for path in (path for folder in FOLDERS for path in modules_of(folder)):
+        if ROOT / "transport" not in path.parents and not path.name.endswith("messages.py"):
+            continue
+        for node in classes_of(path):
+            if not node.name.startswith("_"):
                 yield node.name
                 for field in node.body:
                     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
@@ -178,11 +181,17 @@ def test_no_public_name_is_built_from_a_replaced_word(names: Callable[[], Iterat
 
 
 def test_no_class_name_occurs_in_two_modules() -> None:
+    """Modules are parsed only for the names that a search finds twice: all would take seconds."""
     modules = defaultdict(set)
-    for folder in FOLDERS:
-        for path, node in classes_of(folder):
-            modules[node.name].add(path)
-    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
+    for path in (path for folder in FOLDERS for path in modules_of(folder)):
+        for name in CLASS.findall(path.read_text()):
+            modules[name].add(path)
+    found = {
+        name: [str(p.relative_to(ROOT)) for p in paths if name in {c.name for c in classes_of(p)}]
+        for name, paths in modules.items()
+        if len(paths) > 1
+    }
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 @pytest.mark.parametrize(

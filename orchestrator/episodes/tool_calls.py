@@ -529,8 +529,10 @@ def _may_begin(mark: str, text: str) -> int:
 
 def _may_end_in(mark: str, text: str) -> int:
     """Return the index at which a text's end may begin a mark; else the text's length."""
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return len(text) - next((n for n in lengths if text.endswith(mark[:n])), 0)
+    start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while start >= 0 and not mark.startswith(text[start:]):
+        start = text.find(mark[0], start + 1)
+    return start if start >= 0 else len(text)
 
 
 # ---------------------------------------------------------------- one turn's format

@@ -112,6 +112,13 @@ def rollouts(models: list[Any], **options: bool) -> list[RoutedSampler]:
     return [two_turns, aborted, recomputed, kept]
 
 
+@pytest.fixture(scope="module")
+def samplers(models: list[Any]) -> list[RoutedSampler]:
+    """Rollouts of engines that compute as the replay does. Tests only read them; what one changes
+    is its own recording."""
+    return rollouts(models)
+
+
 def recorded(path: Path, models: list[Any], samplers: list[RoutedSampler], dtype: str) -> Path:
     made = [sampler.rollout for sampler in samplers]
     return record_run(path, models, made, dtype=dtype)
@@ -122,9 +129,9 @@ def route_problems(report: AuditReport) -> list[str]:
 
 
 def test_routes_of_every_pass_are_those_of_its_own_weights(
-    models: list[Any], tmp_path: Path
+    models: list[Any], samplers: list[RoutedSampler], tmp_path: Path
 ) -> None:
-    report = audit_run(recorded(tmp_path / "run", models, rollouts(models), "float32"))
+    report = audit_run(recorded(tmp_path / "run", models, samplers, "float32"))
     assert [str(problem) for problem in report.problems] == []
     assert report.tokens_agreeing == report.tokens
     assert report.worst is not None
@@ -142,9 +149,13 @@ def change_position(row: dict[str, Any], report: int, position: int, ids: list[i
 @pytest.mark.parametrize(("rollout_id", "report"), [(0, 0), (1, 0), (1, 1), (1, 2), (2, 1), (3, 0)])
 @pytest.mark.parametrize("position", [0, 4])
 def test_a_wrong_expert_of_one_position_is_reported(
-    models: list[Any], tmp_path: Path, rollout_id: int, report: int, position: int
+    models: list[Any],
+    samplers: list[RoutedSampler],
+    tmp_path: Path,
+    rollout_id: int,
+    report: int,
+    position: int,
 ) -> None:
-    samplers = rollouts(models)
     run = recorded(tmp_path / "run", models, samplers, "float32")
     attachments = samplers[rollout_id].rollout.turns[0].attachments
     assert attachments is not None
@@ -162,8 +173,9 @@ def test_a_wrong_expert_of_one_position_is_reported(
     assert any(f"first position {position}, computed by v" in problem for problem in problems)
 
 
-def test_routes_of_another_version_are_reported(models: list[Any], tmp_path: Path) -> None:
-    samplers = rollouts(models)
+def test_routes_of_another_version_are_reported(
+    models: list[Any], samplers: list[RoutedSampler], tmp_path: Path
+) -> None:
     run = recorded(tmp_path / "run", models, samplers, "float32")
     context = torch.tensor([samplers[0].rollout.token_ids[: 4 + 5 - 1].tolist()])
     with torch.no_grad(), record_routed_experts(models[2]) as recorder:
@@ -180,8 +192,10 @@ def test_routes_of_another_version_are_reported(models: list[Any], tmp_path: Pat
     assert route_problems(audit_run(run))
 
 
-def test_experts_that_no_router_can_choose_are_reported(models: list[Any], tmp_path: Path) -> None:
-    run = recorded(tmp_path / "run", models, rollouts(models), "bfloat16")
+def test_experts_that_no_router_can_choose_are_reported(
+    models: list[Any], samplers: list[RoutedSampler], tmp_path: Path
+) -> None:
+    run = recorded(tmp_path / "run", models, samplers, "bfloat16")
     edit_rollout(run, 0, lambda row: change_position(row, 0, 2, [3, 3]))
     edit_rollout(run, 3, lambda row: change_position(row, 0, 1, [0, EXPERTS]))
     problems = route_problems(audit_run(run))
