@@ -216,7 +216,8 @@ class FuzzedEngine:
         self._thread.join(TIMEOUT_S)
         if self._thread.is_alive():
             raise AssertionError("the engine doesn't end at a Shutdown")
-        if not self._staging._thread.is_alive():
+        thread = self._staging._thread
+        if thread is None or not thread.is_alive():
             self.failures.append("the thread that stages weights has died")
         self._staging.close()
         self.malformed += self._socket.statistics().malformed

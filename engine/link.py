@@ -11,12 +11,13 @@ it is dropped; the orchestrator repeats it if it is still valid. Unacknowledged 
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from tidegate.errors import BadFrame, NotUnderstood
-from tidegate.transport.dealer import DealerSocket
+from tidegate.transport.clock import Clock
 from tidegate.transport.messages import (
     Ack,
     FromOrchestrator,
@@ -49,12 +50,35 @@ REFUSALS_MAX = 3
 transient, and a replay repairs them; the third means that the step itself is malformed."""
 
 
+class EngineSocket(Protocol):
+    """Methods of a :class:`DealerSocket` that the link calls; a simulated wire has them too."""
+
+    def send(self, message: Message) -> bytes:
+        """Queue one message without blocking; return its frame."""
+
+    def send_again(self, frame: bytes) -> None:
+        """Queue a frame again that was sent before."""
+
+    def receive(self, timeout_s: float) -> list[FromOrchestrator]:
+        """Return all arrived messages, in order; block up to ``timeout_s`` if there are none."""
+
+    def fileno(self) -> int:
+        """Return a file descriptor for an event loop."""
+
+    def connection(self) -> int | None:
+        """Return the number of the current connection; None while disconnected."""
+
+    def refusal(self) -> str | None:
+        """Return why the orchestrator refuses this engine; None if it does not."""
+
+
 class OrchestratorLink:
     """An engine's end of the wire, across reconnections. Used by one thread."""
 
-    def __init__(self, socket: DealerSocket, hello: Hello) -> None:
+    def __init__(self, socket: EngineSocket, hello: Hello, *, clock: Clock = time) -> None:
         """``hello`` holds the fields that never change in this process."""
         self._socket = socket
+        self._clock = clock
         self._hello = hello
         self._window = SendWindow(1)  # the welcome sets the credit
         self._welcome: Welcome | None = None
@@ -66,7 +90,7 @@ class OrchestratorLink:
         valid."""
         self._is_welcome = False
         """Whether the hello has been answered by a welcome."""
-        self._hello_sent_s = self._last_message_s = self._heartbeat_due_s = time.monotonic()
+        self._hello_sent_s = self._last_message_s = self._heartbeat_due_s = self._clock.monotonic()
         self._last_receive_s = self._last_message_s
         """Time of the last ``receive``. The orchestrator's silence is counted up to this time,
         because later messages are unread."""
@@ -87,7 +111,7 @@ class OrchestratorLink:
             return False
         if self._hello_connection != self._connection:
             return True
-        return time.monotonic() - self._hello_sent_s > HELLO_INTERVAL_S
+        return self._clock.monotonic() - self._hello_sent_s > HELLO_INTERVAL_S
 
     def send_hello(
         self,
@@ -99,7 +123,7 @@ class OrchestratorLink:
         adapters: Sequence[HeldAdapter] = (),
     ) -> None:
         """Send a hello: identity, turns, weights, and the range of steps to replay."""
-        self._hello_connection, self._hello_sent_s = self._connection, time.monotonic()
+        self._hello_connection, self._hello_sent_s = self._connection, self._clock.monotonic()
         hello = msgspec.structs.replace(
             self._hello,
             weight_version=weight_version,
@@ -116,7 +140,7 @@ class OrchestratorLink:
         self._is_welcome = True
         self._welcome = welcome
         self._window.set_credit(welcome.credit_steps)
-        self._last_message_s = self._heartbeat_due_s = time.monotonic()
+        self._last_message_s = self._heartbeat_due_s = self._clock.monotonic()
         for frame in self._window.unacknowledged():
             self._socket.send_again(frame)
 
@@ -140,7 +164,7 @@ class OrchestratorLink:
         messages = [
             message for message in self._socket.receive(timeout_s) if self._is_for_engine(message)
         ]
-        self._last_receive_s = time.monotonic()
+        self._last_receive_s = self._clock.monotonic()
         return messages
 
     def _is_for_engine(self, message: FromOrchestrator) -> bool:
@@ -153,7 +177,7 @@ class OrchestratorLink:
                 return False
         if not self._is_welcome:
             return False
-        self._last_message_s = time.monotonic()
+        self._last_message_s = self._clock.monotonic()
         match message:
             case Ack(seq=seq):
                 self._acknowledge(seq)
@@ -223,7 +247,7 @@ class OrchestratorLink:
 
     def take_heartbeat_due(self) -> bool:
         """Return whether a heartbeat is due, and restart the interval if it is."""
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic()
         if self._welcome is None or not self._is_welcome or now_s < self._heartbeat_due_s:
             return False
         self._heartbeat_due_s = now_s + self._welcome.heartbeat_interval_s
@@ -231,7 +255,7 @@ class OrchestratorLink:
 
     def heartbeat_due_in_s(self) -> float:
         """Return the seconds until the next heartbeat."""
-        return max(0.0, self._heartbeat_due_s - time.monotonic())
+        return max(0.0, self._heartbeat_due_s - self._clock.monotonic())
 
     def key_refusal(self) -> str | None:
         """Return why the orchestrator rejects this engine's keys; None if it accepts them."""

@@ -22,6 +22,7 @@ from tidegate.engine.scheduling.step_columns import StepColumns, split_attachmen
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.errors import ScoreRefused, TidegateError, TurnRefused
 from tidegate.transport import messages, scoring
+from tidegate.transport.clock import Clock
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     AdapterFailed,
@@ -78,8 +79,10 @@ class EngineLoop:
         staging: Staging,
         sleep_controller: SleepController,
         step_time_min_s: float = 0.0,
+        clock: Clock = time,
     ) -> None:
         self._link = link
+        self._clock = clock
         self._step_time_min_s = step_time_min_s
         """Shortest duration of a step, in seconds; 0 means no minimum."""
         self._runner = runner
@@ -108,14 +111,21 @@ class EngineLoop:
         """
         stepped = False
         while self.end_reason is None:
-            for message in self._link.receive(0.0 if stepped else self._idle_s()):
-                self._handle(message)
-            if self._link.is_hello_due:
-                self._send_hello()
-            self._check_timeouts()
-            self._process_control()
-            stepped = self.end_reason is None and self._step()
+            stepped = self.run_round(0.0 if stepped else self.idle_s())
         return self.end_reason
+
+    def run_round(self, timeout_s: float) -> bool:
+        """Handle messages, send replies, swap due weights, run one step; return whether one ran.
+
+        Waits up to ``timeout_s`` for a message if there is none.
+        """
+        for message in self._link.receive(timeout_s):
+            self._handle(message)
+        if self._link.is_hello_due:
+            self._send_hello()
+        self._check_timeouts()
+        self._process_control()
+        return self.end_reason is None and self._step()
 
     def end(self, why: str) -> None:
         """Make ``run`` return soon."""
@@ -245,7 +255,7 @@ class EngineLoop:
         live = AdapterLive(
             name=name,
             version=version,
-            swapped_us=time.monotonic_ns() // 1000,
+            swapped_us=self._clock.monotonic_ns() // 1000,
             recomputed_turns=recomputed,
         )
         self._replies.append(live)
@@ -277,7 +287,7 @@ class EngineLoop:
                 return False
             ended = self._scheduler.take_ended()
             if ended is not None:
-                self._send_step(ended, time.monotonic_ns(), 0)
+                self._send_step(ended, self._clock.monotonic_ns(), 0)
         if self._link.is_connected:
             for reply in self._replies:
                 self._link.send(reply)
@@ -285,13 +295,13 @@ class EngineLoop:
         return True
 
     def _swap(self, update: FinishWeightUpdate) -> None:
-        begun_ns = time.monotonic_ns()
+        begun_ns = self._clock.monotonic_ns()
         self._runner.swap(self._staging.swap(update.version, self._runner.weights))
         self._sleep_controller.swapped()
         recomputed_turns = self._scheduler.weights_swapped(
             update, adapters=self._runner.weights.adapters.keys()
         )
-        swapped_ns = time.monotonic_ns()
+        swapped_ns = self._clock.monotonic_ns()
         self._link.send(
             WeightsLive(
                 version=update.version,
@@ -307,7 +317,7 @@ class EngineLoop:
         """Run one step if turns can run and the link has credit; return whether one ran."""
         if not self._link.has_credit:
             return False
-        started_ns = time.monotonic_ns()
+        started_ns = self._clock.monotonic_ns()
         rows = self._scheduler.plan()
         if not rows:
             return False
@@ -318,7 +328,7 @@ class EngineLoop:
         self._pace(started_ns)
         columns = self._scheduler.complete(output)
         if columns is not None:
-            self._send_step(columns, started_ns, time.monotonic_ns() - started_ns)
+            self._send_step(columns, started_ns, self._clock.monotonic_ns() - started_ns)
         return True
 
     def _pace(self, started_ns: int) -> None:
@@ -327,9 +337,9 @@ class EngineLoop:
         The step is computed before, and its tokens are sent after. So the engine reports the time
         as busy, and reads messages and swaps weights between two steps, as a slower device would.
         """
-        remaining_s = self._step_time_min_s - (time.monotonic_ns() - started_ns) / 1e9
+        remaining_s = self._step_time_min_s - (self._clock.monotonic_ns() - started_ns) / 1e9
         if remaining_s > 0 and self.end_reason is None:
-            time.sleep(remaining_s)
+            self._clock.sleep(remaining_s)
 
     def _compute(self, rows: list[Row]) -> StepOutput | None:
         """Return the rows' output; None if the step failed and another must be planned.
@@ -410,7 +420,7 @@ class EngineLoop:
 
     # ------------------------------------------------------------ time
 
-    def _idle_s(self) -> float:
+    def idle_s(self) -> float:
         """Return the seconds to wait for messages: 0 if a step can run."""
         if self._scheduler.can_step and self._link.has_credit:
             return 0.0
@@ -436,7 +446,7 @@ class EngineLoop:
                     running_turns=self._scheduler.running_turns,
                     waiting_turns=self._scheduler.waiting_turns,
                     free_blocks=self._scheduler.free_blocks,
-                    sent_us=time.monotonic_ns() // 1000,
+                    sent_us=self._clock.monotonic_ns() // 1000,
                     out_of_memory_steps=self._out_of_memory_steps,
                 )
             )

@@ -3,7 +3,8 @@
 :mod:`serve` makes it. A :class:`SimulatedRun` takes the place of
 :class:`tidegate.orchestrator.trainer.run.Run`, so the trainer's handles need no change. There is no
 thread, no process and no socket. Engines take virtual time; the trainer's own computation takes
-none. Built on :class:`Scheduler`, ``scripted_engine.py``, ``wire.py`` and ``virtual_time.py``.
+none. Engines are scripted, or compute (:mod:`computing_engine`). Built
+on :class:`Scheduler`, ``scripted_engine.py``, ``wire.py`` and ``virtual_time.py``.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -36,7 +37,11 @@ from tidegate.simulation.virtual_time import VirtualTime
 from tidegate.simulation.wire import FrameLog
 from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
+from tidegate.transport.weight_channels.shm import ShmSender
 from tidegate.transport.weight_messages import TensorSpec
+
+if TYPE_CHECKING:
+    from tidegate.simulation.computing_engine import ComputingEngine
 
 Result = TypeVar("Result")
 
@@ -46,12 +51,30 @@ class RunPlan:
     """Settings, engines and script of a simulated run."""
 
     settings: RunSettings
-    engines: tuple[ScriptedEngine, ...]
+    engines: "tuple[ScriptedEngine, ...] | tuple[ComputingEngine, ...]"
     says: Says
 
 
+class RunHost(Protocol):
+    """Host of one engine, as a simulated run uses it."""
+
+    def start(self) -> None:
+        """Start the engine's process, now or when it is due."""
+
+    def stop(self) -> None:
+        """End the engine's process for good."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the engine crashed and never restarts."""
+
+
 def run_plan(
-    *, model: Path | str, engines: int | Sequence[ScriptedEngine], says: Says, **settings: Any
+    *,
+    model: Path | str,
+    engines: "int | Sequence[ScriptedEngine] | Sequence[ComputingEngine]",
+    says: Says = None,
+    **settings: Any,
 ) -> RunPlan:
     """Check a test's arguments and return the plan of its run.
 
@@ -68,7 +91,22 @@ def run_plan(
     for name, value in (("journal", checked.records.journal), ("resume", resume)):
         if value:
             raise ConfigError(f"{name} can't be used in a simulated run; leave it out in tests")
-    return RunPlan(checked, tuple(engines), says)
+    return RunPlan(checked, _of_one_kind(engines), says)
+
+
+def _of_one_kind(
+    engines: "Sequence[ScriptedEngine] | Sequence[ComputingEngine]",
+) -> "tuple[ScriptedEngine, ...] | tuple[ComputingEngine, ...]":
+    """Return the engines as a tuple.
+
+    Raises:
+        ConfigError: some are scripted and others compute, so the run's weights would be neither.
+    """
+    scripted = tuple(each for each in engines if isinstance(each, ScriptedEngine))
+    computing = tuple(each for each in engines if not isinstance(each, ScriptedEngine))
+    if scripted and computing:
+        raise ConfigError("a simulated run's engines are all scripted or all compute; got both")
+    return scripted or computing
 
 
 class SimulatedChannel:
@@ -76,6 +114,10 @@ class SimulatedChannel:
 
     def __init__(self, context: SimulationContext) -> None:
         self._buffer = context.buffer
+
+    def init(self) -> InitWeights:
+        """Return the phase-1 message."""
+        return InitWeights(channel="shm")
 
     def write(
         self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
@@ -117,9 +159,9 @@ class SimulatedRun:
         """Future that is done once all engines that join at the start have joined, or one engine if
         all join late. Holds the error if the run fails before."""
         self.scheduler: Scheduler | None = None
-        self.channel: SimulatedChannel | None = None
+        self.channel: SimulatedChannel | ShmSender | None = None
         self.written = WrittenTensors()
-        self._hosts: list[ScriptedHost] = []
+        self._hosts: list[RunHost] = []
         self._main: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._is_ending = False
@@ -218,31 +260,47 @@ class SimulatedRun:
                 self.scheduler.close()
             for host in self._hosts:
                 host.stop()
+            if isinstance(self.channel, ShmSender):
+                self.channel.close()
 
     async def _serve_until_failed(self) -> None:
         plan, settings = self._plan, self.settings
         files = files_of(settings.model)
-        names = {f"engine-{number}": engine for number, engine in enumerate(plan.engines)}
-        model = ScriptedModel(plan.says, files, names, self._turn_of)
+        scripted = {
+            f"engine-{number}": engine
+            for number, engine in enumerate(plan.engines)
+            if isinstance(engine, ScriptedEngine)
+        }
+        model = ScriptedModel(plan.says, files, scripted, self._turn_of)
         context = SimulationContext(self._time.loop, self._frame_log, model=model)
-        self.channel = SimulatedChannel(context)
-        init = InitWeights(channel="shm")
+        self.channel = SimulatedChannel(context) if scripted else ShmSender()
+        init = self.channel.init()
         scheduler = Scheduler(settings, files, context.router, init, recorder=None)
         self.scheduler = scheduler
-        for number, engine in enumerate(plan.engines):
-            chance = random.Random(f"{settings.sampling.seed}/{number}")
-            on_exit = self._engine_ended
-            host = ScriptedHost(engine, number, context=context, chance=chance, on_exit=on_exit)
-            self._hosts.append(host)
+        engines: Sequence[ScriptedEngine | ComputingEngine] = plan.engines
+        for number, engine in enumerate(engines):
+            self._hosts.append(self._make_host(engine, number, context))
         self._time.loop.set_exception_handler(self._on_error)
         async with asyncio.TaskGroup() as group:
             group.create_task(scheduler.run(), name="scheduler")
             for host in self._hosts:
                 host.start()
             await scheduler.wait_for_engines(
-                max(1, sum(engine.joins_at_s == 0 for engine in plan.engines))
+                max(1, sum(getattr(each, "joins_at_s", 0) == 0 for each in plan.engines))
             )
             self.ready.set_result(None)
+
+    def _make_host(
+        self, engine: "ScriptedEngine | ComputingEngine", number: int, context: SimulationContext
+    ) -> RunHost:
+        if isinstance(engine, ScriptedEngine):
+            chance = random.Random(f"{self.settings.sampling.seed}/{number}")
+            on_exit = self._engine_ended
+            return ScriptedHost(engine, number, context=context, chance=chance, on_exit=on_exit)
+        # imports torch and the engine, which scripted runs do not need
+        from tidegate.simulation.computing_engine import ComputingHost
+
+        return ComputingHost(engine, number, context=context, settings=self.settings)
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the run with an error that a callback raised, such as an engine's script.

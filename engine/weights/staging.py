@@ -20,6 +20,7 @@ import torch
 from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
+from tidegate.transport.clock import Clock
 from tidegate.transport.messages import (
     Adapter,
     AdapterFailed,
@@ -78,7 +79,7 @@ class Live:
 class _StagedUpdate:
     """One attempt at staging a version. The thread reads ``state`` to stop early."""
 
-    def __init__(self, version: int, live: Live | None) -> None:
+    def __init__(self, version: int, live: Live | None, *, started_ns: int) -> None:
         self.version = version
         self.live = live
         self.adapter_tensors: dict[Adapter, dict[str, torch.Tensor]] = {}
@@ -93,7 +94,7 @@ class _StagedUpdate:
         """Whether tensors came whole, so that the patches alone do not make the version."""
         self.state = _State.OPEN
         """Set by the main thread only."""
-        self.started_ns = time.monotonic_ns()
+        self.started_ns = started_ns
 
     @property
     def has_failed(self) -> bool:
@@ -138,7 +139,12 @@ class Staging:
         self,
         allocate: Callable[[], WeightStore],
         receiver_config: WeightReceiverConfig = LOCAL_CONFIG,
+        *,
+        clock: Clock = time,
+        is_threaded: bool = True,
     ) -> None:
+        """``is_threaded``: copies run on a thread; if False, in the call that requests them."""
+        self._clock = clock
         self._allocate = allocate
         self._receiver_config = receiver_config
         self._update: _StagedUpdate | None = None
@@ -164,8 +170,10 @@ class Staging:
         self._closed_reason = NO_CHANNEL
         """Reason in the error for tensors that arrive while no channel is open. Used by the staging
         thread only."""
-        self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if is_threaded:
+            self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
+            self._thread.start()
 
     @property
     def is_busy(self) -> bool:
@@ -190,7 +198,7 @@ class Staging:
             else:
                 why = f"cancelled, because v{message.version} was started before it was complete"
                 self._fail(old, why)
-        self._update = _StagedUpdate(message.version, live)
+        self._update = _StagedUpdate(message.version, live, started_ns=self._clock.monotonic_ns())
         self._enqueue(partial(self._begin, self._update))
 
     def update(self, message: UpdateWeights) -> None:
@@ -211,7 +219,9 @@ class Staging:
 
     def load_adapter(self, message: LoadAdapter) -> None:
         """Read one version of an adapter with versions of its own; see :meth:`take_adapters`."""
-        self._enqueue(partial(self._read_adapter, message, self._session, time.monotonic_ns()))
+        self._enqueue(
+            partial(self._read_adapter, message, self._session, self._clock.monotonic_ns())
+        )
 
     def take_adapters(self) -> list[ReadAdapter]:
         """Return the adapters read since the last call. Call :meth:`take_replies` before."""
@@ -294,13 +304,19 @@ class Staging:
         if self._update is not None:
             self._update.state = _State.FAILED
         self._jobs.put(None)
-        self._thread.join(JOIN_TIMEOUT_S)
+        if self._thread is None:
+            self._work()
+        else:
+            self._thread.join(JOIN_TIMEOUT_S)
 
     # ------------------------------------------------------------ main thread
 
     def _enqueue(self, job: Callable[[], _Result]) -> None:
         self._jobs_pending += 1
-        self._jobs.put(job)
+        if self._thread is None:
+            self._results.put(job())
+        else:
+            self._jobs.put(job)
 
     def _record_result(self, result: _Result) -> None:
         update = result.update
@@ -370,7 +386,7 @@ class Staging:
         except Exception as error:  # noqa: BLE001  (as in _copy)
             why = _error_text(error)
             return _Result(None, AdapterFailed(name=name, version=version, message=why))
-        staging_us = (time.monotonic_ns() - started_ns) // 1000
+        staging_us = (self._clock.monotonic_ns() - started_ns) // 1000
         reply = AdapterLoaded(name=name, version=version, staging_us=staging_us)
         return _Result(None, None, ReadAdapter(message, adapter, reply, session))
 
@@ -425,7 +441,7 @@ class Staging:
                 f"{len(missing)} tensors are missing, first {shown}; publish all the names that "
                 f"the model directory has"
             )
-        staging_us = (time.monotonic_ns() - update.started_ns) // 1000
+        staging_us = (self._clock.monotonic_ns() - update.started_ns) // 1000
         return WeightsStaged(version=update.version, staging_us=staging_us)
 
     def _store(

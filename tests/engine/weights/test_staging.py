@@ -134,6 +134,20 @@ def test_staged_weights_equal_the_published_ones_and_the_old_ones_become_the_buf
     assert (len(seen), gate.allocated) == (2, 1)
 
 
+def test_without_a_thread_a_version_is_staged_when_its_last_call_returns(
+    gate: Gate, directories: list[Path], tmp_path: Path
+) -> None:
+    gate.opened.set()
+    staging, channel = Staging(gate.allocate, is_threaded=False), sender("shm", tmp_path)
+    staging.init(channel.init())
+    publish(staging, channel, 1, named_buffers(directories[1]))
+    (staged,) = staging.take_replies()
+    assert isinstance(staged, WeightsStaged)
+    assert not staging.is_busy
+    staging.close()
+    channel.close()
+
+
 def test_a_version_that_lacks_tensors_is_refused_by_name(
     staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
 ) -> None:
