@@ -1,23 +1,35 @@
 """Version audit: recomputes an engine's tokens with the weights that their provenance names."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
 from tests.engine.orchestra import Orchestra, SeenTurn
-from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
-from tidegate.engine.models.model_config import ModelConfig
+from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling, Runner
 from tidegate.engine.models.model_weights import Weights
+from tidegate.engine.weights.weight_store import WeightStore
 
 BLOCK_TOKENS = 16
 
+W = TypeVar("W", bound=WeightStore)
 
-def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> SeenTurn:
-    """Recompute a turn, its KV with the weights that its provenance names."""
+
+def model_runner(weights: Weights, blocks: int) -> ModelRunner:
+    """Return a runner of Tidegate's own code."""
+    return ModelRunner(weights.config, weights, num_blocks=blocks, block_tokens=BLOCK_TOKENS)
+
+
+def replay(
+    turn: SeenTurn, weights: dict[int, W], make_runner: Callable[[W, int], Runner]
+) -> SeenTurn:
+    """Recompute a turn, its KV with the weights that its provenance names.
+
+    ``make_runner`` takes weights and a number of blocks of ``BLOCK_TOKENS``.
+    """
     blocks = -(-(len(turn.prompt) + len(turn.token_ids)) // BLOCK_TOKENS)
-    runner = ModelRunner(
-        config, next(iter(weights.values())), num_blocks=blocks, block_tokens=BLOCK_TOKENS
-    )
+    runner = make_runner(next(iter(weights.values())), blocks)
     context = np.array(turn.prompt + turn.token_ids, np.int32)
     requested = turn.sampling
     prefills = {prefill.output_tokens: prefill for prefill in turn.prefills}
@@ -31,7 +43,7 @@ def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> 
             histories[index].append((version, last, last + 1))
     for index, history in histories.items():
         for number, (version, start, end) in enumerate(history):
-            runner.weights = weights[version]
+            runner.swap(weights[version])
             sampling = None
             if number == len(history) - 1:
                 sampling = RowSampling(
@@ -51,7 +63,6 @@ def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> 
 def assert_replays(turn: int, engine: Orchestra, weights: dict[int, Weights]) -> None:
     """Check each token against the weights that its provenance names."""
     seen = engine.turns[turn]
-    config = next(iter(weights.values())).config
-    again = replay(seen, weights, config)
+    again = replay(seen, weights, model_runner)
     assert again.token_ids == seen.token_ids
     np.testing.assert_allclose(again.logprobs, seen.logprobs, atol=1e-4)

@@ -109,7 +109,7 @@ async def of_one_prompt(episode: tidegate.Episode, task: int) -> float:
         ("nemotron_h", "keep", "keep"),
     ],
 )
-async def test_hybrids_are_audited_where_turns_share_blocks_and_are_preempted(
+async def test_hybrids_are_audited_where_turns_share_few_blocks(
     model_type: str,
     pause_mode: PauseMode,
     kv_policy: KvPolicy,
@@ -139,6 +139,7 @@ async def test_hybrids_are_audited_where_turns_share_blocks_and_are_preempted(
 
     (engine,) = statistics.engines
     assert engine.block_tokens == 16
+    assert statistics.cached_context_tokens > 0
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
     assert report.tokens == statistics.ledger.trained
