@@ -19,8 +19,11 @@ THIRD_PARTY: dict[str, set[str]] = {
 }
 """Third-party packages that the lowest layer may import."""
 
-FORBIDDEN = {"asyncio", "time", "random", "socket", "threading"}
-"""Modules that policies must not import: no I/O, no clock and no randomness."""
+DECIDING = ("policies", "orchestrator/core", "engine/scheduling")
+"""Folders of the deciding parts; other rooms wait for them."""
+
+FORBIDDEN = {"asyncio", "time", "random", "socket", "threading", "uuid", "zmq"}
+"""Modules that the deciding parts must not import: no I/O, no clock and no randomness."""
 
 
 def imports(path: Path) -> list[str]:
@@ -62,8 +65,9 @@ def test_only_the_channels_that_torch_carries_import_torch_and_only_once_they_ar
             assert path.name.startswith(("collective", "cuda_")), path
 
 
-def test_policies_have_no_clock_no_randomness_and_no_io() -> None:
-    for path in sources("policies"):
+@pytest.mark.parametrize("folder", DECIDING)
+def test_what_decides_has_no_clock_no_randomness_and_no_io(folder: str) -> None:
+    for path in sources(folder):
         assert not {m.split(".")[0] for m in imports(path)} & FORBIDDEN, path
 
 

@@ -14,13 +14,13 @@ from typing import Protocol
 from tidegate.errors import BadFrame, ConfigError, EngineStartFailed, VersionUnavailable
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.outbox import Outbox
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet, Heartbeats
 from tidegate.orchestrator.fleet.launcher import Engines
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
+from tidegate.orchestrator.scheduler.outbox import Outbox
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder
 from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter

@@ -4,10 +4,10 @@ import pytest
 
 from tests.simulation.mutations import mutation
 from tests.simulation.mutations_of_the_wire import MUTATIONS
-from tidegate.orchestrator.core.outbox import Outbox
 from tidegate.orchestrator.episodes import episode, runner
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
+from tidegate.orchestrator.scheduler.outbox import Outbox
 
 __all__ = ["MUTATIONS"]
 

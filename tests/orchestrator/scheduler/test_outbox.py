@@ -1,7 +1,7 @@
 import asyncio
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator.core.outbox import (
+from tidegate.orchestrator.scheduler.outbox import (
     CONTEXT_BYTES_TOGETHER_MAX,
     TURNS_TOGETHER_MAX,
     Outbox,
