@@ -2,7 +2,7 @@
 
 The scheduler feeds it events and carries out its commands, both in order. The same events give the
 same commands, so a run can be replayed from its journal. It owns versions, groups, rollouts and the
-token ledger; ``turns.py`` decides which engine a turn runs on.
+token ledger; ``turns.py`` tracks turns on engines, and ``placement.py`` chooses a turn's engine.
 
 A run that trains adapters has one core for the run's weights, and below it one for each adapter,
 with groups, versions, staleness policy, batches and ledger of its own. All of them share engines,

@@ -57,7 +57,11 @@ class EngineTurns:
 
 
 class Placement:
-    """Engines that can take turns, ordered by load."""
+    """Engines that can take turns, ordered by load.
+
+    An engine can if it serves the live version or a newer one, and is not away, draining or kept
+    for evaluations. So an engine that joined late gets its first turn once it has caught up.
+    """
 
     def __init__(self, engines: dict[str, EngineTurns], rules: PlacementRules) -> None:
         self._engines = engines

@@ -1,8 +1,9 @@
-"""Replay of a run's journal: a new core handles the recorded events, and the states are compared.
+"""Check of a run's journal: a new core handles the recorded events, and the states are compared.
 
-`tidegate replay` calls it. The core reads no clock and draws no random number, so the same events
-must give the same state, bit for bit. A difference is a bug; the report names its first event. Uses
-``core/event_log.py`` to decode events and ``core/state.py`` to compare states.
+`tidegate replay` calls it; a resume does not (:meth:`RunJournal.restore`). The core reads no clock
+and draws no random number, so the same events must give the same state, bit for bit. A difference
+is a bug; the report names its first event. Uses ``core/event_log.py`` to decode events and
+``core/state.py`` to compare states.
 """
 
 from collections import Counter

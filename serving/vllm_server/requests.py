@@ -2,7 +2,9 @@
 
 Decoded by the handlers of :mod:`app`. Adds to the models of :mod:`openai_requests` the bodies that
 only vLLM's server has: token requests, batches of chats, and the bodies of paths that pause engines
-or change weights. Unknown fields are ignored, as in vLLM. Built on msgspec.
+or change weights. Fields in a body's ``REFUSED`` (mostly ``openai_requests.UNSERVED``) would change
+the output and are not honoured: they are refused with 400, except for the harmless values listed
+there. Unknown fields are ignored, as in vLLM. Built on msgspec.
 """
 
 from collections.abc import Mapping
