@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tidegate
+from tests.engine.crowd import Crowd, run_crowd
 from tests.engine.external.fake_engine import DrivenEngine
-from tests.engine.scheduling.test_prefixes_exactly import Crowd, run_crowd
 from tests.models import make_model_directory
 from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.execution.runner import ModelRunner

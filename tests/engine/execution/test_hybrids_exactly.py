@@ -24,9 +24,17 @@ ROUNDING_NATS = 1e-4
 class HybridEngine(FakeEngine):
     """Scheduler over a model of transformers; version n is the n-th of its weights."""
 
-    def __init__(self, weights: Sequence[FallbackWeights], **limits: int) -> None:
+    def __init__(
+        self, weights: Sequence[FallbackWeights], *, max_running_turns: int, num_blocks: int
+    ) -> None:
         self._weights = weights
-        super().__init__(vocab_size=96, block_tokens=4, **limits)
+        super().__init__(
+            vocab_size=96,
+            block_tokens=4,
+            max_running_turns=max_running_turns,
+            max_step_tokens=24,
+            num_blocks=num_blocks,
+        )
 
     @override
     def _make_runner(self) -> FallbackRunner:
@@ -65,7 +73,7 @@ def test_preempted_turns_that_share_states_sample_as_if_alone(
 ) -> None:
     weights = load(model_type, tmp_path, versions=1)
     # Two groups of three turns of up to 10 blocks, 5 of them shared: 40 where there are 24.
-    engine = HybridEngine(weights, max_running_turns=6, max_step_tokens=24, num_blocks=24)
+    engine = HybridEngine(weights, max_running_turns=6, num_blocks=24)
     prompts = [[first, *range(1, 21)] for first in (30, 31)]
     turns = [engine.submit(prompt, 18, seed=seed) for prompt in prompts for seed in range(3)]
     engine.run()
@@ -85,7 +93,7 @@ def test_states_that_several_versions_made_are_those_that_the_provenance_names(
     model_type: str, tmp_path: Path
 ) -> None:
     weights = load(model_type, tmp_path, versions=2)
-    engine = HybridEngine(weights, max_running_turns=6, max_step_tokens=24, num_blocks=36)
+    engine = HybridEngine(weights, max_running_turns=6, num_blocks=36)
     crowd = run_crowd(engine, 50 + HYBRID_TYPES.index(model_type), swaps=True)
 
     assert crowd.cached_tokens > 0
@@ -103,7 +111,7 @@ def test_recompute_continues_from_the_state_at_the_end_of_a_block(
     model_type: str, tmp_path: Path
 ) -> None:
     weights = load(model_type, tmp_path, versions=2)
-    engine = HybridEngine(weights, max_running_turns=2, max_step_tokens=24, num_blocks=36)
+    engine = HybridEngine(weights, max_running_turns=2, num_blocks=36)
     turn = engine.submit([30, 1, 2, 3, 4], 12)
     engine.step()
     engine.step()  # version 0 has read 6 positions: a block, and half of the next

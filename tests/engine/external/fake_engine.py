@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidegate.engine.execution.runner import ModelRunner, Row, StepOutput
+from tidegate.engine.execution.runner import ModelRunner, Row, Runner, StepOutput
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.sampling.scoring import HIDDEN_STATE_SCORES, ScoringCapabilities
 from tidegate.engine.scheduling.drafts import DraftSource
@@ -168,7 +168,7 @@ class FakeEngine:
         self.drafted_tokens = 0
         self.accepted_tokens = 0
 
-    def _make_runner(self) -> FakeRunner | ModelRunner:
+    def _make_runner(self) -> FakeRunner | Runner:
         return FakeRunner(self.limits)
 
     def _scoring(self) -> ScoringCapabilities | None:
