@@ -8,12 +8,13 @@ runs its three ways in another order. ``--url KIND+URL --model DIR`` uses a runn
 kind. A command that no module imports. Built on ``tidegate.serve``, aiohttp and vLLM.
 
 All times run from the first request to the last complete answer. The direct load is measured twice:
-with whole answers, which suffice for a batch trainer, and with streams, which an adapter reads so
-that tokens sampled before a pause or a crash are not lost. A server writes streams token by token;
-``--stream-interval`` makes vLLM batch some.
+with whole answers, which suffice for a batch trainer, and with streams token by token, of which a
+crash loses nothing. The run's adapter reads streams of ``--stream-interval-tokens``.
 
 On a busy machine, wall time includes other work. So for the vLLM that it starts, the server's CPU
-seconds and steps are reported as well, which show what each way makes the server do.
+seconds and steps are reported as well, which show what each way makes the server do, and the CPU
+seconds of whoever reads the answers. They are counted over the same time; what the server spends
+when an adapter joins it comes once, and is reported apart.
 """
 
 import argparse
@@ -37,7 +38,7 @@ import msgspec
 
 import tidegate
 from benchmarks.engine.shapes import SHAPES, Request, requests
-from benchmarks.table import Row, compared, show
+from benchmarks.table import Row, show
 from tests.models import make_model_directory
 
 START_TIMEOUT_S = 300.0
@@ -96,8 +97,40 @@ class Round:
     took_s: float
     server_cpu_s: float
     """CPU time of all server processes; 0 if they are not ours."""
+    reader_cpu_s: float
+    """CPU time of this process and its adapter."""
+    joining_cpu_s: float
+    """The server's CPU time before the first request."""
     steps: int
     """Steps of the server's engine; 0 if it does not report them."""
+
+
+class Meter:
+    """Time and CPU time from the first request to the last answer."""
+
+    def __init__(self, session: int | None) -> None:
+        self._session = session
+        self._made = self._begun = self._ended = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        return time.perf_counter(), cpu_s(self._session), reader_cpu_s()
+
+    def begin(self) -> None:
+        """Set the begin. Later calls have no effect."""
+        if self._begun is self._made:
+            self._begun = self._now()
+
+    def end(self) -> None:
+        """Set the end."""
+        self._ended = self._now()
+
+    def round(self, steps: int) -> Round:
+        """Return what was measured."""
+        took_s, server_cpu_s, reader_s = (
+            end - begin for begin, end in zip(self._begun, self._ended, strict=True)
+        )
+        joining_cpu_s = self._begun[1] - self._made[1]
+        return Round(took_s, server_cpu_s, reader_s, joining_cpu_s, steps)
 
 
 def main() -> None:
@@ -109,7 +142,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--concurrent", type=int, default=16)
-    parser.add_argument("--stream-interval", type=int, default=1, help="of the vLLM that it starts")
+    parser.add_argument("--stream-interval-tokens", type=int, default=16, help="of the run")
     options = parser.parse_args()
     if (options.url is None) != (options.model is None):
         parser.error("--url and --model go together")
@@ -119,14 +152,14 @@ def main() -> None:
                 "small"
             ].fields  # an untied head: vLLM does not update a tied one on a CPU
             model = make_model_directory(Path(directory) / "model", tied=False, **fields)
-            with vllm(model, options.concurrent, options.stream_interval) as (url, session):
+            with vllm(model, options.concurrent) as (url, session):
                 show(measure(url, model, options, session), as_json=options.json)
         else:
             show(measure(options.url, options.model, options, None), as_json=options.json)
 
 
 @contextmanager
-def vllm(model: Path, concurrent: int, stream_interval: int) -> Iterator[tuple[str, int]]:
+def vllm(model: Path, concurrent: int) -> Iterator[tuple[str, int]]:
     """Start vLLM in its own Python; yield ``KIND+URL`` and its session id, and stop it on exit."""
     python = os.environ.get("VLLM_PYTHON")
     if python is None:
@@ -137,7 +170,7 @@ def vllm(model: Path, concurrent: int, stream_interval: int) -> Iterator[tuple[s
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
     command += ["--enforce-eager", "--max-num-seqs", str(concurrent), "--dtype", "float32"]
     command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
-    command += ["--stream-interval", str(stream_interval), "--disable-uvicorn-access-log"]
+    command += ["--disable-uvicorn-access-log"]
     log = model.parent / "vllm.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
@@ -174,10 +207,17 @@ def measure(
     """Run the rounds; discard the first as a warm-up."""
     kind, _, address = url.partition("+")
     workload = requests(SHAPES["small"], options.requests)
-    ways: dict[str, Callable[[], Coroutine[Any, Any, float]]] = {
-        "tidegate": lambda: through_tidegate(url, model, workload, options.concurrent),
-        "whole": lambda: directly(kind, address, workload, options.concurrent, is_streamed=False),
-        "streamed": lambda: directly(kind, address, workload, options.concurrent, is_streamed=True),
+    interval_tokens, concurrent = options.stream_interval_tokens, options.concurrent
+    ways: dict[str, Callable[[Meter], Coroutine[Any, Any, None]]] = {
+        "tidegate": lambda meter: through_tidegate(
+            meter, url, model, workload, concurrent, interval_tokens
+        ),
+        "whole": lambda meter: directly(
+            meter, kind, address, workload, concurrent, is_streamed=False
+        ),
+        "streamed": lambda meter: directly(
+            meter, kind, address, workload, concurrent, is_streamed=True
+        ),
     }
     rounds: list[dict[str, Round]] = []
     for number in range(options.rounds + 1):
@@ -206,31 +246,62 @@ def rows(
         speeds = [tokens / each[way].took_s for each in rounds]
         spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
         yield Row(f"  spread of {way}: (max - min) / median", spread, "")
-    for name, unit in (("server_cpu_s", "CPU s of the server"), ("steps", "steps of the engine")):
-        through, *direct = (
-            statistics.median(getattr(each[way], name) for each in rounds) for way in WAYS
-        )
-        for way, value in zip(WAYS[1:], direct, strict=True):
-            if value:
-                yield compared(f"  {unit}, through tidegate / {way} directly", unit, through, value)
+    for field, unit in (
+        ("server_cpu_s", "CPU s of the server"),
+        ("reader_cpu_s", "CPU s of the reader"),
+        ("steps", "steps of the engine"),
+    ):
+        for way in WAYS[1:]:
+            if all(getattr(each[way], field) for each in rounds):
+                yield from paired(
+                    f"  {unit}, through tidegate / {way} directly", unit, field, way, rounds
+                )
+    joining_s = statistics.median(each["tidegate"].joining_cpu_s for each in rounds)
+    yield Row("  CPU s of the server as the adapter joins", joining_s, "CPU s of the server")
+
+
+def paired(
+    name: str, unit: str, field: str, way: str, rounds: Sequence[Mapping[str, Round]]
+) -> Iterator[Row]:
+    """Return the medians of a field and of the rounds' ratios, and the ratios' range."""
+    through, direct = (
+        [float(getattr(each[one], field)) for each in rounds] for one in ("tidegate", way)
+    )
+    ratios = [ours / theirs for ours, theirs in zip(through, direct, strict=True)]
+    medians = statistics.median(through), statistics.median(direct)
+    yield Row(name, medians[0], unit, medians[1], statistics.median(ratios))
+    yield Row("    lowest and highest of the rounds' ratios", min(ratios), "", max(ratios))
 
 
 def one_round(
-    run: Callable[[], Coroutine[Any, Any, float]], address: str, session: int | None
+    run: Callable[[Meter], Coroutine[Any, Any, None]], address: str, session: int | None
 ) -> Round:
     """Measure one round of one way."""
-    before_s, before_steps = cpu_s(session), steps(address)
-    took_s = asyncio.run(asyncio.wait_for(run(), ANSWER_TIMEOUT_S))
-    return Round(took_s, cpu_s(session) - before_s, steps(address) - before_steps)
+    meter, before_steps = Meter(session), steps(address)
+    asyncio.run(asyncio.wait_for(run(meter), ANSWER_TIMEOUT_S))
+    return meter.round(steps(address) - before_steps)
 
 
 def cpu_s(session: int | None) -> float:
     """Return the CPU time of a session's processes so far."""
+    return _cpu_s(lambda fields: int(fields[3]) == session)
+
+
+def reader_cpu_s() -> float:
+    """Return the CPU time so far of this process and of its children in the same session."""
+    session, parent = os.getsid(0), os.getpid()
+    adapters_s = _cpu_s(lambda fields: (int(fields[1]), int(fields[3])) == (parent, session))
+    return time.process_time() + adapters_s
+
+
+def _cpu_s(counts: Callable[[Sequence[str]], bool]) -> float:
+    """Return the CPU time so far of the processes whose fields of /proc/PID/stat are counted:
+    state, parent, group, session and so on."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
+            if counts(fields):
                 ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -245,20 +316,27 @@ def steps(address: str) -> int:
 
 
 async def through_tidegate(
-    url: str, model: Path, workload: list[Request], concurrent: int
-) -> float:
-    """Return the seconds from the first turn's submission to the last turn's end, in one batch."""
-    begun_s: list[float] = []
-    ended_s: list[float] = []
+    meter: Meter,
+    url: str,
+    model: Path,
+    workload: list[Request],
+    concurrent: int,
+    interval_tokens: int,
+) -> None:
+    """Measure from the first turn's submission to the last turn's end, in one batch."""
+    left = len(workload)
     gate = asyncio.Semaphore(concurrent)
 
     async def episode(episode: tidegate.Episode, task: int) -> float:
         request = workload[task]
         episode.append(request.prompt)
         async with gate:
-            begun_s.append(time.perf_counter())
+            meter.begin()
             turn = await episode.generate(max_tokens=request.output_tokens, stop_token_ids=())
-            ended_s.append(time.perf_counter())
+        nonlocal left
+        left -= 1
+        if not left:
+            meter.end()
         assert len(turn.token_ids) == request.output_tokens
         return 0.0
 
@@ -269,16 +347,22 @@ async def through_tidegate(
         groups_per_batch=len(workload),
         max_staleness=0,
         temperature=1.0,
+        stream_interval_tokens=interval_tokens,
     ) as rollouts:
         async for _ in rollouts.batches(iter(range(len(workload))), episode=episode):
             break
-    return max(ended_s) - min(begun_s)
 
 
 async def directly(
-    kind: str, address: str, workload: list[Request], concurrent: int, *, is_streamed: bool
-) -> float:
-    """Return the seconds from the first request to the last answer read and decoded."""
+    meter: Meter,
+    kind: str,
+    address: str,
+    workload: list[Request],
+    concurrent: int,
+    *,
+    is_streamed: bool,
+) -> None:
+    """Measure from the first request to the last answer read and decoded."""
     import aiohttp
 
     path, body_of = BODIES[kind]
@@ -304,9 +388,9 @@ async def directly(
     unhurried = aiohttp.ClientTimeout(total=None)  # aiohttp's default timeout is five minutes
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=unhurried) as session:
-        begun_s = time.perf_counter()
+        meter.begin()
         await asyncio.gather(*(send(session, request) for request in workload))
-        return time.perf_counter() - begun_s
+        meter.end()
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class Capabilities:
     them and requests the rest after the pause, so that the KV is recomputed."""
     keeps_kv: bool = False
     """Whether frozen requests can continue with their old KV under new weights *and* the engine
-    then reports where versions change (``GeneratedChunk.labels``). Needs ``freezes``; serves
-    ``kv_policy="keep"``."""
+    then reports where versions change (``GeneratedChunk.labels``) *and* sends every token at once
+    if ``stream_interval_tokens`` is 1. Needs ``freezes``; serves ``kv_policy="keep"``."""
     sampling: frozenset[str] = frozenset()
     """Fields of ``SamplingParams`` that the engine implements exactly as documented, beyond
     ``max_tokens`` and ``temperature``. A turn that sets another field is refused, by name."""
@@ -96,6 +96,9 @@ class GenerationRequest:
     """Name under which :meth:`EngineAdapter.load_lora` loaded the adapter; empty for none."""
     media: Sequence[Media] = ()
     """Media in the order of their placeholders in ``token_ids``."""
+    stream_interval_tokens: int = 1
+    """Number of tokens that the engine may collect before it sends them. It sends a request's last
+    tokens at once, also if the request is aborted by a pause."""
 
 
 LORA_NAMES = "tidegate-lora-"

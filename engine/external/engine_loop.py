@@ -77,9 +77,11 @@ class ExternalEngineLoop:
         directories: PublishedDirectories,
         label: str,
         make_label: Callable[[int], str],
+        stream_interval_tokens: int,
     ) -> None:
         """``label`` names the engine's current weights; ``make_label`` makes a new name for a
-        version at each call."""
+        version at each call. The engine may collect ``stream_interval_tokens`` of a turn before it
+        sends them."""
         self._link = link
         self._adapter = adapter
         self._staging = staging
@@ -94,6 +96,7 @@ class ExternalEngineLoop:
             batcher=self._batcher,
             on_change=self._changed.set,
             on_gone=self._fail,
+            stream_interval_tokens=stream_interval_tokens,
         )
         self._streams = self._turns.streams
         self._swapper = WeightSwapper(

@@ -121,7 +121,7 @@ class StepMessageBatcher:
         self.queued_turns = 0
         """Number of turns that have not been requested from the engine yet."""
         self._credit = asyncio.Event()
-        self._flush_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.Handle | None = None
         self._flushed_ns = time.monotonic_ns()
 
     def on_credit(self) -> None:
@@ -139,6 +139,16 @@ class StepMessageBatcher:
             self._flush_timer = asyncio.get_running_loop().call_later(
                 GATHER_S, self._on_flush_timer
             )
+
+    def flush_next(self) -> None:
+        """Send the rows once the event loop has handled what has arrived.
+
+        Used for turns that end, because the engine computes smaller batches until other turns
+        take their places.
+        """
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        self._flush_timer = asyncio.get_running_loop().call_soon(self._on_flush_timer)
 
     def _on_flush_timer(self) -> None:
         self._flush_timer = None

@@ -23,6 +23,11 @@ ABORT_GRACE_S = 0.25
 """Seconds after a pause for requests to return by themselves. Then requests without a token are
 cancelled, because one that reached the engine after the pause would never return."""
 
+STREAM_INTERVAL_TOKENS = 16
+"""Default of the tokens of a request that the engine may collect before it sends them. A killed
+engine loses up to one token fewer than this of each running turn. vLLM's API process spends 1.65
+times the CPU time of whole answers if it sends each token, 1.13 times if it sends 16 at once."""
+
 ABORT_TIMEOUT_S = 30.0
 """Seconds after a pause within which requests with tokens must return; otherwise the engine is
 treated as broken."""
@@ -51,10 +56,12 @@ class Streams:
         *,
         batcher: StepMessageBatcher,
         on_request_ended: RequestEndedCallback,
+        stream_interval_tokens: int = STREAM_INTERVAL_TOKENS,
     ) -> None:
         """Create an empty table. ``label`` names the weights that the engine serves now. Tokens are
         reported with this label, and it salts the prefix cache, so that KV of other weights is not
-        reused."""
+        reused. The engine may collect ``stream_interval_tokens`` of a request before it sends
+        them."""
         self._adapter = adapter
         self._capabilities = capabilities
         self._label = self._salt = label
@@ -63,6 +70,8 @@ class Streams:
         """Adapter names in the engine, by the run's names, of the live version."""
         self._batcher = batcher
         self._on_request_ended = on_request_ended
+        self._stream_interval_tokens = stream_interval_tokens
+        """Interval of later requests."""
         self.paused: Literal["abort", "keep"] | None = None
         """Mode of the engine's last pause; None if resumed."""
         self._abort_ends_turns = True
@@ -87,7 +96,7 @@ class Streams:
     def start(self, turn: ExternalTurn, version: int) -> None:
         """Request the rest of a turn from the engine."""
         lora = self._loras[turn.adapter] if turn.adapter else ""
-        request = turn.request(version, self._salt, lora)
+        request = turn.request(version, self._salt, lora, self._stream_interval_tokens)
         stream = self._adapter.generate(request)
 
         task = asyncio.create_task(self._serve(turn, stream))
@@ -150,6 +159,7 @@ class Streams:
         if chunk.ended is not None and (chunk.ended != "abort" or self._abort_ends_turns):
             turn.has_ended = True
             self._batcher.rows.end(turn.handle, FINISH_CODES[chunk.ended])
+            self._batcher.flush_next()
         self._batcher.flush_soon()
         return chunk.ended is not None
 
@@ -204,6 +214,16 @@ class Streams:
         elif self.paused is None:
             await self._adapter.pause("keep")
             self.paused = "keep"
+
+    def send_every_token(self) -> bool:
+        """Have the engine send every token of later requests at once; return whether it already
+        does so for the requests in flight.
+
+        Needed before weights change under frozen requests, because the engine sends tokens that it
+        has collected without the version that sampled each.
+        """
+        self._stream_interval_tokens = 1
+        return all(turn.stream_interval_tokens == 1 for turn in self._running)
 
     async def abort_unstarted(self) -> None:
         """Cancel requests without a token; their turns are requested again."""

@@ -209,6 +209,7 @@ class WeightSwapper:
             update.kv_policy == "keep"
             and update.pause_mode != "abort"
             and self._capabilities.keeps_kv
+            and streams.send_every_token()
         ):
             await streams.freeze()
             await streams.abort_unstarted()

@@ -36,6 +36,7 @@ class ExternalTurnQueue:
         batcher: StepMessageBatcher,
         on_change: Callable[[], None],
         on_gone: Callable[[TidegateError], None],
+        stream_interval_tokens: int,
     ) -> None:
         """``on_change`` is called when turns may start, or a request has ended."""
         self._link = link
@@ -54,7 +55,12 @@ class ExternalTurnQueue:
         """Whether no request is made for ``RETRY_DELAY_S``, because the engine has just refused
         one."""
         self.streams = Streams(
-            adapter, capabilities, label, batcher=batcher, on_request_ended=self._on_request_ended
+            adapter,
+            capabilities,
+            label,
+            batcher=batcher,
+            on_request_ended=self._on_request_ended,
+            stream_interval_tokens=stream_interval_tokens,
         )
 
     @property

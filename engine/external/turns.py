@@ -47,6 +47,8 @@ class ExternalTurn:
     """Output tokens of this submission when the newest request was made."""
     lora: str = ""
     """Engine's name of the newest request's adapter."""
+    stream_interval_tokens: int = 1
+    """Number of tokens that the engine may collect of the newest request before it sends them."""
     version: int = 0
     """Weight version that computes the newest request's KV from its start."""
     reported_labels: list[VersionLabel] = field(default_factory=list)
@@ -84,10 +86,13 @@ class ExternalTurn:
         """The run's name of the turn's adapter; empty for none."""
         return self.message.sampling.adapter
 
-    def request(self, version: int, salt: str, lora: str = "") -> GenerationRequest:
+    def request(
+        self, version: int, salt: str, lora: str = "", stream_interval_tokens: int = 1
+    ) -> GenerationRequest:
         """Make a request for the remaining tokens, to weights ``version`` and the adapter
         ``lora``."""
         self.request_at, self.version, self.lora = self.sampled, version, lora
+        self.stream_interval_tokens = stream_interval_tokens
         self.reported_labels, self.preemptions, self.is_aborted = [], None, False
         options, sampled_before = self.message.sampling, self.message.sampled_before + self.sampled
         if lora:
@@ -106,6 +111,7 @@ class ExternalTurn:
             salt=salt,
             lora=lora,
             media=self.message.media,
+            stream_interval_tokens=stream_interval_tokens,
         )
 
     def attachments_of(self, chunk: GeneratedChunk) -> list[Attachment]:

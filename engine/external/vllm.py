@@ -351,7 +351,7 @@ class VllmAdapter(OptionalAdapterMethods):
             running_turns_max=release.running_turns_max,
             has_processed_logprobs=release.has_processed_logprobs,
             freezes=True,
-            keeps_kv=release.has_spans,
+            keeps_kv=release.has_spans and release.stream_interval_tokens == 1,
             sampling=SAMPLING | self._attachment_options(),
             top_logprobs_max=release.top_logprobs_max,
             scores=frozenset() if spoils else frozenset({"logprobs"}),
@@ -452,6 +452,8 @@ class VllmAdapter(OptionalAdapterMethods):
                 "ignore_eos": True,
                 "detokenize": False,
                 "logprobs": sampling.top_logprobs,
+                # Releases that don't know it ignore it, and send every token at once.
+                "stream_interval": request.stream_interval_tokens,
             },
         }
 

@@ -77,6 +77,8 @@ class VllmServerInfo:
     """Path or name that the server was started with."""
     dtype: str
     """Compute dtype, with ``--dtype auto`` resolved; empty if unknown."""
+    stream_interval_tokens: int
+    """Its --stream-interval, which requests can only raise."""
     can_sleep: bool
     """Whether it was started with --enable-sleep-mode."""
     is_on_cpu: bool
@@ -110,7 +112,8 @@ def read_server_info(text: str, paths: Collection[str], info: Mapping[str, Any])
     check_routes(text, paths)
     config = info.get("vllm_config", {})
     model, cache = config.get("model_config", {}), config.get("cache_config", {})
-    sequences = config.get("scheduler_config", {}).get("max_num_seqs")
+    scheduler = config.get("scheduler_config", {})
+    sequences = scheduler.get("max_num_seqs")
     top = model.get("max_logprobs")
     mode = str(model.get("logprobs_mode", ""))
     if mode.endswith("logits"):
@@ -131,6 +134,7 @@ def read_server_info(text: str, paths: Collection[str], info: Mapping[str, Any])
         block_tokens=int(cache.get("block_size") or 0),
         model=str(model.get("model", "")),
         dtype=str(model.get("dtype") or "").removeprefix("torch."),
+        stream_interval_tokens=int(scheduler.get("stream_interval") or 1),
         can_sleep="/wake_up" in paths and bool(model.get("enable_sleep_mode")),
         is_on_cpu=config.get("device_config", {}).get("device") == "cpu",
         returns_routed_experts=bool(model.get("enable_return_routed_experts")),

@@ -27,6 +27,7 @@ from tidegate.engine.external.host_weights import (
     read_host_weights,
     read_sizes,
 )
+from tidegate.engine.external.streams import STREAM_INTERVAL_TOKENS
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
@@ -87,6 +88,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-running-turns",
         type=int,
         help="limit of concurrent requests, if lower than the engine's own",
+    )
+    parser.add_argument(
+        "--stream-interval-tokens",
+        type=int,
+        default=STREAM_INTERVAL_TOKENS,
+        help="tokens of a turn that the engine may collect before it sends them; if it crashes, it "
+        "loses up to one fewer of each running turn. Default: %(default)s; 1 with "
+        "kv_policy='keep'",
     )
     parser.add_argument(
         "--weights-directory",
@@ -172,6 +181,7 @@ async def _serve(
         directories=directories,
         label=labels.first,
         make_label=labels.of,
+        stream_interval_tokens=max(1, arguments.stream_interval_tokens),
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -325,6 +325,13 @@ def engine_options(
     return command
 
 
+def _stream_interval_tokens(settings: RunSettings) -> int:
+    """Return how many tokens of a turn a server may collect: only one if weights change under
+    frozen turns, because collected tokens come without the version that sampled each."""
+    keeps_kv = settings.weights.kv_policy == "keep" and settings.weights.pause_mode != "abort"
+    return 1 if keeps_kv else settings.fleet.stream_interval_tokens
+
+
 def adapter_command(settings: RunSettings, name: str, address: str, url: str) -> list[str]:
     """Return the command line of a worker that drives the external server at ``url``."""
     command = [sys.executable, "-m", "tidegate.engine.external.worker"]
@@ -335,6 +342,7 @@ def adapter_command(settings: RunSettings, name: str, address: str, url: str) ->
         "model": settings.model,
         "engine": name,
         "max-running-turns": settings.engine.max_running_turns,
+        "stream-interval-tokens": _stream_interval_tokens(settings),
     }
     if settings.fleet.curve_key_directory is not None:
         options["curve-key-directory"] = settings.fleet.curve_key_directory / ENGINE_DEFAULT

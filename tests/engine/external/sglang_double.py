@@ -25,7 +25,7 @@ from tests.served_app import guarded
 
 SAMPLING_FIELDS = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos",
-    "sampling_seed", "min_new_tokens",
+    "sampling_seed", "min_new_tokens", "stream_interval",
 }  # fmt: skip
 
 PATHS = (
@@ -157,7 +157,10 @@ class SglangDouble:
             while request.finish is None or reported < 0:
                 await request.changed.wait()
                 request.changed.clear()
-                if len(request.output) > max(reported, 0) or request.finish is not None:
+                sampled = len(request.output)
+                interval = request.body["sampling_params"].get("stream_interval", 1)
+                is_due = sampled > 0 and (reported < 1 or sampled - reported >= interval)
+                if is_due or request.finish is not None:
                     reported = len(request.output)
                     yield f"data: {json.dumps(self.message(request))}\n\n"
             yield "data: [DONE]\n\n"

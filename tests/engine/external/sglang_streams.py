@@ -29,8 +29,15 @@ class Sglang:
     adapter: SglangAdapter
     capabilities: Capabilities
 
-    def stream(self, sampling: SamplingParams = LONG, salt: str = "v0") -> "Stream":
-        request = GenerationRequest(token_ids=PROMPT, sampling=sampling, salt=salt)
+    def stream(
+        self, sampling: SamplingParams = LONG, salt: str = "v0", interval_tokens: int = 1
+    ) -> "Stream":
+        request = GenerationRequest(
+            token_ids=PROMPT,
+            sampling=sampling,
+            salt=salt,
+            stream_interval_tokens=interval_tokens,
+        )
         chunks: list[GeneratedChunk] = []
         return Stream(asyncio.create_task(self._read(request, chunks)), chunks)
 

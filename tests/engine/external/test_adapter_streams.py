@@ -65,6 +65,20 @@ class Wire:
         self.steps.append(step)
 
 
+async def test_a_turns_end_is_sent_without_waiting_for_tokens_of_other_turns() -> None:
+    wire = Wire()
+    batcher = StepMessageBatcher(cast(OrchestratorLink, wire))
+    batcher.rows.add(3, [5], [-1.0], prefill=None)
+    batcher.flush_soon()
+    await asyncio.sleep(0)
+    assert wire.steps == []
+    batcher.rows.end(7, LENGTH)
+    batcher.flush_next()
+    await asyncio.sleep(0)
+    (step,) = wire.steps
+    assert np.frombuffer(step.turns, "<u4").tolist() == [3, 7]
+
+
 async def test_tokens_are_of_the_version_they_came_under_however_long_the_check_of_kv_takes() -> (
     None
 ):

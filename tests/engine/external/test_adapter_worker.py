@@ -60,7 +60,7 @@ def engine(
 ) -> Iterator[Orchestra]:
     """One worker for all tests, which leave it running and without turns."""
     directory = tmp_path_factory.mktemp("adapter")
-    options = ["--url", f"vllm+{double.url}"]
+    options = ["--url", f"vllm+{double.url}", "--stream-interval-tokens", "1"]
     with Orchestra(directory, models.directories[0], options, program=PROGRAM) as orchestra:
         hello = orchestra.welcome(credit_steps=64)
         assert (hello.model_code, hello.vocab_size) == ("vllm 0.32.0", 96)
@@ -278,6 +278,40 @@ def test_turns_outlast_a_lost_connection(engine: Orchestra, double: VllmDouble) 
     assert len(turn.token_ids) == OUTLIVES_IT.max_tokens
 
 
+def test_kv_is_kept_from_the_second_update_on_by_a_worker_whose_engine_collected_tokens(
+    models: Models, tmp_path: Path
+) -> None:
+    """Collected tokens come without the version that sampled each, so the first update aborts."""
+    with VllmDouble(models.directories[0]) as own:
+        own.holds = lambda prompt, sampled, label: (
+            (sampled >= 30 and label.startswith(("v0.", "v1.")))
+            or (sampled >= 60 and label.startswith("v2."))
+        )
+        options = ["--url", f"vllm+{own.url}"]
+        with Orchestra(tmp_path, models.directories[0], options, program=PROGRAM) as orchestra:
+            orchestra.welcome(credit_steps=64)
+            publisher = Publisher(orchestra)
+            turn = orchestra.submit(PROMPT, OUTLIVES_IT)
+            orchestra.read_tokens(turn, 17)
+            for version, sampled in ((1, 30), (2, 60), (3, 90)):
+                _await_sampled(orchestra, own, sampled)
+                publisher.stage(version, models.directories[version % 2])
+                publisher.swap(version, "keep", "keep")
+            seen = orchestra.finish(turn)
+            publisher.close()
+            assert own.bodies[-2]["sampling_params"]["stream_interval"] == 16
+            assert own.bodies[-1]["sampling_params"]["stream_interval"] == 1
+    assert seen.versions == [0] * 30 + [1] * 30 + [2] * 30 + [3] * 90
+    assert [(p.output_tokens, p.spans[-1].version) for p in seen.prefills] == [(0, 0), (30, 1)]
+
+
+def _await_sampled(orchestra: Orchestra, double: VllmDouble, tokens: int) -> None:
+    """Wait until the only turn has ``tokens`` output tokens in the engine."""
+    orchestra.read_until(
+        lambda: sum(len(asked.context) for asked in double.asked) == len(PROMPT) + tokens
+    )
+
+
 def test_a_worker_that_gets_a_signal_hands_back_all_tokens_that_its_engine_has_sampled(
     models: Models, tmp_path: Path
 ) -> None:
@@ -287,7 +321,8 @@ def test_a_worker_that_gets_a_signal_hands_back_all_tokens_that_its_engine_has_s
         with Orchestra(tmp_path, models.directories[0], options, program=PROGRAM) as orchestra:
             orchestra.welcome(credit_steps=64)
             turn = orchestra.submit(PROMPT, OUTLIVES_IT)
-            orchestra.read_tokens(turn, HELD_AT)
+            orchestra.read_tokens(turn, 1 + 3 * 16)  # the engine collects 16
+            _await_sampled(orchestra, own, HELD_AT)
             os.kill(orchestra.process.pid, signal.SIGTERM)
             goodbye = orchestra.await_one(Goodbye)
             assert (goodbye.reason, goodbye.is_requested) == ("got SIGTERM", True)
@@ -319,6 +354,7 @@ async def test_an_external_engine_drains_and_its_turns_continue_on_another(
             group_size=4,
             groups_per_batch=1,
             run_directory=tmp_path / "run",
+            stream_interval_tokens=1,
         ) as rollouts:
             batch = asyncio.ensure_future(anext(rollouts.batches(range(1), episode=one_turn)))
             while min(engine.tokens for engine in rollouts.engines) < 10:  # noqa: ASYNC110

@@ -205,6 +205,33 @@ async def test_an_abort_hands_back_what_there_is_and_labels_it(models: list[Path
     assert off_by(models, again, [(1, 4)]) < TOLERANCE
 
 
+async def test_collected_tokens_come_at_once_at_an_abort_and_at_the_end(
+    models: list[Path],
+) -> None:
+    async with sglang(models[0]) as engine:
+        stream = engine.stream(interval_tokens=16)
+        await stream.has(17)
+        await engine.adapter.pause("abort")
+        await stream.end()
+        await engine.adapter.resume()
+        whole = await engine.stream(SamplingParams(max_tokens=30), interval_tokens=16).end()
+    assert stream.chunks[-1].ended == "abort"
+    assert stream.labels == [("v0", 0, len(stream.tokens))]
+    assert off_by(models, stream, [(0, len(stream.tokens))]) < TOLERANCE
+    assert [len(chunk.token_ids) for chunk in whole.chunks] == [1, 16, 13]
+    assert off_by(models, whole, [(0, 30)]) < TOLERANCE
+
+
+async def test_a_turn_with_stop_tokens_is_read_more_often_than_the_interval(
+    models: list[Path],
+) -> None:
+    """Because SGLang samples on until the adapter has read the stop token."""
+    sampling = SamplingParams(max_tokens=30, stop_token_ids=[EOS_TOKEN_ID])
+    async with sglang(models[0]) as engine:
+        stream = await engine.stream(sampling, interval_tokens=16).end()
+    assert [len(chunk.token_ids) for chunk in stream.chunks[:3]] == [1, 4, 4]
+
+
 async def test_a_request_aborted_before_its_first_token_has_no_label(
     models: list[Path],
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,34 @@ async def test_tokens_come_one_by_one_with_log_probs_and_their_labels_last(
     assert asked["cache_salt"] == "v0"
     assert asked["sampling_params"]["ignore_eos"]
     assert (asked["sampling_params"]["top_k"], asked["sampling_params"]["logprobs"]) == (7, 0)
+
+
+async def test_an_engine_collects_tokens_and_an_abort_hands_back_those_it_has_not_sent(
+    models: Models, double: VllmDouble
+) -> None:
+    asked = replace(request(FOREVER), stream_interval_tokens=16)
+    async with opened(double, models.directories[0]) as (adapter, _):
+        async with aclosing(adapter.generate(asked)) as chunks:
+            received = [await anext(chunks) for _ in range(1 + (HELD_AT - 1) // 16)]
+            async with asyncio.timeout(10):
+                while len(double.asked[0].context) < len(PROMPT) + HELD_AT:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            await adapter.pause("abort")
+            received += [chunk async for chunk in chunks]
+        await adapter.resume()
+    lengths = [len(chunk.token_ids) for chunk in received]
+    assert lengths == [1, *[16] * ((HELD_AT - 1) // 16), (HELD_AT - 1) % 16]
+    assert [len(chunk.logprobs) for chunk in received] == lengths
+    assert received[-1].ended == "abort"
+    assert received[-1].labels == [VersionLabel("v0", 0, HELD_AT)]
+
+
+async def test_a_server_that_always_collects_tokens_is_not_asked_to_keep_kv_over_updates(
+    models: Models,
+) -> None:
+    with VllmDouble(models.directories[0], stream_interval=8) as double:
+        async with opened(double, models.directories[0]) as (_, capabilities):
+            assert not capabilities.keeps_kv
 
 
 async def test_foreign_weights_are_replaced_at_the_start(

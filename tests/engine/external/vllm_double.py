@@ -62,6 +62,10 @@ class Asked:
     computed: int = 0
     spans: list[dict[str, Any]] = field(default_factory=list)
     experts: Any = None
+    unsent: list[tuple[int, float]] = field(default_factory=list)
+    """Sampled tokens that have not been sent, with their log-probs; at the end, or with
+    ``stream_interval`` tokens, they are. The first token is sent at once."""
+    unsent_masks: list[list[int]] = field(default_factory=list)
 
 
 def _as_npy(experts: Any) -> str | None:
@@ -89,6 +93,7 @@ class VllmDouble:
             "weight_transfer": None,
             "worker_extension_cls": "",
             "quantization": None,
+            "stream_interval": 1,
             "model": str(model),
             "body": ["token_ids", "sampling_params", "features", "content_parts"],
         } | config
@@ -237,16 +242,15 @@ class VllmDouble:
             reason = "stop"
         elif count == asked["max_tokens"]:
             reason = "length"
-        mask = None if kept is None else np.frombuffer(kept, np.int32)[::-1].tolist()
-        self._send_replies(one, reason, [(token, logprob)], mask)
+        one.unsent.append((token, logprob))
+        if kept is not None:
+            one.unsent_masks.append(np.frombuffer(kept, np.int32)[::-1].tolist())
+        if reason is not None or count == 1 or len(one.unsent) >= asked.get("stream_interval", 1):
+            self._send_replies(one, reason)
 
-    def _send_replies(
-        self,
-        one: Asked,
-        reason: str | None,
-        sampled: list[tuple[int, float]],
-        mask: list[int] | None = None,
-    ) -> None:
+    def _send_replies(self, one: Asked, reason: str | None) -> None:
+        sampled, one.unsent = one.unsent, []
+        masks, one.unsent_masks = one.unsent_masks, []
         content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in sampled]
         spans = [span | ({"version": "other"} if self.mislabels else {}) for span in one.spans]
         choice = {
@@ -256,7 +260,7 @@ class VllmDouble:
             "token_ids": [token for token, _ in sampled],
             "weight_versions": spans if reason is not None else None,
             "logprobs": {"content": content},
-            "sampling_mask": None if mask is None else [mask],
+            "sampling_mask": masks or None,
             "routed_experts": None if reason is None else _as_npy(one.experts),
         }
         one.chunks.put_nowait({"request_id": "generate-tokens-x", "choices": [choice]})
@@ -315,7 +319,7 @@ class VllmDouble:
                 await asyncio.sleep(STEP_S)
             if mode == "abort":
                 for one in list(self.asked):
-                    self._send_replies(one, "abort", [])
+                    self._send_replies(one, "abort")
         return JSONResponse({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
@@ -335,7 +339,7 @@ class VllmDouble:
             await asyncio.sleep(STEP_S)
         self.paused = "new"
         for one in list(self.asked):
-            self._send_replies(one, "abort", [])
+            self._send_replies(one, "abort")
         if "weights" not in self.sleeping:
             self.sleeping = {"weights", "kv_cache"}
             if level == "2":

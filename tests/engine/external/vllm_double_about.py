@@ -54,7 +54,10 @@ class About:
                         **self._double.attachment_flags,
                         "enable_sleep_mode": self._double.config["enable_sleep_mode"],
                     },
-                    "scheduler_config": {"max_num_seqs": REQUESTS_MAX},
+                    "scheduler_config": {
+                        "max_num_seqs": REQUESTS_MAX,
+                        "stream_interval": self._double.config["stream_interval"],
+                    },
                     "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
                     "parallel_config": {
                         "worker_extension_cls": self._double.config["worker_extension_cls"]
