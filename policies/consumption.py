@@ -111,7 +111,11 @@ def by_deadline(
 
 
 def split_at_deadline(
-    waiting: OutstandingGroups[G], groups: int, *, due_version: int
+    waiting: OutstandingGroups[G],
+    groups: int,
+    *,
+    due_version: int,
+    split_rollouts_limit: int | None = None,
 ) -> list[G] | None:
     """Return due groups ended at least by a quarter, then the oldest ended ones, and remainders.
 
@@ -119,6 +123,10 @@ def split_at_deadline(
     reach the staleness bound while they wait for the group's advantages. A group of which less than
     a quarter has ended is left for later, and its old tokens are masked then. Of a remainder, each
     rollout is in the first batch after its end, because a longer sibling would only age it.
+
+    ``split_rollouts_limit``: the batch waits while more rollouts of split groups than this would
+    run on. Without a limit, a fast trainer takes one batch after another with few stragglers in
+    them, and then waits long for one that has many: unequal windows mask more tokens.
     """
     due_running = sum(
         n - waiting.ended_counts_by_version.get(f, 0)
@@ -130,9 +138,11 @@ def split_at_deadline(
     due: list[G] = []
     not_due: list[G] = []
     remainders: list[G] = []
+    running_on = 0
     for group in waiting.in_order:
         is_due = group.oldest_possible_version <= due_version
         if group.is_split_remainder:
+            running_on += group.running
             remainders += [group] if group.finished or not group.running else []
         elif not group.running:
             (due if is_due else not_due).append(group)
@@ -141,6 +151,9 @@ def split_at_deadline(
     if len(due) + len(not_due) < groups:
         return None
     due.sort(key=lambda group: group.running > 0)
+    running_on += sum(group.running for group in due[:groups])
+    if split_rollouts_limit is not None and running_on > split_rollouts_limit:
+        return None
     not_due.sort(key=lambda group: (group.oldest_possible_version, group.group_id))
     return [*due[:groups], *not_due[: groups - min(groups, len(due))], *remainders]
 

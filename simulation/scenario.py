@@ -82,6 +82,8 @@ class ScenarioRules(
     order: OrderName = "admission"
     window_groups: Count = 1
     deadline_policy: DeadlinePolicy = "wait"
+    split_rollouts_limit: int | None = None
+    """Most rollouts of split groups that may run on after a batch; None: no limit."""
     filters_groups: bool = False
     """Whether groups of equal rewards are dropped."""
     decide_after: int | None = None
@@ -130,6 +132,7 @@ class ScenarioRules(
                     outstanding_groups_limit=limit,
                     consumption_order=window if self.order == "window" else self.order,
                     deadline_policy=self.deadline_policy,
+                    split_rollouts_limit=self.split_rollouts_limit,
                 )
 
     @property
@@ -179,7 +182,7 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
         deadlines = ("wait",)
     if order == "completion":
         deadlines += ("split", "split")
-    return {
+    rules: dict[str, object] = {
         "policy": policy,
         "order": order,
         "window_groups": chance.randint(1, 2 * plain.groups_per_batch + 1),
@@ -191,6 +194,9 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
         "publish_wait": chance.choice(("live", "live", "staged", "none")),
         "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
     }
+    if policy == "bounded" and rules["deadline_policy"] == "split":
+        rules["split_rollouts_limit"] = chance.choice((None, 1, plain.group_size))
+    return rules
 
 
 EPISODE_TIMEOUT_MIN_S = 40.0

@@ -247,6 +247,37 @@ def test_a_remainder_joins_a_batch_as_soon_as_one_of_its_rollouts_has_ended() ->
     assert [job.group_id for job in batch] == [2, 1]
 
 
+def test_a_batch_waits_while_more_rollouts_of_split_groups_than_the_limit_would_run_on() -> None:
+    policy = BoundedStaleness(
+        max_staleness=1,
+        groups_per_batch=1,
+        consumption_order="completion",
+        deadline_policy="split",
+        split_rollouts_limit=3,
+    )
+    queue = Queue()
+    queue.jobs |= {
+        0: Job(0, 0, running=2, is_split_remainder=True, finished=1),
+        1: Job(1, 0, running=2, finished=2),
+    }
+    assert policy.select(queue, groups=1, trainer_version=1) is None
+    queue.jobs[0].running, queue.jobs[0].finished = 1, 2
+    batch = policy.select(queue, groups=1, trainer_version=1) or []
+    assert [job.group_id for job in batch] == [1, 0]
+
+
+@pytest.mark.parametrize("settings", [{"split_rollouts_limit": 0}, {"deadline_policy": "wait"}])
+def test_a_limit_of_split_rollouts_needs_splits_and_room_for_one(settings: dict[str, Any]) -> None:
+    valid: dict[str, Any] = {"deadline_policy": "split", "split_rollouts_limit": 1}
+    with pytest.raises(ConfigError, match="split_rollouts_limit counts running rollouts"):
+        BoundedStaleness(
+            max_staleness=1,
+            groups_per_batch=1,
+            consumption_order="completion",
+            **(valid | settings),
+        )
+
+
 def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_for() -> None:
     policy = BoundedStaleness(max_staleness=2, groups_per_batch=2, consumption_order="completion")
     queue = Queue()
