@@ -117,7 +117,7 @@ class CoarseSimulatedEngine:
         self._handles = b""
         """Handles of the running turns, encoded as a column of the step message."""
         self._waiting: list[tuple[int, int, SubmitTurn]] = []
-        """Heap of (priority, order of arrival, turn)."""
+        """Heap of (rank, order of arrival, turn)."""
         self._arrivals = 0
         self._cancelled: set[int] = set()
         """Handles of cancelled turns, removed when the turn is found running or waiting."""
@@ -160,7 +160,7 @@ class CoarseSimulatedEngine:
         match decode_from_orchestrator(frame):
             case SubmitTurn() as turn:
                 self._arrivals += 1
-                heapq.heappush(self._waiting, (turn.priority, self._arrivals, turn))
+                heapq.heappush(self._waiting, (self._rank(turn), self._arrivals, turn))
                 if len(self._running) < self._costs.slots:
                     self._interrupt_steps()
             case Ack(seq=seq):
@@ -185,6 +185,10 @@ class CoarseSimulatedEngine:
                 self._interrupt_steps()
             case Welcome(credit_steps=credit_steps):
                 self._window = SendWindow(credit_steps)
+
+    def _rank(self, turn: SubmitTurn) -> int:
+        """Return a turn's rank in the queue; the lowest starts first."""
+        return turn.priority
 
     def _send(self, message: Message) -> bytes:
         frame = encode(message)
@@ -282,7 +286,10 @@ class CoarseSimulatedEngine:
     def _begin_multi_step(self, prefill_s: float) -> None:
         next_end = min(turn.ends_at for turn in self._running.values())
         steps = min(MULTI_STEP_TOKENS_MAX, next_end - self._steps_done)
-        token_s = self._costs.token_s(len(self._running))
+        self._begin_steps(prefill_s, self._costs.token_s(len(self._running)), steps)
+
+    def _begin_steps(self, prefill_s: float, token_s: float, steps: int) -> None:
+        """Begin a multi-step of ``steps`` steps of ``token_s`` seconds, after the prefills."""
         self._multi_step = _MultiStep(self._loop.time() + prefill_s, token_s, steps)
         self._timer = self._loop.call_at(
             self._multi_step.ends_s, self._on_timer, self._end_multi_step

@@ -28,6 +28,7 @@ from tidegate.orchestrator.core.events import HandOver
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.policies.migration import MigrationPolicy
 from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
 from tidegate.simulation.coverage_marks import CoverageMarks
 from tidegate.simulation.planning.simulated import (
@@ -39,6 +40,9 @@ from tidegate.simulation.simulation import empty_model_files
 from tidegate.simulation.virtual_time import VirtualTime
 from tidegate.simulation.wire import SimulatedRouter
 from tidegate.transport.messages import InitWeights, UpdateWeights
+
+MakeEngine = Callable[..., CoarseSimulatedEngine]
+"""Creates a simulated engine, with the arguments of :class:`CoarseSimulatedEngine`."""
 
 SLOWEST_STEPS = 60.0
 """Time limit of a step, as a multiple of the bound."""
@@ -201,6 +205,8 @@ def run_once(
     mode: str,
     seed: int = 0,
     trajectories: int | None = None,
+    engine: MakeEngine = CoarseSimulatedEngine,
+    migration_policy: MigrationPolicy | None = None,
 ) -> Outcome:
     """Run one policy on one workload; ``trajectories`` limits the rollouts at once."""
     limit_s = SLOWEST_STEPS * workload.versions * workload.batch_tokens
@@ -211,10 +217,13 @@ def run_once(
         pause_mode=mode,
         kv_policy="keep",
         staleness_policy=variant.staleness_policy(workload.groups_per_batch),
+        migration_policy=migration_policy,
     )
     try:
         episode = play if trajectories is None else of_so_many(trajectories)
-        tallies = virtual_time.run(_main(workload, variant, settings, virtual_time, episode))
+        tallies = virtual_time.run(
+            _main(workload, variant, settings, virtual_time, episode, engine)
+        )
     finally:
         virtual_time.close()
     return _outcome(workload, settings, tallies, seed)
@@ -226,6 +235,7 @@ async def _main(
     settings: RunSettings,
     virtual_time: VirtualTime,
     episode: Callable[[Episode, Task], Awaitable[float]],
+    make_engine: MakeEngine,
 ) -> list[Tally]:
     loop, stopwatch = virtual_time.loop, Stopwatch()
     router = SimulatedRouter(loop, NullFrameLog(), CoverageMarks())
@@ -239,7 +249,7 @@ async def _main(
         link = router.link(
             name, latency_s=WIRE_S, chance=random.Random(f"{settings.sampling.seed}/{name}")
         )
-        CoarseSimulatedEngine(name, costs, loop=loop, link=link, stopwatch=stopwatch).start()
+        make_engine(name, costs, loop=loop, link=link, stopwatch=stopwatch).start()
     serving = loop.create_task(scheduler.run(), name="scheduler")
     await scheduler.wait_for_engines(engines)
     scheduler.offer(workload.tasks(settings.sampling.seed), episode)

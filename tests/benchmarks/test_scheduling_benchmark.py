@@ -1,10 +1,18 @@
 """Tests that the table of policies reports real runs. They check no figure's size."""
 
 from dataclasses import astuple, replace
+from functools import partial
 
 import pytest
 
+from benchmarks.scheduling import experiments
 from benchmarks.scheduling.bounds import SPREAD_PHASES, efficiency_bound
+from benchmarks.scheduling.experiments import (
+    EXPERIMENTS,
+    DraftingEngine,
+    experiment_rows,
+    prediction_error,
+)
 from benchmarks.scheduling.policies import POLICIES, SYNC, Variant
 from benchmarks.scheduling.rows import NAMES, rows
 from benchmarks.scheduling.run import Outcome, run_once
@@ -119,3 +127,44 @@ def test_a_run_stays_below_what_is_possible() -> None:
     used = outcome.tally.trained_tokens - outcome.tally.masked_tokens
     efficiency = used / outcome.tally.at_s / workload.bound_tokens_per_s
     assert efficiency < efficiency_bound(workload, 4).efficiency
+
+
+def test_drafts_change_nothing_before_a_turn_is_a_straggler_and_save_time_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    split = variant("split", 2)
+    plain = run_once(TINY, split, mode="keep")
+    drafting = partial(DraftingEngine, acceptance=0.9)
+    assert reported(run_once(TINY, split, mode="keep", engine=drafting)) == reported(plain)
+    monkeypatch.setattr(experiments, "STRAGGLER_TOKENS", 100)
+    faster = run_once(TINY, split, mode="keep", engine=drafting)
+    assert faster.tally.at_s < 0.9 * plain.tally.at_s
+    assert faster.oldest_ever <= 2
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_each_experiment_keeps_the_bound(name: str) -> None:
+    idea = EXPERIMENTS[name]
+    outcome = run_once(
+        TINY,
+        replace(variant("split", 2), policy=replace(POLICIES["split"], make=idea.make)),
+        mode="keep",
+        engine=idea.engine(TINY),
+        migration_policy=idea.migration_policy,
+    )
+    assert outcome.oldest_ever <= 2
+
+
+def test_an_experiments_rows_compare_medians_with_plain_splits() -> None:
+    rows_ = list(experiment_rows(["early splits"], [2], 2, TINY))
+    plain, early = (row for row in rows_ if row.name.endswith("/efficiency"))
+    assert (plain.ratio, early.peer) == (1.0, plain.value)
+    lowest, highest = (row.value for row in rows_[7:9])
+    assert lowest <= early.value <= highest
+
+
+def test_lengths_of_siblings_predict_a_rollouts_length_as_far_as_they_are_correlated() -> None:
+    assert prediction_error(0.0, 15) == 1.0
+    assert prediction_error(1.0, 1) == 0.0
+    assert prediction_error(0.5, 15) == pytest.approx(0.729, abs=1e-3)
+    assert prediction_error(0.5, None) < prediction_error(0.5, 15)

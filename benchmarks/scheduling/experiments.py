@@ -1,0 +1,246 @@
+"""What known lengths, reserved engines, drafts and other splits would change for ``split``.
+
+``python -m benchmarks.scheduling --experiments`` prints, for each idea and η, the median of
+``efficiency`` and ``masked_share`` over seeds, with the lowest and highest; the peer is plain
+``split`` with the same seeds. Virtual time, so nothing depends on the machine. Built on ``run.py``;
+the ideas are engines and policies that exist here only, unless docs/scheduling.md says otherwise.
+
+**Lengths.** The logarithms of a group's lengths have standard deviation s and correlation c
+(:data:`~benchmarks.scheduling.workloads.GROUP_CORRELATION`). Given n siblings' lengths, the best
+prediction of a logarithm has an error of deviation ``s √(1 - n c² / (1 + (n - 1) c))``; given a
+task's mean over many epochs, ``s √(1 - c)``.
+
+**Drafts.** A turn that has sampled ``STRAGGLER_TOKENS`` verifies d draft tokens per step. With
+acceptance p it gains ``(1 - p^(d + 1)) / (1 - p)`` tokens on average, and adds d rows to the step's
+cost.
+"""
+
+import math
+import random
+import statistics
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from benchmarks.scheduling.policies import POLICIES, Make, Variant
+from benchmarks.scheduling.run import MakeEngine, Outcome, run_once
+from benchmarks.scheduling.workloads import GROUP_CORRELATION, Workload
+from benchmarks.table import Row, compared
+from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.migration import LongTailLane, MigrationPolicy
+from tidegate.policies.staleness import G, OutstandingGroups
+from tidegate.simulation.coarse_engine import MULTI_STEP_TOKENS_MAX, CoarseSimulatedEngine
+from tidegate.transport.messages import LENGTH, RUNNING, Step, SubmitTurn
+
+BASELINE = "split"
+
+STRAGGLER_TOKENS = 8192
+"""Tokens after which a turn counts as a straggler; 12 % of rollouts are longer."""
+
+DRAFT_TOKENS = 2
+
+EARLY_SHARE = 0.75
+"""Share of a group that must have ended for a split before the group is due."""
+
+TOKEN_BYTES = 4
+
+
+def prediction_error(correlation: float, siblings: int | None, sigma: float = 1.0) -> float:
+    """Return the standard deviation of a predicted length's logarithm; ``siblings=None``: of the
+    prediction by a task's mean over many epochs."""
+    rho = correlation
+    known = rho if siblings is None else siblings * rho * rho / (1 + (siblings - 1) * rho)
+    return sigma * math.sqrt(1 - known)
+
+
+class LongestFirstEngine(CoarseSimulatedEngine):
+    """Starts, of the groups admitted together, the turns with the longest predicted outputs first.
+
+    A turn's ``max_tokens`` is its true length in this benchmark.
+    """
+
+    def __init__(self, *args: object, error: float, groups: int, **kwargs: object) -> None:
+        """``error``: standard deviation of the prediction's logarithm; ``groups``: per batch."""
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._error = error
+        self._groups = groups
+
+    def _rank(self, turn: SubmitTurn) -> int:
+        chance = random.Random(f"{turn.session}")
+        predicted = turn.sampling.max_tokens * math.exp(self._error * chance.gauss(0.0, 1.0))
+        return (turn.priority // self._groups << 32) - round(predicted)
+
+
+class DraftingEngine(CoarseSimulatedEngine):
+    """Verifies draft tokens for stragglers only. For kept turns: an aborted turn begins anew."""
+
+    def __init__(self, *args: object, acceptance: float, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._tokens_per_step = sum(acceptance**count for count in range(DRAFT_TOKENS + 1))
+        self._sampled: dict[int, float] = {}
+        """Tokens of each running turn; the fraction is sampled with the next whole token."""
+
+    def _rate(self, handle: int) -> float:
+        is_straggler = self._sampled.get(handle, 0.0) >= STRAGGLER_TOKENS
+        return self._tokens_per_step if is_straggler else 1.0
+
+    def _begin_multi_step(self, prefill_s: float) -> None:
+        steps, drafting = MULTI_STEP_TOKENS_MAX, 0
+        for handle, turn in self._running.items():
+            sampled, rate = self._sampled.get(handle, 0.0), self._rate(handle)
+            drafting += rate > 1.0
+            ends = turn.ends_at - turn.started_at
+            until = ends if sampled >= STRAGGLER_TOKENS else min(ends, STRAGGLER_TOKENS)
+            steps = min(steps, max(1, math.ceil((until - sampled) / rate - 1e-9)))
+        token_s = self._costs.token_s(len(self._running) + drafting * DRAFT_TOKENS)
+        self._begin_steps(prefill_s, token_s, steps)
+
+    def _end_multi_step(self) -> None:
+        assert self._multi_step is not None
+        steps, self._multi_step = self._multi_step.steps, None
+        self._steps_done += steps
+        if not steps:
+            return
+        counts, ended = [], {}
+        for handle, turn in self._running.items():
+            before = self._sampled.get(handle, 0.0)
+            ends = turn.ends_at - turn.started_at
+            after = min(float(ends), before + steps * self._rate(handle))
+            counts.append(int(after + 1e-9) - int(before + 1e-9))
+            self._sampled[handle] = after
+            if after >= ends:
+                ended[handle] = LENGTH
+        seq = self._window.next_seq()
+        column = bytes(TOKEN_BYTES * sum(counts))
+        message = Step(
+            seq=seq,
+            version=self._version,
+            turns=self._handles,
+            token_ids=column,
+            logprobs=column,
+            finish=bytes(ended.get(handle, RUNNING) for handle in self._running) if ended else b"",
+            counts=array("I", counts).tobytes(),
+            queued_turns=len(self._waiting),
+        )
+        self._window.sent(seq, self._send(message))
+        for handle in ended:
+            del self._running[handle], self._sampled[handle]
+        self._encode_handles()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlySplits(BoundedStaleness):
+    """``split`` that also splits groups before they are due, oldest first, so that the trainer need
+    not wait for whole groups."""
+
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
+        """Return the usual batch, or one completed by groups most of whose rollouts have ended."""
+        usual = super().select(waiting, groups=groups, trainer_version=trainer_version)
+        if usual is not None:
+            return usual
+        due_version = trainer_version - self.max_staleness
+        first: list[tuple[int, int, int, G]] = []
+        remainders: list[G] = []
+        for group in waiting.in_order:
+            version, number = group.oldest_possible_version, group.group_id
+            all_rollouts = group.finished + group.running
+            share = EARLY_SHARE if version > due_version else 0.25
+            if group.is_split_remainder:
+                remainders += [group] if group.finished or not group.running else []
+            elif not group.running or group.finished >= max(2, share * all_rollouts):
+                is_early = group.running > 0 and version > due_version
+                first.append((is_early, version, number, group))
+        first.sort(key=lambda each: each[:3])
+        if len(first) < groups:
+            return None
+        return [*(each[3] for each in first[:groups]), *remainders]
+
+
+def _split(kind: type[BoundedStaleness], limit: int | None = None) -> Make:
+    return lambda batch, eta: kind(
+        max_staleness=eta,
+        groups_per_batch=batch,
+        consumption_order="completion",
+        deadline_policy="split",
+        split_rollouts_limit=limit,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One idea: what differs from plain ``split``."""
+
+    make: Make = field(default_factory=lambda: POLICIES[BASELINE].make)
+    engine: Callable[[Workload], MakeEngine] = lambda _: CoarseSimulatedEngine
+    migration_policy: MigrationPolicy | None = None
+
+
+def _longest_first(error: float) -> Experiment:
+    return Experiment(
+        engine=lambda workload: partial(
+            LongestFirstEngine, error=error, groups=workload.groups_per_batch
+        )
+    )
+
+
+def _drafts(acceptance: float) -> Experiment:
+    return Experiment(engine=lambda _: partial(DraftingEngine, acceptance=acceptance))
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    BASELINE: Experiment(),
+    "longest first, known": _longest_first(0.0),
+    "longest first, from siblings": _longest_first(prediction_error(GROUP_CORRELATION, 15)),
+    "longest first, correlation .9": _longest_first(prediction_error(0.9, 15)),
+    "one engine of 32 for stragglers": Experiment(
+        migration_policy=LongTailLane(min_tokens=STRAGGLER_TOKENS, engines=1, slots=32)
+    ),
+    "early splits": Experiment(make=_split(EarlySplits)),
+    "at most 128 stragglers": Experiment(make=_split(BoundedStaleness, limit=128)),
+    "drafts, .3 accepted": _drafts(0.3),
+    "drafts, .5 accepted": _drafts(0.5),
+    "drafts, .7 accepted": _drafts(0.7),
+}
+"""Ideas by name, the baseline first."""
+
+
+def experiment_rows(
+    names: Sequence[str], etas: Sequence[int], seeds: int, workload: Workload
+) -> Iterator[Row]:
+    """Run the named ideas, after the baseline, and yield their rows."""
+    for eta in etas:
+        peers: dict[str, float] = {}
+        for name in dict.fromkeys([BASELINE, *names]):
+            outcomes = [_run(EXPERIMENTS[name], workload, eta, seed) for seed in range(seeds)]
+            for figure, of in (("efficiency", _efficiency), ("masked_share", _masked_share)):
+                values = [of(workload, outcome) for outcome in outcomes]
+                median = statistics.median(values)
+                prefix = f"{workload.name}/{eta}/{name}/{figure}"
+                yield compared(prefix, "of 1", median, peers.setdefault(figure, median))
+                yield Row(f"{prefix}/lowest", min(values), "of 1")
+                yield Row(f"{prefix}/highest", max(values), "of 1")
+
+
+def _run(idea: Experiment, workload: Workload, eta: int, seed: int) -> Outcome:
+    policy = replace(POLICIES[BASELINE], make=idea.make)
+    return run_once(
+        workload,
+        Variant(BASELINE, policy, eta),
+        mode="keep",
+        seed=seed,
+        engine=idea.engine(workload),
+        migration_policy=idea.migration_policy,
+    )
+
+
+def _efficiency(workload: Workload, outcome: Outcome) -> float:
+    tally = outcome.tally
+    used_tokens = tally.trained_tokens - tally.masked_tokens
+    return used_tokens / tally.at_s / workload.bound_tokens_per_s
+
+
+def _masked_share(_: Workload, outcome: Outcome) -> float:
+    return outcome.tally.masked_tokens / outcome.tally.trained_tokens
