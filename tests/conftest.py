@@ -4,6 +4,7 @@ Kernels run on a GPU, else in Triton's interpreter. Triton reads the environment
 imported, which any test's imports may do, so it is set here first.
 """
 
+import atexit
 import gc
 import os
 import re
@@ -70,13 +71,9 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # or extension modules report what the cycles hold as leaks
         gc.set_threshold(5_000, 10, 100)
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter find the cycles of modules when it ends."""
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
