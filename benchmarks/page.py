@@ -133,6 +133,22 @@ def scheduling_tables(rows: Rows) -> Iterator[str]:
             yield f"| {' | '.join([*map(str, case), *cells])} |"
 
 
+def experiments_table(rows: Rows) -> Iterator[str]:
+    """Yield each idea's median efficiency and masked share, with the lowest and highest."""
+    values = {row["name"]: row["value"] for row in rows}
+    yield "| η | idea | efficiency | masked share |"
+    yield "|--:|---|--:|--:|"
+    suffix = "/efficiency"
+    for case in (name.removesuffix(suffix) for name in values if name.endswith(suffix)):
+        _, eta, idea = case.split("/")
+        cells = []
+        for figure in ("efficiency", "masked_share"):
+            of = f"{case}/{figure}"
+            lowest, highest = values[f"{of}/lowest"], values[f"{of}/highest"]
+            cells.append(f"{values[of]:.3f} ({lowest:.3f} to {highest:.3f})")
+        yield f"| {eta} | {idea} | {' | '.join(cells)} |"
+
+
 def learning_table(rows: Rows) -> Iterator[str]:
     """Yield reward, time and staleness of each configuration: median, lowest and highest."""
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -258,6 +274,16 @@ SOURCES = (
         "bounds, and `split` with kept turns on `math-8k`, `reasoning-32k` and `reasoning-64k`. "
         "Other rows: 2026-11-21, when\n`split` waited for half of a group.",
         table=scheduling_table,
+    ),
+    Source(
+        title="Ideas for stragglers under `split`",
+        file="scheduling_experiments.jsonl",
+        command="python -m benchmarks.scheduling --experiments --json",
+        recorded="2026-11-27",
+        note="`reasoning-32k`, kept turns: medians of five seeds, with the lowest and highest.\n"
+        "[Scheduling](scheduling.md#ideas-for-stragglers) says why most gain nothing. Few are\n"
+        "recorded at η = 4.",
+        table=experiments_table,
     ),
     Source(
         title="Learning and staleness",
