@@ -36,6 +36,21 @@ SEEDS_TO_CATCH = 500
 Mutation = Callable[[pytest.MonkeyPatch], None]
 MUTATIONS: list[Mutation] = []
 
+CAUGHT_FIRST_BY = {
+    "steps_are_acknowledged_before_they_are_safe": 10,
+    "handles_are_given_out_again_after_a_resume": 48,
+    "engines_are_sent_turns_before_a_resume_is_committed": 53,
+    "the_task_of_a_group_that_is_given_up_is_skipped": 10,
+    "unfinished_tasks_of_an_earlier_iterator_are_dropped": 90,
+    "returned_tasks_of_an_earlier_iterator_are_forgotten": 185,
+    "a_cut_keeps_given_tokens_that_no_event_has_reported": 20,
+    "batches_to_be_handed_over_again_are_selected_anew": 19,
+    "discarded_rows_are_not_journalled": 27,
+    "batches_that_the_trainer_holds_count_no_version": 85,
+}
+"""First seed that notices a planted fault, where many before it do not. It is tried before all
+others, which are tried if scenarios are drawn differently."""
+
 
 def mutation(function: Mutation) -> Mutation:
     """A fault, planted."""
@@ -238,7 +253,9 @@ def test_a_crash_restart_seed_is_deterministic() -> None:
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_a_planted_fault_is_detected(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    assert any(simulate_crash_restarts(seed).failure for seed in range(SEEDS_TO_CATCH))
+    first = CAUGHT_FIRST_BY.get(mutate.__name__, 0)
+    seeds = (first, *range(SEEDS_TO_CATCH))
+    assert any(simulate_crash_restarts(seed).failure for seed in seeds)
 
 
 # ---------------------------------------------------------------- what is said of a failure
