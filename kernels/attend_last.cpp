@@ -109,8 +109,10 @@ inline void score(const float* query, const float* keys, int64_t count, float* s
     std::memcpy(scores + i, &found, (count - i) * sizeof(float));
 }
 
-// The scores of one query head over a context, and their softmax weights, unnormalised.
-inline float softmax_shares(float* scores, int64_t n, float scale, float soft_cap) {
+// The scores of one query head over a context, and their softmax weights, unnormalised. Returns the
+// weights' sum, in which a sink, if there is one, counts as one more score.
+inline float softmax_shares(float* scores, int64_t n, float scale, float soft_cap,
+                            const float* sink) {
     if (soft_cap > 0.0f)
         for (int64_t i = 0; i < n; i++) {
             const float x = scores[i] * scale / soft_cap;
@@ -124,11 +126,13 @@ inline float softmax_shares(float* scores, int64_t n, float scale, float soft_ca
         for (int j = 0; j < 8; j++) peaks[j] = scores[i + j] > peaks[j] ? scores[i + j] : peaks[j];
     float most = *std::max_element(peaks, peaks + 8);
     for (; i < n; i++) most = scores[i] > most ? scores[i] : most;
+    if (sink) most = *sink / scale > most ? *sink / scale : most;
     for (i = 0; i < n; i++) scores[i] = exp_of_negative((scores[i] - most) * scale);
     for (i = 0; i + 8 <= n; i += 8)
         for (int j = 0; j < 8; j++) lanes[j] += scores[i + j];
     float total = sum_lanes(lanes);
     for (; i < n; i++) total += scores[i];
+    if (sink) total += exp_of_negative(std::min(0.0f, *sink - most * scale));
     return total;
 }
 
@@ -277,7 +281,7 @@ inline void walk(const T* cache, const int64_t* table, const Paging& paging, int
 template <typename T, int D>
 void attend_row(const T* query, const T* cache, const int64_t* table, const Paging& paging,
                 int64_t shared, int64_t first, int64_t length, float scale, float soft_cap,
-                const T* ahead, Room& room, T* out) {
+                const float* sinks, const T* ahead, Room& room, T* out) {
     const int64_t seen = length - first, heads = shared * paging.kv_heads;
     room.scores.resize(heads * seen);
     room.totals.resize(heads);
@@ -300,7 +304,8 @@ void attend_row(const T* query, const T* cache, const int64_t* table, const Pagi
                        score<D>(queries + h * D, keys, count, scores + h * seen + at);
                });
     for (int64_t h = 0; h < heads; h++)
-        totals[h] = softmax_shares(scores + h * seen, seen, scale, soft_cap);
+        totals[h] = softmax_shares(scores + h * seen, seen, scale, soft_cap,
+                                   sinks ? sinks + h : nullptr);
     walk<T, D>(values, table, paging, first, length, ahead, room,
                [&](int64_t k, auto there, int64_t at, int64_t count) {
                    if constexpr (IN_PLACE<T, D>)
@@ -318,7 +323,7 @@ void attend_row(const T* query, const T* cache, const int64_t* table, const Pagi
 template <typename T, int D>
 void attend_rows(const T* query, const T* cache, const int64_t* tables, const int64_t* lengths,
                  T* out, int64_t rows, int64_t heads, Paging paging, float scale, int64_t window,
-                 float soft_cap) {
+                 float soft_cap, const float* sinks) {
     const auto first = [&](int64_t r) {
         return window > 0 ? std::max<int64_t>(0, lengths[r] - window) : 0;
     };
@@ -329,18 +334,18 @@ void attend_rows(const T* query, const T* cache, const int64_t* tables, const in
     Room room;
     for (int64_t r = 0; r < rows; r++)
         attend_row<T, D>(query + r * heads * D, cache, tables + r * paging.row_blocks, paging,
-                         heads / paging.kv_heads, first(r), lengths[r], scale, soft_cap,
+                         heads / paging.kv_heads, first(r), lengths[r], scale, soft_cap, sinks,
                          r + 1 < rows ? keys(r + 1) : nullptr, room, out + r * heads * D);
 }
 
 template <typename T>
 void attend_last(const T* query, const T* cache, const int64_t* tables, const int64_t* lengths,
                  T* out, int64_t rows, int64_t heads, int64_t head_dim, Paging paging, float scale,
-                 int64_t window, float soft_cap) {
+                 int64_t window, float soft_cap, const float* sinks) {
 #define WITH_HEADS_OF(D)                                                                           \
     case D:                                                                                        \
         return attend_rows<T, D>(query, cache, tables, lengths, out, rows, heads, paging, scale,   \
-                                 window, soft_cap)
+                                 window, soft_cap, sinks)
     switch (head_dim) {  // HEAD_DIMS in native.py: as constants, so that a head stays in registers
         WITH_HEADS_OF(8);
         WITH_HEADS_OF(16);
@@ -370,6 +375,8 @@ void attend_last(const T* query, const T* cache, const int64_t* tables, const in
 FOR_BOTH(tg_attend_last,
          (const void* query, const void* cache, const int64_t* tables, const int64_t* lengths,
           void* out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t head_dim,
-          int64_t block_tokens, int64_t row_blocks, float scale, int64_t window, float soft_cap),
+          int64_t block_tokens, int64_t row_blocks, float scale, int64_t window, float soft_cap,
+          const float* sinks),
          attend_last((const T*)query, (const T*)cache, tables, lengths, (T*)out, rows, heads,
-                     head_dim, Paging{kv_heads, block_tokens, row_blocks}, scale, window, soft_cap))
+                     head_dim, Paging{kv_heads, block_tokens, row_blocks}, scale, window, soft_cap,
+                     sinks))

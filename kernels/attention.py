@@ -172,6 +172,7 @@ def attend(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the attention of one group's tokens to their contexts, after :func:`write_kv`.
 
@@ -183,6 +184,8 @@ def attend(
             because fresh memory for a long context costs more than gathering into it.
         scale: factor of the products of queries and keys; None: 1 / sqrt(D).
         soft_cap: makes scores s into ``soft_cap * tanh(s / soft_cap)``.
+        sinks: [A], float32, one more score per head that takes part in the softmax and has no
+            value, as in gpt-oss.
 
     Returns:
         [T, A * D] of ``query``'s dtype.
@@ -199,10 +202,14 @@ def attend(
         query = query.index_select(0, group.pad)
     if query.shape[0] == group.rows:  # one query each: the heads of a KV head act as queries
         shared = query.view(group.rows, kv_heads, heads // kv_heads, head_dim)
-        out = _mix(shared, keys, values, group.mask, scale, soft_cap)
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, -1)
+        out = _mix(shared, keys, values, group.mask, scale, soft_cap, sinks)
         return out.reshape(group.rows, heads * head_dim)
     query = query.view(group.rows, -1, heads, head_dim).transpose(1, 2)
-    out = _mix(query, keys, values, group.mask, scale, soft_cap)
+    if sinks is not None:
+        sinks = sinks[:, None]
+    out = _mix(query, keys, values, group.mask, scale, soft_cap, sinks)
     out = out.transpose(1, 2).reshape(-1, heads * head_dim)
     return out if group.unpad is None else out.index_select(0, group.unpad)
 
@@ -214,12 +221,13 @@ def _mix(
     mask: torch.Tensor,  # [R, 1, Q, C]
     scale: float | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,  # [A, Q] or [A, 1]
 ) -> torch.Tensor:
     """Softmax attention of A query heads to K KV heads, A / K to each. [R, A, Q, D]
 
-    torch's fused attention has no soft cap, so with one its steps are computed here.
+    torch's fused attention has no soft cap and no sinks, so with them its steps are computed here.
     """
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         shares = query.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scale, enable_gqa=shares
@@ -228,6 +236,14 @@ def _mix(
     scale = head_dim**-0.5 if scale is None else scale
     shared = query.view(rows, keys.shape[1], -1, queries, head_dim)  # [R, K, A / K, Q, D]
     scores = shared @ keys[:, :, None].transpose(-1, -2)
-    scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap).add_(mask[:, :, None])
-    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    if soft_cap is None:
+        scores *= scale
+    else:
+        scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    scores = scores.add_(mask[:, :, None]).float()
+    if sinks is not None:
+        column = sinks.view(*shared.shape[1:3], -1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1].to(values.dtype)
+    else:
+        weights = scores.softmax(-1).to(values.dtype)
     return (weights @ values[:, :, None]).view(rows, heads, queries, head_dim)

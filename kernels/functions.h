@@ -27,7 +27,7 @@ DECLARE_FOR_BOTH(tg_attend_last,
                  (const void* query, const void* cache, const int64_t* tables,
                   const int64_t* lengths, void* out, int64_t rows, int64_t heads,
                   int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t row_blocks,
-                  float scale, int64_t window, float soft_cap))
+                  float scale, int64_t window, float soft_cap, const float* sinks))
 
 DECLARE_FOR_BOTH(tg_add_bits,
                  (void* packed, int64_t first, const int64_t* index, const void* difference,

@@ -140,7 +140,7 @@ void add_layer(const Layer& layer, const Sizes& sizes, const Step& step, const P
     must(F::attend_last(room.inner, layer.cache, step.tables, places.lengths.data(), room.narrow,
                         step.tokens, sizes.heads, sizes.kv_heads, sizes.head_dim,
                         sizes.block_tokens, step.row_blocks, sizes.scale, layer.window,
-                        sizes.soft_cap));
+                        sizes.soft_cap, nullptr));
     add_product(room.narrow, layer.output, layer.attention_post_norm);
     norm(hidden, layer.mlp_norm);
     multiply(room.narrow, layer.gate_up, room.wide, false, step);

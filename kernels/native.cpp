@@ -93,6 +93,15 @@ void gate_by(const T* gate_up, T* out, int64_t rows, int64_t inner, Activate act
     }
 }
 
+// gpt-oss's gate: gate and up alternate, and are limited to 7.
+template <typename T> void swigluoai(const T* gate_up, T* out, int64_t rows, int64_t inner) {
+    for (int64_t i = 0; i < rows * inner; i++) {
+        const float gate = std::min(widen(gate_up[2 * i]), 7.0f);
+        const float up = std::min(std::max(widen(gate_up[2 * i + 1]), -7.0f), 7.0f);
+        narrow((up + 1.0f) * gate * sigmoid(1.702f * gate), &out[i]);
+    }
+}
+
 // ``activation``: an index of ACTIVATIONS in native.py.
 template <typename T>
 void gate(const T* gate_up, T* out, int64_t rows, int64_t inner, int64_t activation) {
@@ -100,6 +109,7 @@ void gate(const T* gate_up, T* out, int64_t rows, int64_t inner, int64_t activat
         case 0: return gate_by(gate_up, out, rows, inner, silu);
         case 1: return gate_by(gate_up, out, rows, inner, gelu);
         case 2: return gate_by(gate_up, out, rows, inner, gelu_tanh);
+        case 3: return swigluoai(gate_up, out, rows, inner);
     }
 }
 

@@ -22,8 +22,8 @@ from tidegate.kernels.compiled import DTYPES, FLOAT, INT, POINTER, function, lib
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-"""Activation functions of :meth:`Native.gate`, by transformers' names."""
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "swigluoai")
+"""Activation functions of :meth:`Native.gate`, by transformers' names, and :func:`swigluoai`."""
 
 HEAD_DIMS = (*range(8, 129, 8), 160, 192, 256)
 """Head dims that :meth:`Native.attend_last` is compiled for."""
@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "tg_norm": [POINTER] * 3 + [INT] * 2 + [FLOAT, INT],
     "tg_gate": [POINTER] * 2 + [INT] * 3,
     "tg_rotate_and_write": [POINTER] * 8 + [INT] * 5 + [FLOAT, INT],
-    "tg_attend_last": [POINTER] * 5 + [INT] * 6 + [FLOAT, INT, FLOAT],
+    "tg_attend_last": [POINTER] * 5 + [INT] * 6 + [FLOAT, INT, FLOAT, POINTER],
 }
 
 
@@ -60,6 +60,16 @@ class LastTokens:
     """[R], int64: context length of each row, with the row's token of this step."""
     window_tokens: int | None
     """Number of positions that a token attends to, its own included; None for full attention."""
+
+
+def swigluoai(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute gpt-oss's gate, [T, I], of ``gate_up`` [T, 2I] in which gate and up alternate.
+
+    With both limited to 7, up also to -7: ``(up + 1) * gate * sigmoid(1.702 * gate)``.
+    """
+    gate = gate_up[..., ::2].clamp(max=7.0)
+    up = gate_up[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
 def _address(column: npt.NDArray[Any]) -> int:
@@ -104,7 +114,8 @@ class Native:
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return ``activation(gate) * up`` [T, I] of the halves of ``gate_up`` [T, 2I]."""
+        """Return ``activation(gate) * up`` [T, I] of the halves of ``gate_up`` [T, 2I], or
+        :func:`swigluoai`."""
         rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, inner))
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, inner, self._activation)
@@ -163,6 +174,7 @@ class Native:
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the attention of each row's last token to its context: decode attention.
 
@@ -173,6 +185,7 @@ class Native:
             group: the rows.
             scale: factor of the products of queries and keys; None: 1 / sqrt(D).
             soft_cap: makes scores s into ``soft_cap * tanh(s / soft_cap)``.
+            sinks: [A], float32, see :func:`tidegate.kernels.attention.attend`.
 
         Returns:
             [R, A * D].
@@ -194,6 +207,7 @@ class Native:
             head_dim**-0.5 if scale is None else scale,
             group.window_tokens or 0,
             soft_cap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
         )
         return out
 

@@ -81,6 +81,12 @@ FIELDS: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
         "initializer_range": 0.05,
     },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+    },
     "gemma3_text": _GEMMA | {"num_hidden_layers": 3, "sliding_window_pattern": 3},
 }
 """Config fields by model type that tests need: windows shorter than their contexts, active caps."""

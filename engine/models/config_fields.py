@@ -42,6 +42,9 @@ class Family:
     caps_attention: bool = False
     has_local_rope: bool = False
     """Whether layers with a window have a rotary embedding of their own."""
+    is_gpt_oss: bool = False
+    """Attention has sinks, routers and experts have biases, and the experts' activation is
+    ``swigluoai``."""
 
 
 _GEMMA = {
@@ -122,6 +125,32 @@ FAMILIES = {
         is_gemma=True,
         has_local_rope=True,
     ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_experts_per_tok": 4,
+        },
+        sliding="pattern",
+        reads_layer_types=True,
+        has_experts=True,
+        is_gpt_oss=True,
+    ),
 }
 """Causal language models that Tidegate implements, by architecture."""
 
@@ -167,6 +196,8 @@ class ConfigFields(msgspec.Struct):
     num_local_experts: int | None = None
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None

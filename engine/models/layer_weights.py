@@ -32,6 +32,8 @@ class LayerWeights:
     """Bias of the stacked projections, [Q + 2K]."""
     qk_norm: torch.Tensor | None
     """[query heads + KV heads, head_dim]: the norms' weights, repeated for each head."""
+    sinks: torch.Tensor | None
+    """Score of each query head without a value (gpt-oss), [query heads], float32."""
     output: Matrix
     """Output projection of attention, [H, Q]."""
     output_bias: torch.Tensor | None
@@ -42,14 +44,17 @@ class LayerWeights:
     """Gain of the norm before the MLP, [H]."""
     router: Matrix | None
     """[E, H]; None without experts."""
+    router_bias: torch.Tensor | None
+    """[E]."""
     gate_up: tuple[Matrix, ...]
-    """[2I, H] each: one, or one per expert."""
+    """[2I, H] each: one, or one per expert. Gate and up are the halves of the rows; gpt-oss
+    alternates them."""
     gate_up_bias: torch.Tensor | None
-    """Bias of the stacked gate and up projections, [2I]."""
+    """Bias of the stacked gate and up projections, [2I], or [E, 2I] of experts."""
     down: tuple[Matrix, ...]
     """[H, I] each: one, or one per expert."""
     down_bias: torch.Tensor | None
-    """Bias of the down projection, [H]."""
+    """Bias of the down projection, [H], or [E, H] of experts."""
     mlp_post_norm: torch.Tensor | None
     """Gain of the norm after the MLP (Gemma), [H]."""
 
@@ -75,20 +80,24 @@ def allocate_layer(
     experts = config.experts if shape.has_experts else None
     inner = config.intermediate_size if experts is None else experts.intermediate_size
     mlps = range(1) if experts is None else experts.local
+    stacked = () if experts is None else (experts.count,)
+    mlp_bias = config.mlp_bias if experts is None else experts.are_stacked
     return LayerWeights(
         input_norm=empty(hidden),
         qkv=matrix(qkv, hidden),
         qkv_bias=empty_if(config.qkv_bias, qkv),
         qk_norm=empty_if(config.qk_norm, heads + kv_heads, head_dim),
+        sinks=torch.empty(heads) if config.attention_sinks else None,
         output=matrix(hidden, heads * head_dim),
         output_bias=empty_if(config.output_bias, hidden),
         attention_post_norm=empty_if(config.post_norms, hidden),
         mlp_norm=empty(hidden),
         router=None if experts is None else router(experts.count, hidden),
+        router_bias=empty_if(experts is not None and mlp_bias, *stacked),
         gate_up=tuple(matrix(2 * inner, hidden) for _ in mlps),
-        gate_up_bias=empty_if(config.mlp_bias, 2 * inner),
+        gate_up_bias=empty_if(mlp_bias, *stacked, 2 * inner),
         down=tuple(matrix(hidden, inner) for _ in mlps),
-        down_bias=empty_if(config.mlp_bias, hidden),
+        down_bias=empty_if(mlp_bias, *stacked, hidden),
         mlp_post_norm=empty_if(config.post_norms, hidden),
     )
 
@@ -105,7 +114,11 @@ def layer_targets(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[st
         parts = layer.qk_norm.split_with_sizes([config.num_heads, config.num_kv_heads])
         for letter, part in zip("qk", parts, strict=True):
             yield f"self_attn.{letter}_norm.weight", CopyTarget((config.head_dim,), (part,))
-    if layer.router is not None:
+    if layer.sinks is not None:
+        yield "self_attn.sinks", _target(layer.sinks)
+    if layer.router is not None and config.experts is not None and config.experts.are_stacked:
+        yield from _stacked_experts(layer, layer.router)
+    elif layer.router is not None:
         yield from _fused(("mlp.gate",), layer.router.shape[:1], layer.router, None)
         assert config.experts is not None  # set whenever there is a router
         numbers = config.experts.local
@@ -116,11 +129,25 @@ def layer_targets(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[st
         yield from _mlp("mlp", gate_up, down, layer.gate_up_bias, layer.down_bias)
 
 
+def _stacked_experts(layer: LayerWeights, router: Matrix) -> Iterator[tuple[str, CopyTarget]]:
+    """Yield the copy targets of experts that are published stacked and transposed."""
+    yield from _fused(("mlp.router",), router.shape[:1], router, layer.router_bias)
+    for name, matrices, bias in (
+        ("gate_up_proj", layer.gate_up, layer.gate_up_bias),
+        ("down_proj", layer.down, layer.down_bias),
+    ):
+        assert bias is not None  # set whenever experts are stacked
+        outputs, inputs = matrices[0].shape
+        target = _Stack(matrices, is_transposed=True)
+        yield f"mlp.experts.{name}", CopyTarget((len(matrices), inputs, outputs), (target,))
+        yield f"mlp.experts.{name}_bias", _target(bias)
+
+
 def joint_targets(
     layer: LayerWeights, prefix: str, experts: Experts | None
 ) -> Iterator[tuple[str, CopyTarget]]:
     """Yield the copy targets of stacked expert tensors, which a directory holds one by one."""
-    if layer.router is None or experts is None:
+    if layer.router is None or experts is None or experts.are_stacked:
         return
     local = experts.local
     local_range = None if experts.local_range is None else TensorSlice(0, local.start, len(local))
@@ -141,12 +168,15 @@ def joint_targets(
 
 
 class _Stack:
-    """Copy target that stacks the experts' matrices."""
+    """Copy target that stacks the experts' matrices, [E, N, K], or [E, K, N] if transposed."""
 
-    def __init__(self, matrices: Sequence[Matrix]) -> None:
+    def __init__(self, matrices: Sequence[Matrix], *, is_transposed: bool = False) -> None:
         self._matrices = matrices
+        self._is_transposed = is_transposed
 
     def copy_(self, source: torch.Tensor, /) -> None:
+        if self._is_transposed:
+            source = source.mT
         for matrix, part in zip(self._matrices, source, strict=True):
             matrix.rows(0, matrix.shape[0]).copy_(part)
 
@@ -156,7 +186,8 @@ class _Stack:
             take_over(matrix_.rows(0, rows), other_matrix.rows(0, rows))
 
     def unpacked(self) -> torch.Tensor:
-        return torch.stack([matrix.unpacked() for matrix in self._matrices])
+        stack = torch.stack([matrix.unpacked() for matrix in self._matrices])
+        return stack.mT.contiguous() if self._is_transposed else stack
 
     def storages(self) -> list[torch.Tensor]:
         return [matrix.storage for matrix in self._matrices]

@@ -25,7 +25,14 @@ from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.weights.lora import AdapterTokens, add_low_rank
 from tidegate.kernels.attention import RowGroup, attend, write_kv
 from tidegate.kernels.layers import Layers
-from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, SlotMapping, native
+from tidegate.kernels.native import (
+    HEAD_DIMS,
+    LastTokens,
+    Native,
+    SlotMapping,
+    native,
+    swigluoai,
+)
 from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
 from tidegate.kernels.rope import apply_rope
 from tidegate.kernels.weight_matrix import Matrix
@@ -40,6 +47,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
+"""Activations of a gate, which is then multiplied by ``up``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,6 @@ def _add_layers(
     """Run all layers, adding each block's output to ``hidden`` [T, H] in place."""
     mixtures = iter(()) if routed_experts is None else iter(routed_experts.unbind(1))
     config = weights.config
-    activate = ACTIVATIONS[config.activation]
     group = weights.group
     layers = zip(weights.layers, caches, plan.attention, strict=True)
     for number, (layer, cache, attention) in enumerate(layers):
@@ -169,14 +176,14 @@ def _add_layers(
         normed = _norm(hidden, layer.mlp_norm, config, plan.native)
         if layer.router is not None:
             routed = next(mixtures, None)
-            mixed = _experts(layer, layer.router, config, normed, activate, plan.native, routed)
+            mixed = _experts(layer, layer.router, config, normed, plan.native, routed)
             if group is not None:
                 mixed = _summed(mixed, group)
             hidden += mixed
             continue
         gate_up = layer.gate_up[0].linear(normed, layer.gate_up_bias)
         add_low_rank(plan.adapters, number, "gate_up", normed, gate_up)
-        inner = _gated(gate_up, activate, plan.native)
+        inner = _gated(gate_up, config.activation, plan.native)
         low_rank = partial(add_low_rank, plan.adapters, number, "down", inner)
         _add(
             hidden,
@@ -207,7 +214,7 @@ def _attention(
     qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
     query = _rotate_and_write(layer, config, qkv, cache, plan, attention)
     outputs = [
-        _attend(query[group.first_token : group.end_token], cache, group, config, plan)
+        _attend(query[group.first_token : group.end_token], cache, group, layer.sinks, config, plan)
         for group in attention.groups
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -241,14 +248,15 @@ def _attend(
     query: torch.Tensor,
     cache: torch.Tensor,
     group: RowGroup | LastTokens,
+    sinks: torch.Tensor | None,
     config: ModelConfig,
     plan: LayerPlan,
 ) -> torch.Tensor:
     scale, cap = config.attention_scale, config.attention_soft_cap
     if isinstance(group, RowGroup):
-        return attend(query, cache, group, plan.scratch, scale=scale, soft_cap=cap)
+        return attend(query, cache, group, plan.scratch, scale=scale, soft_cap=cap, sinks=sinks)
     assert plan.native is not None  # set whenever such groups are planned
-    return plan.native.attend_last(query, cache, group, scale=scale, soft_cap=cap)
+    return plan.native.attend_last(query, cache, group, scale=scale, soft_cap=cap, sinks=sinks)
 
 
 def _experts(
@@ -256,7 +264,6 @@ def _experts(
     router: Matrix,
     config: ModelConfig,
     normed: torch.Tensor,
-    activate: Callable[[torch.Tensor], torch.Tensor],
     compiled: Native | None,
     routed: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -268,7 +275,7 @@ def _experts(
     assert config.experts is not None  # set whenever there is a router
     per_token, local = config.experts.per_token, config.experts.local
     gate_weights, expert_ids = (
-        router.linear(normed).softmax(-1, dtype=torch.float32).topk(per_token)
+        router.linear(normed, layer.router_bias).softmax(-1, dtype=torch.float32).topk(per_token)
     )
     if routed is not None:
         routed.copy_(expert_ids)
@@ -281,13 +288,20 @@ def _experts(
     order = order[first : first + sum(counts)]
     tokens = order // per_token
     outputs = [normed.new_empty((0, normed.shape[1]))]
+    gate_up_biases = _each(layer.gate_up_bias, len(counts))
+    down_biases = _each(layer.down_bias, len(counts))
     for expert, part in enumerate(normed[tokens].split_with_sizes(counts)):
         if part.shape[0]:
-            inner = _gated(layer.gate_up[expert].linear(part), activate, compiled)
-            outputs.append(layer.down[expert].linear(inner))
+            gate_up = layer.gate_up[expert].linear(part, gate_up_biases[expert])
+            inner = _gated(gate_up, config.activation, compiled)
+            outputs.append(layer.down[expert].linear(inner, down_biases[expert]))
     mixed = torch.cat(outputs)
     mixed *= gate_weights.flatten()[order, None].to(mixed.dtype)
     return torch.zeros_like(normed).index_add_(0, tokens, mixed)
+
+
+def _each(biases: torch.Tensor | None, experts: int) -> Sequence[torch.Tensor | None]:
+    return [None] * experts if biases is None else biases.unbind()
 
 
 def _norm(
@@ -301,14 +315,16 @@ def _norm(
 
 def _gated(
     gate_up: torch.Tensor,
-    activate: Callable[[torch.Tensor], torch.Tensor],
+    activation: str,
     compiled: Native | None,
 ) -> torch.Tensor:
-    """Return ``activate(gate) * up`` [T, I] of the halves of ``gate_up``."""
+    """Return ``activation(gate) * up`` [T, I] of the halves of ``gate_up``."""
     if compiled is not None:
         return compiled.gate(gate_up)
+    if activation == "swigluoai":
+        return swigluoai(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate).mul_(up)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def _add(

@@ -23,6 +23,9 @@ from tidegate.errors import ModelError, ModelNotComputed
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 """Supported activations of the MLP's gate, as config.json spells them."""
 
+SWIGLUOAI = (1.702, 7.0)
+"""Factor and limit of gpt-oss's activation that Tidegate computes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
@@ -50,6 +53,9 @@ class Experts:
     intermediate_size: int
     normalises: bool
     """Whether the router weights of a token's experts are normalised to sum to 1."""
+    are_stacked: bool = False
+    """Whether experts are published as one tensor per projection, transposed, with biases for
+    them and for the router, as gpt-oss's are."""
     local_range: range | None = None
     """Experts computed on this rank; None for all."""
 
@@ -82,7 +88,7 @@ class ModelConfig:
     qk_norm: bool = False
     experts: Experts | None = None
     activation: str = "silu"
-    """Activation function of the MLP, one of ``ACTIVATIONS``."""
+    """Activation function of the MLP, one of ``ACTIVATIONS`` or ``swigluoai``."""
     norm_adds_one: bool = False
     """Whether norms multiply by 1 + weight, before rounding."""
     post_norms: bool = False
@@ -90,6 +96,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     """Factor of attention scores; None for 1 / sqrt(head_dim)."""
+    attention_sinks: bool = False
+    """Whether each head has a learned score without a value in its softmax, as in gpt-oss."""
     attention_soft_cap: float | None = None
     """Cap of attention scores s, which become cap * tanh(s / cap); None without."""
     logits_soft_cap: float | None = None
@@ -166,12 +174,13 @@ def _build(
         output_bias=fields.attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.reads_mlp_bias and fields.mlp_bias,
         qk_norm=family.qk_norm,
-        experts=_experts(file, fields) if family.has_experts else None,
+        experts=_experts(file, fields, family) if family.has_experts else None,
         activation=_activation(file, fields, family),
         norm_adds_one=gemma,
         post_norms=gemma,
         embedding_scale=fields.hidden_size**0.5 if gemma else 1.0,
         attention_scale=fields.query_pre_attn_scalar**-0.5 if gemma else None,
+        attention_sinks=family.is_gpt_oss,
         attention_soft_cap=_attention_soft_cap(file, fields, family),
         logits_soft_cap=fields.final_logit_softcapping if gemma else None,
         eos_token_ids=eos_token_ids,
@@ -287,28 +296,55 @@ def _has_experts(fields: ConfigFields, family: Family, layer: int) -> bool:
     return (layer + 1) % max(1, fields.decoder_sparse_step) == 0
 
 
-def _experts(file: Path, fields: ConfigFields) -> Experts:
+def _experts(file: Path, fields: ConfigFields, family: Family) -> Experts:
     count = fields.num_experts or fields.num_local_experts or 128
-    if not 1 <= fields.num_experts_per_tok <= count or fields.moe_intermediate_size < 1:
+    if family.is_gpt_oss:
+        return Experts(
+            count=count,
+            per_token=_experts_per_token(file, fields, count),
+            intermediate_size=fields.intermediate_size,
+            normalises=True,
+            are_stacked=True,
+        )
+    if fields.moe_intermediate_size < 1:
         raise ModelError(
-            f"{file}: num_experts_per_tok {fields.num_experts_per_tok} must be 1 to {count}, the "
-            f"number of experts, and moe_intermediate_size {fields.moe_intermediate_size} positive"
+            f"{file}: moe_intermediate_size must be at least 1, got {fields.moe_intermediate_size}"
         )
     return Experts(
         count=count,
-        per_token=fields.num_experts_per_tok,
+        per_token=_experts_per_token(file, fields, count),
         intermediate_size=fields.moe_intermediate_size,
         normalises=fields.norm_topk_prob,
     )
 
 
+def _experts_per_token(file: Path, fields: ConfigFields, count: int) -> int:
+    if not 1 <= fields.num_experts_per_tok <= count:
+        raise ModelError(
+            f"{file}: num_experts_per_tok {fields.num_experts_per_tok} must be 1 to {count}, the "
+            "number of experts"
+        )
+    return fields.num_experts_per_tok
+
+
 def _activation(file: Path, fields: ConfigFields, family: Family) -> str:
+    if family.is_gpt_oss:
+        return _swigluoai(file, fields)
     activation = fields.hidden_activation or "" if family.is_gemma else fields.hidden_act
     if activation not in ACTIVATIONS:
         raise ModelNotComputed(
             f"{file} has activation {activation!r}; Tidegate computes {', '.join(ACTIVATIONS)}"
         )
     return activation
+
+
+def _swigluoai(file: Path, fields: ConfigFields) -> str:
+    numbers = fields.swiglu_alpha, fields.swiglu_limit
+    if numbers != SWIGLUOAI:
+        raise ModelNotComputed(
+            f"{file} has swiglu_alpha and swiglu_limit {numbers}; Tidegate computes {SWIGLUOAI}"
+        )
+    return "swigluoai"
 
 
 def _attention_soft_cap(file: Path, fields: ConfigFields, family: Family) -> float | None:

@@ -42,6 +42,11 @@ class TensorShard:
         """
         if self.is_whole:
             return config
+        if config.attention_sinks:
+            raise ConfigError(
+                f"tensor_parallel_size={self.ranks}: {config.architecture} is served by one rank "
+                "only; leave tensor_parallel_size out"
+            )
         self._refuse_uneven(config)
         experts = config.experts
         if experts is not None:

@@ -84,7 +84,7 @@ async def test_every_token_of_a_run_with_updates_in_flight_is_audited(
                 await rollouts.publish(trained.state_dict())
         (engine,) = rollouts.statistics().engines
 
-    is_ours = model_type in ("gemma3_text", "qwen3_moe")
+    is_ours = model_type in ("gemma3_text", "qwen3_moe", "gpt_oss")
     assert engine.model_code == ("tidegate" if is_ours else "transformers")
     assert (engine.dtype, engine.block_tokens) == ("float32", 16)
     report = audit_run(tmp_path / "run")

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ def naive_attention(
     *,
     scale: float = HEAD_DIM**-0.5,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return one query token's attention [A, D] over its context [C, K, D], head by head."""
     outputs = []
@@ -61,7 +63,9 @@ def naive_attention(
         scores = keys[:, shared] @ query[head] * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        weights = torch.softmax(scores, -1)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head : head + 1]])
+        weights = torch.softmax(scores, -1)[: len(keys)]
         outputs.append(weights @ values[:, shared])
     return torch.cat(outputs)
 
@@ -101,9 +105,14 @@ def test_padded_rows_attend_to_their_own_contexts_up_to_each_query(
 
 @shapes
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-3, 3, HEADS)])
 @pytest.mark.parametrize("window_tokens", [None, 1, 3, 4, 5, 9])
-def test_queries_see_their_window_only_and_scores_are_scaled_and_capped(
-    starts: list[int], counts: list[int], window_tokens: int | None, soft_cap: float | None
+def test_queries_see_their_window_only_and_scores_are_scaled_capped_and_joined_by_sinks(
+    starts: list[int],
+    counts: list[int],
+    window_tokens: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     case = make_case(starts, counts)
     group = plan_group(
@@ -118,14 +127,15 @@ def test_queries_see_their_window_only_and_scores_are_scaled_and_capped(
     scratch = torch.empty(scratch_elements([group], case.cache))
 
     queries = torch.cat(case.queries)
-    outputs = attend(queries, case.cache, group, scratch, scale=0.5, soft_cap=soft_cap)
+    options: dict[str, Any] = {"scale": 0.5, "soft_cap": soft_cap, "sinks": sinks}
+    outputs = attend(queries, case.cache, group, scratch, **options)
 
     expected = []
     for row, its_queries in enumerate(case.queries):
         for position, query in enumerate(its_queries, start=starts[row]):
             first = 0 if window_tokens is None else max(0, position + 1 - window_tokens)
             keys, values = (all_[row][first : position + 1] for all_ in (case.keys, case.values))
-            expected.append(naive_attention(query, keys, values, scale=0.5, soft_cap=soft_cap))
+            expected.append(naive_attention(query, keys, values, **options))
     torch.testing.assert_close(outputs, torch.stack(expected))
 
 

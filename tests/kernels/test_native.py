@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 from tidegate.kernels.compiled import COMPILER
 from tidegate.kernels.native import (
-    ACTIVATIONS,
     HEAD_DIMS,
     LastTokens,
     Native,
     SlotMapping,
     native,
+    swigluoai,
 )
 from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
 from tidegate.kernels.rope import apply_rope, rope_table
@@ -47,8 +47,15 @@ TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """torch's functions of the activations, by transformers' names."""
 
-SEEN = [(None, None), (3, None), (20, None), (None, 2.0)]
-"""Windows and soft caps."""
+SEEN = [
+    (None, None, None),
+    (3, None, None),
+    (20, None, None),
+    (None, 2.0, None),
+    (None, None, torch.tensor([-80.0, 0.0, 1.0, 4.0, 80.0])),
+    (3, 2.0, torch.tensor([3.0, -1.0, 0.5, 9.0, 0.0])),
+]
+"""Windows, soft caps, and each head's sink."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +88,7 @@ def test_a_norm_is_torchs(dtype: torch.dtype, size: int, norm: Norm) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [1, 9, 192])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", TORCH)
 def test_a_gate_is_torchs_however_large_its_numbers(
     dtype: torch.dtype, inner: int, activation: str
 ) -> None:
@@ -94,7 +101,19 @@ def test_a_gate_is_torchs_however_large_its_numbers(
     torch.testing.assert_close(actual, reference, atol=1e-6, rtol=4 * tolerance(dtype))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [1, 9, 192])
+def test_the_gate_of_gpt_oss_is_torchs_below_and_above_its_limits(
+    dtype: torch.dtype, inner: int
+) -> None:
+    scales = torch.tensor([1e-3, 1, 10, 80, 200, 1e4])[:, None]
+    gate_up = (torch.randn(6, 2 * inner) * scales).to(dtype)
+    actual = compiled(dtype, "swigluoai").gate(gate_up)
+    reference = swigluoai(gate_up.double()).to(dtype)
+    torch.testing.assert_close(actual, reference, atol=1e-6, rtol=4 * tolerance(dtype))
+
+
+@pytest.mark.parametrize("activation", TORCH)
 def test_a_gate_is_accurate_to_float32_over_its_whole_range(activation: str) -> None:
     gate = torch.cat([torch.linspace(-12, 12, 100_001), torch.logspace(-30, 0, 1000)])
     actual = compiled(torch.float32, activation).gate(
@@ -157,12 +176,15 @@ def test_the_last_token_attends_to_its_context_and_nothing_else(
         for position in range(context.shape[2]):
             block, offset = table[position // block_tokens], position % block_tokens
             cache[block, :, :, offset] = context[:, :, position]
-    for window, soft_cap in SEEN:
+    for window, soft_cap, sinks in SEEN:
+        sinks = None if sinks is None else sinks[:heads]
         group = LastTokens(0, 4, tables, lengths, window)
-        actual = compiled(dtype).attend_last(query, cache, group, scale=scale, soft_cap=soft_cap)
+        actual = compiled(dtype).attend_last(
+            query, cache, group, scale=scale, soft_cap=soft_cap, sinks=sinks
+        )
         expected = torch.stack(
             [
-                attended(q.float(), context[:, :, -(window or 0) :].float(), scale, soft_cap)
+                attended(q.float(), context[:, :, -(window or 0) :].float(), scale, soft_cap, sinks)
                 for q, context in zip(query, contexts, strict=True)
             ]
         )
@@ -170,13 +192,20 @@ def test_the_last_token_attends_to_its_context_and_nothing_else(
 
 
 def attended(
-    query: torch.Tensor, context: torch.Tensor, scale: float, soft_cap: float | None
+    query: torch.Tensor,
+    context: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return one token's heads [A, D] over the keys and values [2, K, C, D] that it attends to."""
     keys, values = context.repeat_interleave(len(query) // context.shape[1], 1)
     scores = (keys @ query[:, :, None]).squeeze(-1) * scale
     scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
-    mixed: torch.Tensor = torch.softmax(scores, -1)[:, None] @ values
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None]], -1)
+    shares = torch.softmax(scores, -1)[:, : keys.shape[1]]
+    mixed: torch.Tensor = shares[:, None] @ values
     return mixed.flatten()
 
 

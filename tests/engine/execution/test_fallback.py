@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {
             "sliding_window": 20,
+            "swiglu_limit": 5.0,  # Tidegate computes 7.0 only
             "head_dim": 16,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,

@@ -20,7 +20,9 @@ from tidegate.policies.routing_replay import record_routed_experts
 
 NEW_TOKENS = 12
 
-FALLBACKS = [name for name, (model_type, _) in MIXTURES.items() if model_type not in ("qwen3_moe",)]
+OWN_TYPES = ("qwen3_moe", "gpt_oss")
+
+FALLBACKS = [name for name, (model_type, _) in MIXTURES.items() if model_type not in OWN_TYPES]
 
 
 def asking_turns() -> list[DrivenTurn]:
@@ -50,12 +52,20 @@ def assert_as_transformers(turns: list[DrivenTurn], path: Path) -> None:
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(
-    "fields", [{}, {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}]
+    ("model_type", "fields"),
+    [
+        ("qwen3_moe", {}),
+        (
+            "qwen3_moe",
+            {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        ),
+        ("gpt_oss", {}),
+    ],
 )
 def test_our_model_code_reports_the_experts_that_transformers_routes_to(
-    is_compiled: bool, fields: dict[str, Any], tmp_path: Path
+    is_compiled: bool, model_type: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = make_model_directory(tmp_path, "qwen3_moe", **fields)
+    path = make_model_directory(tmp_path, model_type, **fields)
     turns = asking_turns()
 
     drive(load_runner(path, is_compiled=is_compiled), turns, new_tokens=NEW_TOKENS)

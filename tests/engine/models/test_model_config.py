@@ -151,6 +151,10 @@ def test_stop_tokens_come_from_the_generation_config_if_it_has_any(
             {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
             "attn_logit_softcapping 50.0",
         ),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0},
+            r"swiglu_limit \(1.702, 5.0\)",
+        ),
     ],
 )
 def test_configs_that_need_the_transformers_fallback_are_named(
@@ -179,6 +183,13 @@ def test_configs_that_need_the_transformers_fallback_are_named(
         ({"layer_types": ["full_attention"]}, "num_hidden_layers 2, but 1 layer_types"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window .* got 0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            r"mxfp4\); give its float32 or bfloat16 directory",
+        ),
         ({"use_bidirectional_attention": True}, "attend to later ones"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),

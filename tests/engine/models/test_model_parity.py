@@ -98,6 +98,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("gemma3_text", {}),
+    "gpt-oss": ("gpt_oss", {"tied": False}),
+    "gpt-oss-no-window-one-kv-head": (
+        "gpt_oss",
+        {"layer_types": ["full_attention", "full_attention"], "num_key_value_heads": 1},
+    ),
+    "gpt-oss-plain-rope": (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "gpt-oss-no-attention-bias": ("gpt_oss", {"attention_bias": False, "sliding_window": 3}),
     "gemma3-one-kv-head": ("gemma3_text", {"num_key_value_heads": 1, "num_hidden_layers": 7}),
     "gemma3-own-ropes": ("gemma3_text", {"rope_parameters": LOCAL_AND_GLOBAL_ROPES}),
 }

@@ -22,6 +22,7 @@ MODEL_TYPES = [
     "qwen3_moe",
     "gemma2",
     "gemma3_text",
+    "gpt_oss",
     "gpt2",  # and this one is computed by transformers
 ]
 
@@ -48,7 +49,7 @@ def test_a_published_state_dict_makes_outputs_those_of_the_new_weights(
     assert_sampled_by(trained, after)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "gpt2"])
 def test_the_version_before_can_be_loaded_into_again(model_type: str, tmp_path: Path) -> None:
     model = open_model(make_model_directory(tmp_path / "0", model_type), "float32")
     runner = model.make_runner(num_blocks=128, block_tokens=8)
@@ -106,6 +107,8 @@ def test_experts_may_come_together_or_one_by_one_and_none_may_be_missing(tmp_pat
         ("qwen3_moe", "model.layers.0.mlp.experts.6.up_proj.weight", (40, 64), "no tensor"),
         ("qwen3_moe", "model.layers.0.mlp.up_proj.weight", (40, 64), "no tensor"),
         ("qwen3_moe", "model.layers.0.mlp.experts.down_proj", (6, 40, 64), r"\[6, 64, 40\]"),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", (6, 64, 96), r"\[6, 96, 64\]"),
+        ("gpt_oss", "model.layers.0.mlp.gate.weight", (6, 64), "no tensor"),
         ("gemma2", "model.layers.0.self_attn.q_norm.weight", (24,), "no tensor"),
         ("gpt2", "transformer.h.2.attn.c_attn.bias", (192,), "no tensor"),
         ("gpt2", "transformer.wpe.weight", (512, 63), r"\[512, 63\].*\[512, 64\]"),

@@ -290,6 +290,11 @@ def test_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
         open_model(make_model_directory(tmp_path, "gpt2"), "auto", shard=TensorShard(0, 2))
 
 
+def test_a_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="GptOssForCausalLM is served by one rank only"):
+        open_model(make_model_directory(tmp_path, "gpt_oss"), "auto", shard=TensorShard(0, 2))
+
+
 def test_sums_that_depend_on_the_batch_are_refused_where_bits_must_not() -> None:
     with pytest.raises(ConfigError, match="set tensor_parallel_size to 2 or 1"):
         Ranks(3, is_deterministic=True)

@@ -134,7 +134,7 @@ def rigs() -> Iterator[list[Rig]]:
         rig.close()
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe", "gpt_oss", "gpt2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_patches_in_a_row_give_the_bits_of_whole_sets(
     tmp_path: Path, rigs: list[Rig], model_type: str, dtype: Literal["float32", "bfloat16"]
