@@ -6,7 +6,7 @@ episode. Built on ``policies/objectives.py``, torch and transformers.
 Shapes: R rows in a batch, P of them in one pass, T tokens in the longest of these, N sampled ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ from tidegate.policies.objectives import decoupled_ppo_loss
 TOKENS_TOGETHER = 4096
 """Tokens per forward pass, padding included: enough that a small model's passes are bound by their
 multiplications, few enough that rows of one pass have similar lengths."""
+
+WeighTokens = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Function of tokens' log-ratios, behaviour log-probabilities, advantages and mask that returns
+their weights in the loss. [P, T - 1] each, but advantages [P, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +112,13 @@ def train_step(
     batch: tidegate.Batch,
     *,
     corrects: bool = True,
+    weigh: WeighTokens | None = None,
 ) -> OffPolicyness | None:
     """Take one optimizer step on a batch; return None if no group carries a gradient.
 
     Only rows with a non-zero advantage are computed. Tokens get importance weights (trainer over
     behaviour probability) unless ``corrects`` is False, which shows what the correction is worth.
+    ``weigh`` is another correction, applied to each pass alone.
     """
     rows = batch.advantages.nonzero().squeeze(1)
     if not len(rows):
@@ -120,7 +126,7 @@ def train_step(
     optimizer.zero_grad()
     log_ratios, versions = [], []
     for part in rows_of_like_length(batch, rows):
-        log_ratio, version = _backward(model, batch, part, corrects=corrects)
+        log_ratio, version = _backward(model, batch, part, corrects=corrects, weigh=weigh)
         log_ratios.append(log_ratio)
         versions.append(version)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -151,7 +157,12 @@ def rows_of_like_length(batch: tidegate.Batch, rows: Tensor) -> Iterator[Tensor]
 
 
 def _backward(
-    model: PreTrainedModel, batch: tidegate.Batch, rows: Tensor, *, corrects: bool
+    model: PreTrainedModel,
+    batch: tidegate.Batch,
+    rows: Tensor,
+    *,
+    corrects: bool,
+    weigh: WeighTokens | None,
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of some rows; return their tokens' log-ratios and versions. [N]"""
     longest = int(batch.attention_mask[rows].sum(1).max())
@@ -164,12 +175,17 @@ def _backward(
     )  # [P, T - 1]
     mask = batch.loss_mask[rows, 1:longest].bool()
     behaviour = batch.logprobs[rows, 1:longest]
+    advantages = batch.advantages[rows, None]
+    weight = None
+    if weigh is not None:
+        weight = weigh(logprobs.detach() - behaviour, behaviour, advantages, mask)
     loss, _ = decoupled_ppo_loss(
         logprobs,
         logprobs.detach(),  # one step per batch: the proximal policy is this one
         behaviour if corrects else logprobs.detach(),
-        batch.advantages[rows, None],
+        advantages,
         mask,
+        weight=weight,
         tokens_in_batch=batch.sampled_tokens,
     )
     loss.backward()  # type: ignore[no-untyped-call]
