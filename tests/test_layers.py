@@ -71,6 +71,24 @@ def test_what_decides_has_no_clock_no_randomness_and_no_io(folder: str) -> None:
         assert not {m.split(".")[0] for m in imports(path)} & FORBIDDEN, path
 
 
+def test_every_module_that_a_docstring_names_by_its_folder_exists() -> None:
+    owners = {*folders(), *(room for rooms in ROOMS.values() for room in rooms)} - {""}
+    paths = [path for folder in folders() for path in sources(folder)]
+    known = {
+        "/".join(path.parts[start:])
+        for path in (each.relative_to(ROOT) for each in paths)
+        for start in range(len(path.parts))
+    }
+    named = [
+        (name, path.relative_to(ROOT).as_posix())
+        for path in paths
+        for name in re.findall(r"``((?:[a-z_]+/)+[a-z_0-9]+\.py)``", path.read_text())
+        if name.split("/")[0] in owners
+    ]
+    assert len(named) > 100
+    assert not [each for each in named if each[0] not in known]
+
+
 def test_kernels_is_no_package_of_its_own() -> None:
     """A root package `kernels` would shadow Hugging Face's, which transformers probes for."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
