@@ -1,9 +1,9 @@
 """Effect of staleness on learning, per sample and per second, in virtual time.
 
-A command. Trains the demo's model
-with the real scheduler, the real engine code (``simulation/computing_engine.py``) and the demo's
-trainer. Only time is modelled: steps, prefills, swaps and training take what ``COSTS`` and
-``TRAINER_TOKENS_PER_S`` say. So each run has the same result on any machine, under any load.
+A command that no module imports. Trains the demo's model with the real scheduler, the real engine
+code (``simulation/computing_engine.py``) and the demo's trainer. Only time is modelled: steps,
+prefills, swaps and training take what ``COSTS`` and ``TRAINER_TOKENS_PER_S`` say. So each run has
+the same result on any machine, under any load.
 
     python -m benchmarks.learning                       # 57 runs: 15 CPU-minutes, then plans
     python -m benchmarks.learning --seeds 1 --ways sync,eta4
@@ -71,7 +71,8 @@ TRAINER_TOKENS_PER_S = 20_000.0
 engines sample at most, so that generation limits the run."""
 
 REWARDS_WANTED = (0.8, 0.85)
-"""Rewards whose times are compared: one that every corrected run reaches, and one near the end."""
+"""Rewards whose times are compared: one that nearly every corrected run reaches, and one near the
+end."""
 
 CURVE_TASKS = 64
 """Held-out tasks on which each version is measured."""
@@ -165,7 +166,12 @@ WAYS = (
     Way("eta4-abort", "η=4, abort", 4, pause_mode="abort"),
     Way("eta4-recompute", "η=4, recompute", 4, kv_policy="recompute"),
     *(
-        Way(f"eta8-{name.replace(' ', '-')}", f"η=8, {name}", CORRECTED_STALENESS, correction=name)
+        Way(
+            f"eta8-{name.replace(',', '').replace(' ', '-')}",
+            f"η=8, {name}",
+            CORRECTED_STALENESS,
+            correction=name,
+        )
         for name in CORRECTIONS
         if name != DEFAULT_CORRECTION
     ),
@@ -501,6 +507,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args(arguments)
     wanted = options.ways.split(",")
+    if unknown := sorted(set(wanted) - {way.key for way in WAYS}):
+        parser.error(f"--ways has no {unknown}; choose from {[way.key for way in WAYS]}")
     ways = [way for way in WAYS if way.key in wanted]
     options.runs.mkdir(parents=True, exist_ok=True)
     curves = []
