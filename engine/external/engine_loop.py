@@ -172,7 +172,7 @@ class ExternalEngineLoop:
     async def _restore_engine(self) -> None:
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                if self._streams.paused is not None:
+                if self._streams.may_be_paused:
                     await self._sleep_controller.wake_all()
                     await self._adapter.resume()
                 await self._swapper.loras.close()

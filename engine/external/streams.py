@@ -74,6 +74,9 @@ class Streams:
         """Interval of later requests."""
         self.paused: Literal["abort", "keep"] | None = None
         """Mode of the engine's last pause; None if resumed."""
+        self.may_be_paused = False
+        """Whether a pause was requested since the last resume. A task that is cancelled while it
+        waits for the answer leaves the engine paused, and ``paused`` None."""
         self._abort_ends_turns = True
         """Whether aborting a turn's request ends the turn. If False, the turn queue requests the
         rest of the turn again."""
@@ -188,6 +191,7 @@ class Streams:
         """
         self._abort_ends_turns = ends_turns
         before = list(self._running)
+        self.may_be_paused = True
         await self._adapter.pause("abort")
         self.paused = "abort"
         tasks = list(self._running.values())
@@ -212,6 +216,7 @@ class Streams:
         if self.paused is None and not self._capabilities.freezes:
             await self.stop(ends_turns=False)
         elif self.paused is None:
+            self.may_be_paused = True
             await self._adapter.pause("keep")
             self.paused = "keep"
 
@@ -264,7 +269,7 @@ class Streams:
     async def resume(self) -> None:
         """Resume the engine."""
         await self._adapter.resume()
-        self.paused = None
+        self.paused, self.may_be_paused = None, False
 
     async def close(self) -> None:
         """Abort all requests."""
