@@ -1,6 +1,7 @@
 """A small real run whose dashboard is queried during the run; recorded once for several tests."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,8 @@ def watched_run(directory: Path) -> Watched:
             rollouts.publish(load_file(model / "model.safetensors"))
             rollouts.report_off_policyness(effective_sample_size=0.75, mismatch_kl=0.01)
             if number == BATCHES - 1:
+                while rollouts.statistics().running_groups:  # a frame's parts are read in turn
+                    time.sleep(0.01)
                 ask(seen)
                 seen.trained = rollouts.statistics().trained_rollouts
     return seen
