@@ -193,6 +193,7 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
         "engines_per_update_wave": chance.choice((None, None, 1, 2)),
         "publish_wait": chance.choice(("live", "live", "staged", "none")),
         "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
+        "split_rollouts_limit": None,  # an adapter's rules replace all of the scenario's
     }
     if policy == "bounded" and rules["deadline_policy"] == "split":
         rules["split_rollouts_limit"] = chance.choice((None, 1, plain.group_size))

@@ -17,7 +17,11 @@ from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.state import SavedCore
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.weight_sync.adapters import AdapterManager
-from tidegate.simulation.adapter_runs import simulate_adapters
+from tidegate.simulation.adapter_runs import (
+    draw_adapter_scenario,
+    scenario_of_adapter,
+    simulate_adapters,
+)
 from tidegate.simulation.coverage_marks import ADAPTER_MARKS
 from tidegate.simulation.scenario import read_scenario
 from tidegate.simulation.shrinking import run_any
@@ -181,6 +185,13 @@ def test_adapters_keep_apart_whatever_fails_and_whenever_the_process_dies() -> N
     assert sum(report.processes for report in reports) > SEEDS
     assert sum(report.trained_tasks for report in reports) > SEEDS
     assert {mark for report in reports for mark in report.coverage} >= ADAPTER_MARKS
+
+
+def test_the_rules_drawn_for_an_adapter_can_be_made_whatever_the_runs_own_are() -> None:
+    for seed in range(200):
+        run = draw_adapter_scenario(seed)
+        for number in range(run.adapters):
+            scenario_of_adapter(run, number).settings.rules()
 
 
 def test_a_seed_with_adapters_is_deterministic() -> None:
