@@ -110,7 +110,8 @@ class BoundedStaleness(StalenessPolicy):
 
     @property
     def guaranteed_bound(self) -> int:
-        """η, or :meth:`Window.staleness_bound` if a window waits for stragglers."""
+        """Bound on staleness: η, or :meth:`Window.staleness_bound` if a window waits for
+        stragglers."""
         if isinstance(self.consumption_order, Window) and self.deadline_policy == "wait":
             return self.consumption_order.staleness_bound(
                 max_staleness=self.max_staleness, groups_per_batch=self.groups_per_batch

@@ -32,7 +32,7 @@ engine aborted it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Properties of one running engine. The defaults mean that it lacks the capability."""
+    """What one running engine can do, as its adapter reports it. A default means: it can't."""
 
     engine: str
     """Kind and version, shown to users: ``vllm 0.32.0``."""

@@ -267,7 +267,7 @@ class Streams:
                 turn.preemptions = preemptions
 
     async def resume(self) -> None:
-        """Resume the engine."""
+        """Resume the engine after a pause: frozen requests continue, and new ones may start."""
         await self._adapter.resume()
         self.paused, self.may_be_paused = None, False
 

@@ -104,7 +104,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "this path. Default: a temporary one",
     )
     parser.add_argument("--die-with-parent", type=int, metavar="PID")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.stream_interval_tokens < 1:
+        parser.error(
+            f"--stream-interval-tokens must be at least 1, got {arguments.stream_interval_tokens}"
+        )
+    return arguments
 
 
 def open_adapter(url: str, model: Path) -> EngineAdapter:
@@ -181,7 +186,7 @@ async def _serve(
         directories=directories,
         label=labels.first,
         make_label=labels.of,
-        stream_interval_tokens=max(1, arguments.stream_interval_tokens),
+        stream_interval_tokens=arguments.stream_interval_tokens,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

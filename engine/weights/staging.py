@@ -237,7 +237,7 @@ class Staging:
         self.take_replies()
 
     def take_replies(self) -> list[Message]:
-        """Return the outcomes since the last call."""
+        """Return the replies to staging requests that have ended since the last call."""
         while not self._results.empty():
             result = self._results.get()
             self._jobs_pending -= 1
