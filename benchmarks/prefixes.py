@@ -14,7 +14,7 @@ with 128 decoding turns; the median of several alternating runs.
 import argparse
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import process_time
 
@@ -124,7 +124,7 @@ class Engine:
         for handle, token, code in zip(handles, output.token_ids.tolist(), finish, strict=True):
             yield handle, token, code != 0
 
-    def sample(self, rows: list[EngineRow]) -> StepOutput:
+    def sample(self, rows: Sequence[EngineRow]) -> StepOutput:
         """Return random tokens for the rows that sample."""
         count = sum(row.sampling is not None for row in rows)
         tokens = self._chance.integers(0, VOCAB, count).astype(np.int32)

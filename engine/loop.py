@@ -11,6 +11,7 @@ live before the first step that uses them.
 
 import time
 import traceback
+from collections.abc import Sequence
 
 from tidegate.engine.execution.runner import Row, Runner, StepOutput
 from tidegate.engine.execution.sleep import SleepController
@@ -341,7 +342,7 @@ class EngineLoop:
         if remaining_s > 0 and self.end_reason is None:
             self._clock.sleep(remaining_s)
 
-    def _compute(self, rows: list[Row]) -> StepOutput | None:
+    def _compute(self, rows: Sequence[Row]) -> StepOutput | None:
         """Return the rows' output; None if the step failed and another must be planned.
 
         A failed step is not reported, so no token is lost: its turns continue from the tokens

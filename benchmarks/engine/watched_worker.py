@@ -65,15 +65,14 @@ class Watch:
 
         return call
 
-    def mark(self, rows: Sequence[Any]) -> None:
-        """Record the start of a step of these rows."""
+    def mark(self, rows: int, tokens: int) -> None:
+        """Record the start of a step of this size."""
         if self._served is None:
             self._served = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         unserved = int(os.pread(self._served, 100, 0).split()[1])
-        tokens = sum(len(row.token_ids) for row in rows)
         self._is_timed = not self._is_timed
         clocks = time.monotonic_ns(), time.thread_time_ns(), unserved
-        self.marks.append(Mark(*clocks, self._kernels_ns, self._is_timed, len(rows), tokens))
+        self.marks.append(Mark(*clocks, self._kernels_ns, self._is_timed, rows, tokens))
 
 
 def _look_ns() -> int:
@@ -113,21 +112,23 @@ def watch_kernels(watch: Watch) -> None:
 def watch_steps(watch: Watch) -> None:
     """Record every step, and time torch's products."""
     from tidegate.engine.device.runner import DeviceRunner
-    from tidegate.engine.execution.runner import ModelRunner
+    from tidegate.engine.execution.runner import DecodeRows, ModelRunner
     from tidegate.kernels.weight_matrix import PlainMatrix
 
     for name in ("linear", "add_linear_"):
         setattr(PlainMatrix, name, watch.timed(getattr(PlainMatrix, name)))
+
+    def marked(step: Callable[..., Any]) -> Callable[..., Any]:
+        def call(runner: object, rows: Sequence[Any]) -> Any:
+            decodes = isinstance(rows, DecodeRows)  # whose rows are made when they are read
+            tokens = len(rows) if decodes else sum(len(row.token_ids) for row in rows)
+            watch.mark(len(rows), tokens)
+            return step(runner, rows)
+
+        return call
+
     for runner, step in ((ModelRunner, ModelRunner.step), (DeviceRunner, DeviceRunner.step)):
-        setattr(runner, "step", _marked(watch, step))  # noqa: B010  (to mypy a method is no field)
-
-
-def _marked(watch: Watch, step: Callable[..., Any]) -> Callable[..., Any]:
-    def marked(runner: object, rows: Sequence[Any]) -> Any:
-        watch.mark(rows)
-        return step(runner, rows)
-
-    return marked
+        setattr(runner, "step", marked(step))  # noqa: B010  (to mypy a method is no field)
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from tidegate.engine.device.devices import CPU
-from tidegate.engine.execution.runner import Row, sizes_of
+from tidegate.engine.execution.runner import DecodeRows, Row, decode_sizes, sizes_of
 from tidegate.engine.execution.step_layout import BlockTables, Range, StepLayout
 from tidegate.kernels.attention import Ints
 from tidegate.kernels.optional_triton import next_power_of_2
@@ -106,14 +106,14 @@ class DevicePlan:
 class HostPlan:
     """Arrays of one step on the host, with sizes that launches need without reading the device."""
 
-    def __init__(self, layout: StepLayout, rows: Sequence[Row], tables: Ints, block: int) -> None:
-        """``rows`` and ``tables`` are in the layout's order; ``block`` is the number of
-        tokens of a block."""
-        starts = np.array([row.start for row in rows], np.int64)
+    def __init__(
+        self, layout: StepLayout, token_ids: Ints, starts: Ints, tables: Ints, block: int
+    ) -> None:
+        """``token_ids`` [T], ``starts`` [R] and ``tables`` [R, B] are in the layout's order;
+        ``block`` is the number of tokens of a block."""
         positions = starts[layout.row_of_token] + layout.token_indices
         block_indices, offsets = np.divmod(positions, block)
         slots = tables[layout.row_of_token, block_indices] * block + offsets
-        token_ids = np.concatenate([row.token_ids for row in rows], dtype=np.int64)
         self.arrays: list[npt.NDArray[Any]] = [
             token_ids,
             positions,
@@ -123,7 +123,7 @@ class HostPlan:
         self._ranges = layout.ranges
         self._counts_max: list[int] = []
         is_decoding = layout.outputs_all_tokens and all(layout.sizes.samples)
-        self.decode_rows = len(rows) if is_decoding and not any(layout.sizes.scored) else 0
+        self.decode_rows = len(starts) if is_decoding and not any(layout.sizes.scored) else 0
         """Number of rows if each has one token, which is sampled after; 0 if a row differs."""
         for part in layout.ranges:
             self._add_group(part, layout.counts, starts, tables, block)
@@ -187,9 +187,20 @@ class HostPlanner:
 
     def plan(self, rows: Sequence[Row]) -> HostPlan:
         """Build the index arrays of a step with these rows."""
+        if isinstance(rows, DecodeRows):
+            return self._plan_decodes(rows)
         sizes = sizes_of(rows, [SINGLE if len(row.token_ids) == 1 else SEVERAL for row in rows])
         if self._layout is None or self._layout.sizes != sizes:
             self._layout = StepLayout(sizes)
         ordered = [rows[n] for n in self._layout.order]
         tables = self._tables.of([row.block_table for row in ordered])
-        return HostPlan(self._layout, ordered, tables, self._block_tokens)
+        starts = np.array([row.start for row in ordered], np.int64)
+        token_ids = np.concatenate([row.token_ids for row in ordered], dtype=np.int64)
+        return HostPlan(self._layout, token_ids, starts, tables, self._block_tokens)
+
+    def _plan_decodes(self, rows: DecodeRows) -> HostPlan:
+        sizes = decode_sizes(len(rows), SINGLE)
+        if self._layout is None or self._layout.sizes != sizes:
+            self._layout = StepLayout(sizes)
+        tables = self._tables.of(rows.block_tables)
+        return HostPlan(self._layout, rows.token_ids, rows.positions, tables, self._block_tokens)

@@ -22,14 +22,13 @@ from tidegate.engine.device.graphs import Capture, CudaCapture, DecodeGraphs
 from tidegate.engine.device.plan import DevicePlan, HostPlan, HostPlanner, Upload
 from tidegate.engine.device.sampling import HostDraw, PendingDraw, copy_to_host
 from tidegate.engine.device.weights import DeviceWeights
-from tidegate.engine.execution.runner import Row
+from tidegate.engine.execution.runner import DecodeRows, Row
 from tidegate.engine.models.layer_weights import LayerWeights
 from tidegate.engine.models.model import ACTIVATIONS, head_logits
 from tidegate.engine.models.model_config import AttentionKind, ModelConfig
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_tables import make_rope_table
 from tidegate.engine.sampling.sampling import (
-    RowSampling,
     StepOutput,
     hidden_rows,
     with_hidden_states,
@@ -198,10 +197,15 @@ class DeviceRunner:
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
-        sampling = [row.sampling for row in rows if row.sampling is not None]
+        if isinstance(rows, DecodeRows):
+            draw, scoring = HostDraw.of_decodes(rows), []
+        else:
+            draw = HostDraw([row.sampling for row in rows if row.sampling is not None])
+            scoring = [row.scoring for row in rows if row.scoring is not None]
         with on(self._device):
             try:
-                pending, hidden, scores = self._launch(rows, sampling)
+                host = self._planner.plan(rows)
+                pending, hidden, scores = self._launch(host, draw, scoring)
             finally:
                 # Also after a failed launch, because the next step overwrites the upload buffer.
                 synchronize(self._device)
@@ -209,30 +213,27 @@ class DeviceRunner:
         if pending is not None:
             output = pending.read()
         if hidden is not None:
-            output = with_hidden_states(output, hidden_rows(sampling), hidden)
+            output = with_hidden_states(output, hidden_rows(draw.sampling), hidden)
         return replace(output, scores=[read() for read in scores]) if scores else output
 
     def _launch(
-        self, rows: Sequence[Row], sampling: Sequence[RowSampling]
+        self, host: HostPlan, draw: HostDraw, scoring: Sequence[RowScoring]
     ) -> tuple[PendingDraw | None, torch.Tensor | None, list[PendingScore]]:
         """Upload the plan, and launch the step's kernels and copies without waiting.
 
         Return the samples, the requested hidden states, None without any, and the scores.
         """
-        host = self._planner.plan(rows)
-        draw = HostDraw(sampling)
         hidden = None if self._graphs is None else self._graphs.forward(self.weights, host)
         if hidden is None:
             hidden, columns = self._forward_eagerly(host, draw)
         else:
             columns = self._upload.send(draw.arrays)
-        sampled = len(sampling)
+        sampled = len(draw.arrays[0])
         pending = reported = None
-        if chosen := hidden_rows(sampling):
+        if chosen := hidden_rows(draw.sampling):
             reported = copy_to_host(hidden[chosen])
         if sampled:
             pending = draw.launch(head_logits(self.weights, hidden[:sampled]), columns)
-        scoring = [row.scoring for row in rows if row.scoring is not None]
         return pending, reported, launch_scores(self.weights, hidden[sampled:], scoring)
 
     def _forward_eagerly(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidegate.engine.execution.runner import DecodeRows
 from tidegate.engine.sampling.sampling import (
     RowSampling,
     StepOutput,
@@ -44,6 +45,20 @@ class HostDraw:
             uniforms(*random_numbers(sampling)),
             np.array(self.host_rows, np.int64),
         ]
+
+    @classmethod
+    def of_decodes(cls, rows: DecodeRows) -> "HostDraw":
+        """Return the parameters of rows that have a temperature as their only option."""
+        made, count = cls([]), len(rows)
+        made.arrays = [
+            rows.temperatures,
+            np.zeros(count, np.int64),
+            np.ones(count, np.float32),
+            np.zeros(count, np.float32),
+            uniforms(rows.seeds, rows.draws),
+            np.empty(0, np.int64),
+        ]
+        return made
 
     def launch(self, logits: torch.Tensor, uploaded: Sequence[torch.Tensor]) -> "PendingDraw":
         """Launch sampling from ``logits`` [S, V]; ``uploaded`` are the uploaded ``arrays``."""

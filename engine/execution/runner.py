@@ -8,9 +8,9 @@ kernels are used if they can be built.
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Protocol, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import (
     hidden_rows,
+    random_numbers,
     sample_apart,
     sample_rows,
     with_hidden_states,
@@ -84,6 +85,67 @@ class Row:
     """First context position whose routed experts to report, up to the row's last, if the row
     samples. Those of the row's own tokens are recorded in any case, for later rows and for turns
     that share their blocks; None records and reports none."""
+
+
+class DecodeRows(Sequence[Row]):
+    """Rows that all decode one token with a temperature as their only option, also as columns.
+
+    The columns follow the rows from step to step, so that neither scheduler nor runner has work per
+    row. The rows are brought up to date when they are read.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """Each row has one token, ``sampling`` without options, no scoring and no adapter."""
+        sampling = [row.sampling for row in rows if row.sampling is not None]
+        self._rows = rows
+        self._are_current = True
+        self.block_tables = [row.block_table for row in rows]
+        """The sequences' KV blocks: the same lists in all steps."""
+        self.token_ids: Ints = np.concatenate([row.token_ids for row in rows], dtype=np.int64)
+        """[R]"""
+        self._counters = np.empty((2, len(rows)), np.int64)
+        self.positions: Ints = self._counters[0]
+        """Context position of each token, [R]."""
+        self.draws = self._counters[1].view(np.uint64)
+        """Index of each row's random number in its seed's stream, [R]."""
+        self.positions[:] = [row.start for row in rows]
+        self.temperatures = np.array([params.temperature for params in sampling], np.float32)
+        """[R]"""
+        self.seeds, self.draws[:] = random_numbers(sampling)
+        """[R]"""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        self._update_rows()
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        self._update_rows()
+        return iter(self._rows)
+
+    def advance(self, token_ids: npt.NDArray[np.int32]) -> None:
+        """Continue with the step after this one, in which each row has the token that this one
+        sampled, [R]."""
+        self.token_ids[:] = token_ids
+        self._counters += 1
+        self._are_current = False
+
+    def _update_rows(self) -> None:
+        if self._are_current:
+            return
+        self._are_current = True
+        columns = self.token_ids.astype(np.int32), self.positions.tolist(), self.draws.tolist()
+        for number, (row, start, index) in enumerate(zip(self._rows, *columns[1:], strict=True)):
+            assert row.sampling is not None
+            row.token_ids = columns[0][number : number + 1]
+            row.start = start
+            row.sampling.index = index
 
 
 class AdapterTensors(Protocol):
@@ -148,6 +210,11 @@ def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
         scored=[0 if row.scoring is None else row.scoring.positions for row in rows],
         adapters=[row.adapter for row in rows],
     )
+
+
+def decode_sizes(rows: int, kind: int) -> RowSizes:
+    """Return ``sizes_of`` as many :class:`DecodeRows`, all of one kind."""
+    return RowSizes([kind] * rows, [1] * rows, [True] * rows, [0] * rows, [""] * rows)
 
 
 class ModelRunner:
@@ -217,6 +284,8 @@ class ModelRunner:
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
+        if isinstance(rows, DecodeRows) and (layers := self._dense_layers()) is not None:
+            return self._decode(rows, layers)
         sampling = [row.sampling for row in rows if row.sampling is not None]
         hidden, logits, scores = self._compute(rows, len(sampling))
         if logits is None:
@@ -232,6 +301,16 @@ class ModelRunner:
     def assist(self, rows: Sequence[Row]) -> None:
         """Compute this tensor-parallel rank's part of a step that rank 0 samples."""
         self._compute(rows, sum(row.sampling is not None for row in rows))
+
+    def _decode(self, rows: DecodeRows, layers: Layers) -> StepOutput:
+        """Run a step by its columns, with all layers in one compiled call."""
+        assert self._native is not None  # there are no such layers without it
+        tables = self._tables.of(rows.block_tables)
+        dense = DensePlan(layers, *map(torch.from_numpy, (rows.positions, tables)))
+        token_ids = torch.from_numpy(rows.token_ids)
+        plan = StepPlan(token_ids, sampled=None, native=self._native, layers=dense)
+        logits = head_logits(self.weights, forward(self.weights, self._caches, plan)).contiguous()
+        return StepOutput(*self._native.draw(logits, rows.temperatures, rows.seeds, rows.draws))
 
     def _compute(
         self, rows: Sequence[Row], sampled: int

@@ -44,6 +44,11 @@ class RowSampling:
     options: RowOptions | None = None
     """Uncommon options; None for most turns."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a temperature is the only option."""
+        return self.options is None and self.top_k == 0 and self.top_p == 1
+
 
 @dataclass(frozen=True, slots=True)
 class TokenAttachments:
@@ -101,7 +106,7 @@ def sample_rows(
     """
     if native is None:
         return _sample(logits, sampling)
-    other_rows = [row for row, params in enumerate(sampling) if not _is_plain(params)]
+    other_rows = [row for row, params in enumerate(sampling) if not params.is_plain]
     if not other_rows:
         return StepOutput(*_draw_plain(logits, sampling, native))
     if len(other_rows) == len(sampling):
@@ -117,7 +122,7 @@ def sample_apart(
     A row's own options choose the code. Compiled code computes row by row; torch gets one row at a
     time, because its results may depend on a row's alignment in memory.
     """
-    other_rows = [[row] for row, params in enumerate(sampling) if not _is_plain(params)]
+    other_rows = [[row] for row, params in enumerate(sampling) if not params.is_plain]
     return _sample_groups(logits, sampling, native, other_rows)
 
 
@@ -132,7 +137,7 @@ def _sample_groups(
     logprobs = np.empty(len(sampling), np.float32)
     attachments: dict[int, TokenAttachments] = {}
     failures: dict[int, str] = {}
-    plain = [row for row, params in enumerate(sampling) if _is_plain(params)]
+    plain = [row for row, params in enumerate(sampling) if params.is_plain]
     if plain:
         plain_logits = logits if len(plain) == len(logits) else logits[plain]
         token_ids[plain], logprobs[plain] = _draw_plain(
@@ -157,10 +162,6 @@ def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput
         logits, columns.temperature, columns.top_k, columns.top_p, columns.uniforms
     )
     return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
-
-
-def _is_plain(params: RowSampling) -> bool:
-    return params.options is None and params.top_k == 0 and params.top_p == 1
 
 
 def _draw_plain(

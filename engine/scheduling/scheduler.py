@@ -7,7 +7,7 @@ budget. Which sequences run at all, and in which KV blocks, is the running set's
 ``adapter_versions.py``.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from tidegate.engine.memory.out_of_memory import StepBudget
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.scoring import ScoringCapabilities
 from tidegate.engine.scheduling.adapter_versions import AdapterVersions
+from tidegate.engine.scheduling.decode_batch import DecodeBatch, can_decode_plainly
 from tidegate.engine.scheduling.drafts import DraftSource, Speculation
 from tidegate.engine.scheduling.pauses import PauseGate
 from tidegate.engine.scheduling.score_queue import ScoreQueue, no_adapter
@@ -65,6 +66,8 @@ class StepPlanner:
         self._prefixes = queues.prefixes
         self._speculation = speculation
         self._planned: list[EngineSequence] = []
+        self.decodes = 0
+        """Number of sequences of the last plan that decode; the others prefill."""
 
     def plan(self, tokens: int, version: int, *, may_start: bool) -> list[EngineSequence]:
         """Return the sequences of a step of at most ``tokens`` tokens, with chunks and drafts set.
@@ -73,10 +76,12 @@ class StepPlanner:
         """
         planned: list[EngineSequence] = []
         self._planned = planned
-        tokens_left = tokens - self._plan_decodes()
-        for sequence in self._queues.running:
-            if sequence.is_prefilling and tokens_left > 0:
-                tokens_left -= self._plan_chunk(sequence, tokens_left)
+        self.decodes = self._plan_decodes()
+        tokens_left = tokens - self.decodes
+        if self.decodes < len(self._queues.running):
+            for sequence in self._queues.running:
+                if sequence.is_prefilling and tokens_left > 0:
+                    tokens_left -= self._plan_chunk(sequence, tokens_left)
         if tokens_left > 0 and may_start:
             for sequence in self._queues.start_waiting(version, tokens):
                 tokens_left -= self._plan_chunk(sequence, tokens_left)
@@ -203,6 +208,8 @@ class EngineScheduler:
         """Sequences whose grammars are being compiled, by handle; disjoint from ``_turns``."""
         self._arrivals = 0
         self._planned: list[EngineSequence] = []
+        self._batch: DecodeBatch | None = None
+        """The planned sequences, if the step before decoded the same ones."""
         self._ended: list[EndedTurn] = []
         self._replies: list[Message] = []
 
@@ -560,18 +567,25 @@ class EngineScheduler:
         """Whether ``take_ended`` would return rows."""
         return bool(self._ended)
 
-    def plan(self) -> list[Row]:
-        """Choose the rows of the next step; an empty list if nothing may run.
+    def plan(self) -> Sequence[Row]:
+        """Choose the rows of the next step; empty if nothing may run.
 
         Every non-empty plan must be followed by ``complete``, ``fail`` or ``refuse_planned``.
         """
-        self._planned = []
+        before, self._planned = self._planned, []
         if not self._gate.turns_run:
+            self._batch = None
             return []
         self._planned = self._planner.plan(
             self._budget.tokens, self.version, may_start=self._gate.turns_start
         )
         if self._speculation is None:
+            if self._planned != before or self._planner.decodes != len(before):
+                self._batch = None
+            elif self._batch is None and before and all(map(can_decode_plainly, before)):
+                self._batch = DecodeBatch(before)
+            if self._batch is not None:
+                return self._batch.rows
             return [sequence.next_row() for sequence in self._planned]
         return [
             row
@@ -582,9 +596,12 @@ class EngineScheduler:
     def complete(self, output: StepOutput) -> StepColumns | None:
         """Apply a step's output to the planned sequences; None if the step sampled nothing."""
         self._budget.succeed()
-        sampled: list[int] = output.token_ids.tolist()
         failures = failures_of(output, self.version)
         is_plain = not failures and not output.attachments and not output.routed_experts
+        if self._batch is not None and is_plain:
+            return self._complete_batch(self._batch, output)
+        self._batch = None
+        sampled: list[int] = output.token_ids.tolist()
         rows = base_rows = SampledRows()
         groups: dict[AdapterVersion, SampledRows] = {}
         has_own_versions = self.adapters.in_use > 0
@@ -617,6 +634,12 @@ class EngineScheduler:
             if own_rows.handles:
                 columns.append(own_rows.columns(output, version, name))
         return join_columns(columns) if columns else None
+
+    def _complete_batch(self, batch: DecodeBatch, output: StepOutput) -> StepColumns:
+        columns, ended = batch.complete(output, self.version, self._prefixes)
+        for sequence in ended:
+            self._finish(sequence, is_whole=True)
+        return columns
 
     def fail(self, tokens: int) -> bool:
         """Preempt all sequences after an out-of-memory step; False if it cannot be smaller.

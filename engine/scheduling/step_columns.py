@@ -4,6 +4,7 @@ Used by the scheduler's ``complete``, sequence by sequence. Columns are numpy ar
 ``transport/messages.py``'s :class:`Step`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -107,6 +108,8 @@ def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
     Finite weights may still overflow for one context. Only that sequence fails; the rest of the
     batch is unaffected.
     """
+    if not output.attachments and math.isfinite(output.logprobs.sum()):  # as nearly always
+        return output.failures
     is_finite = np.isfinite(output.logprobs)
     for index, attachments in output.attachments.items():
         is_finite[index] &= attachments.is_finite

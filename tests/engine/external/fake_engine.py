@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidegate.engine.execution.runner import ModelRunner, Row, Runner, StepOutput
+from tidegate.engine.execution.runner import (
+    DecodeRows,
+    ModelRunner,
+    Row,
+    Runner,
+    StepOutput,
+)
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.sampling.scoring import HIDDEN_STATE_SCORES, ScoringCapabilities
 from tidegate.engine.scheduling.drafts import DraftSource
@@ -60,10 +66,15 @@ class FakeRunner:
         self.attended: list[list[list[int]]] = []
         """For each turn that sampled in the last step, and each of its samples, the
         versions of its KV."""
+        self.had_columns = False
+        """Whether the last step's rows came as columns, too."""
         self._sampling_table: object = None
         """Block table of the row that sampled last."""
 
-    def step(self, rows: list[Row]) -> StepOutput:
+    def step(self, rows: Sequence[Row]) -> StepOutput:
+        self.had_columns = isinstance(rows, DecodeRows)
+        if isinstance(rows, DecodeRows):
+            _check_columns(rows)
         assert 0 < sum(len(row.token_ids) for row in rows) <= self._limits.max_step_tokens
         self.attended = []
         self._sampling_table = None
@@ -99,6 +110,22 @@ class FakeRunner:
     def _slot(self, row: Row, position: int) -> int:
         block, offset = divmod(position, self._limits.block_tokens)
         return int(row.block_table[block]) * self._limits.block_tokens + offset
+
+
+def _check_columns(rows: DecodeRows) -> None:
+    sampling = [row.sampling for row in rows if row.sampling is not None]
+    assert len(sampling) == len(rows) > 0
+    assert all(one.is_plain for one in sampling)
+    assert rows.temperatures.tolist() == [one.temperature for one in sampling]
+    assert rows.seeds.tolist() == [one.seed for one in sampling]
+    assert rows.draws.tolist() == [one.index for one in sampling]
+    assert rows.positions.tolist() == [row.start for row in rows]
+    assert [[token_id] for token_id in rows.token_ids.tolist()] == [
+        row.token_ids.tolist() for row in rows
+    ]
+    for table, row in zip(rows.block_tables, rows, strict=True):
+        assert table is row.block_table
+        assert row.adapter == ""
 
 
 @dataclass(slots=True)

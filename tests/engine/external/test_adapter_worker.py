@@ -332,6 +332,23 @@ def test_a_worker_that_gets_a_signal_hands_back_all_tokens_that_its_engine_has_s
         assert own.calls[-2:] == ["pause abort", "resume"]
 
 
+def test_a_worker_that_gets_a_signal_before_a_pause_is_answered_resumes_its_engine(
+    models: Models, tmp_path: Path
+) -> None:
+    with VllmDouble(models.directories[0]) as own:
+        options = ["--url", f"vllm+{own.url}"]
+        with Orchestra(tmp_path, models.directories[0], options, program=PROGRAM) as orchestra:
+            orchestra.welcome(credit_steps=64)
+            own.answers_pauses.clear()
+            orchestra.send(Pause(mode="keep"))
+            orchestra.read_until(lambda: own.paused == "all")
+            os.kill(orchestra.process.pid, signal.SIGTERM)
+            orchestra.await_one(Goodbye)
+            assert orchestra.exit_status() == 0
+        own.answers_pauses.set()
+        assert own.calls[-3:] == ["pause keep", "pause abort", "resume"]
+
+
 async def test_an_external_engine_drains_and_its_turns_continue_on_another(
     models: Models, tmp_path: Path
 ) -> None:

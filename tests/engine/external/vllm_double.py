@@ -120,6 +120,9 @@ class VllmDouble:
         self.falls_asleep = threading.Event()
         """While cleared, falling asleep blocks."""
         self.falls_asleep.set()
+        self.answers_pauses = threading.Event()
+        """While cleared, a pause takes effect and its answer is held back."""
+        self.answers_pauses.set()
         self.calls: list[str] = []
         """Control calls, with their queries."""
         self.loads: list[str] = []
@@ -320,6 +323,8 @@ class VllmDouble:
             if mode == "abort":
                 for one in list(self.asked):
                     self._send_replies(one, "abort")
+        while not self.answers_pauses.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(STEP_S)
         return JSONResponse({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.engine.external.fake_engine import FakeEngine, uninterrupted
+from tests.engine.external.fake_engine import FakeEngine, FakeRunner, uninterrupted
 from tidegate.engine.scheduling.scheduler import StepColumns
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
@@ -80,6 +80,24 @@ def test_a_step_message_has_one_column_per_field() -> None:
         token_ids=output.token_ids.tobytes(),
         logprobs=output.logprobs.tobytes(),
     )
+
+
+def test_steps_that_decode_the_turns_of_the_step_before_have_their_rows_as_columns() -> None:
+    engine = FakeEngine()
+    short = engine.submit([1, 2, 3], 4)
+    long = engine.submit([4], 9)
+
+    def step() -> bool:
+        engine.step()
+        assert isinstance(engine.runner, FakeRunner)
+        return engine.runner.had_columns
+
+    assert [step() for _ in range(4)] == [False, True, True, True]
+    assert engine.turns[short].finish == LENGTH
+    later = engine.submit([5], 9)  # prefilled in the step in which the first turn is gone
+    assert [step() for _ in range(5)] == [False, True, True, True, True]
+    assert engine.turns[long].finish == LENGTH
+    assert engine.turns[later].token_ids == uninterrupted([5], 9)[:5]
 
 
 def test_a_stop_token_ends_a_turn_even_where_it_is_the_last_allowed() -> None:
