@@ -54,8 +54,8 @@ PIP_INSTALL := -m pip --quiet --disable-pip-version-check --no-input install --r
 # CI installs locked versions; everybody else gets what the ranges of pyproject.toml allow.
 LOCKED := $(if $(CI),--constraint .ci/constraints.txt)
 
-# torch is installed first and alone: its pin selects the CPU build; a plain `torch` would download
-# gigabytes of CUDA packages.
+# torch is installed first and alone: its pin selects a CPU build where pip is given one. Elsewhere it
+# is the build with CUDA, gigabytes, which brings the version of triton that it wants.
 $(READY): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) --upgrade pip
@@ -65,7 +65,7 @@ $(READY): pyproject.toml .ci/constraints.txt
 
 lock: venv
 	$(BIN)/python $(PIP_INSTALL) -e ".[docs]"
-	$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E "^(torch|pip|setuptools|tidegate)(==| @)" > .ci/constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E "^(torch|triton|pip|setuptools|tidegate)(==| @)" > .ci/constraints.txt
 
 hooks: venv
 	$(BIN)/python $(PIP_INSTALL) "pre-commit>=4"

@@ -170,7 +170,8 @@ def _read(row, first, TILE: tl.constexpr, MASKED: tl.constexpr):
 def _key(x):
     """Map floats x to integers of the same order: flip the sign bit, or all bits if negative."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)  # + 0.0: the two zeros are one
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    # Not ~bits: to Triton 3.7's interpreter that is -1 in a uint32, which NumPy 2 refuses.
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @jit
