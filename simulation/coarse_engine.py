@@ -221,13 +221,13 @@ class CoarseSimulatedEngine:
             return
         done = self._steps_done
         ended = [turn.handle for turn in self._running.values() if turn.ends_at <= done]
-        self._send_steps(multi_step.steps, dict.fromkeys(ended, LENGTH))
+        counts = [multi_step.steps] * len(self._running)
+        self._send_tokens(counts, dict.fromkeys(ended, LENGTH))
 
-    def _send_steps(self, steps: int, ended: dict[int, int]) -> None:
-        """Send the tokens of ``steps`` steps, and the finish codes of the ``ended`` turns."""
-        rows = len(self._running)
+    def _send_tokens(self, counts: list[int], ended: dict[int, int]) -> None:
+        """Send so many tokens of each running turn, and the finish codes of the ``ended`` turns."""
         seq = self._window.next_seq()
-        column = ZEROS[: TOKEN_BYTES * steps * rows]
+        column = ZEROS[: TOKEN_BYTES * sum(counts)]
         message = Step(
             seq=seq,
             version=self._version,
@@ -235,7 +235,7 @@ class CoarseSimulatedEngine:
             token_ids=column,
             logprobs=column,
             finish=bytes(ended.get(handle, RUNNING) for handle in self._running) if ended else b"",
-            counts=array("I", [steps]).tobytes() * rows,
+            counts=array("I", counts).tobytes(),
             queued_turns=len(self._waiting),
         )
         self._window.sent(seq, self._send(message))
@@ -274,7 +274,7 @@ class CoarseSimulatedEngine:
 
     def _end_turns(self, code: int, handles: set[int]) -> None:
         """End turns early with a finish code; all their sampled tokens have been sent."""
-        self._send_steps(0, dict.fromkeys(handles, code))
+        self._send_tokens([0] * len(self._running), dict.fromkeys(handles, code))
         self._cancelled -= handles
 
     def _answer_pause(self) -> None:

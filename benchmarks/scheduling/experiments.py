@@ -18,7 +18,6 @@ cost.
 import math
 import random
 import statistics
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +30,7 @@ from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.migration import LongTailLane, MigrationPolicy
 from tidegate.policies.staleness import G, OutstandingGroups
 from tidegate.simulation.coarse_engine import MULTI_STEP_TOKENS_MAX, CoarseSimulatedEngine
-from tidegate.transport.messages import LENGTH, RUNNING, Step, SubmitTurn
+from tidegate.transport.messages import LENGTH, SubmitTurn
 
 BASELINE = "split"
 
@@ -42,8 +41,6 @@ DRAFT_TOKENS = 2
 
 EARLY_SHARE = 0.75
 """Share of a group that must have ended for a split before the group is due."""
-
-TOKEN_BYTES = 4
 
 
 def prediction_error(correlation: float, siblings: int | None, sigma: float = 1.0) -> float:
@@ -111,22 +108,9 @@ class DraftingEngine(CoarseSimulatedEngine):
             self._sampled[handle] = after
             if after >= ends:
                 ended[handle] = LENGTH
-        seq = self._window.next_seq()
-        column = bytes(TOKEN_BYTES * sum(counts))
-        message = Step(
-            seq=seq,
-            version=self._version,
-            turns=self._handles,
-            token_ids=column,
-            logprobs=column,
-            finish=bytes(ended.get(handle, RUNNING) for handle in self._running) if ended else b"",
-            counts=array("I", counts).tobytes(),
-            queued_turns=len(self._waiting),
-        )
-        self._window.sent(seq, self._send(message))
         for handle in ended:
-            del self._running[handle], self._sampled[handle]
-        self._encode_handles()
+            del self._sampled[handle]
+        self._send_tokens(counts, ended)
 
 
 @dataclass(frozen=True, kw_only=True)
