@@ -304,7 +304,7 @@ SOURCES = (
         recorded="2026-11-27",
         note="`reasoning-32k`, kept turns: medians of five seeds, with the lowest and highest.\n"
         "[Scheduling](scheduling.md#ideas-for-stragglers) says why most gain nothing. Few are\n"
-        "recorded at η = 4.",
+        "recorded at η = 4. `4 batches per version`: recorded on 2026-11-28.",
         table=experiments_table,
     ),
     Source(

@@ -56,6 +56,10 @@ class BoundedStaleness(StalenessPolicy):
     without consuming a batch in between ages the waiting groups; the second gate, checked for every
     group at hand-over, then drops or masks those that have become too old.
 
+    If a version is made from k batches (``batches_per_version``), the same holds with k·B for B,
+    and each of the k is trained at the same version: batch number ``n // B`` is trained at version
+    ``n // (k·B)``.
+
     η = 0 is synchronous training. Peers count ``accepted + running <= (η + v + 1)·B`` (AReaL,
     arXiv:2505.24298), which drifts when a filter rejects groups.
     """
@@ -69,9 +73,27 @@ class BoundedStaleness(StalenessPolicy):
     """Number of running rollouts of split groups, >= 1, above which the next batch waits for some
     of them to end. None: no limit. With a small η, an eighth of a batch's rollouts evens the time
     between batches, so that fewer tokens are masked (docs/scheduling.md)."""
+    batches_per_version: int = 1
+    """Number of batches that the trainer trains on before each publish, k >= 1, as with gradient
+    accumulation. All k are trained at the same version, so a rollout that ends while the trainer
+    trains on the first of them need not wait for the next version: fewer tokens are masked, and
+    engines and trainer wait less (docs/scheduling.md). If k > 1, the trainer must publish after
+    each k batches. 1: the core infers the number from the trainer's requests."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.batches_per_version < 1:
+            raise ConfigError(
+                "batches_per_version counts the batches before each publish and must be >= 1, got "
+                f"{self.batches_per_version}"
+            )
+        limit = self.outstanding_groups_limit
+        if limit is not None and limit < self.groups_per_version:
+            raise ConfigError(
+                f"a version of {self.batches_per_version} batches needs {self.groups_per_version} "
+                f"outstanding groups; raise outstanding_groups_limit={limit}, or make batches "
+                "smaller"
+            )
         if self.max_staleness < 0:
             raise ConfigError(
                 f"max_staleness counts weight versions and must be >= 0 (0 is synchronous), "
@@ -114,14 +136,19 @@ class BoundedStaleness(StalenessPolicy):
         stragglers."""
         if isinstance(self.consumption_order, Window) and self.deadline_policy == "wait":
             return self.consumption_order.staleness_bound(
-                max_staleness=self.max_staleness, groups_per_batch=self.groups_per_batch
+                max_staleness=self.max_staleness, groups_per_batch=self.groups_per_version
             )
         return self.max_staleness
 
     @property
+    def groups_per_version(self) -> int:
+        """Number of groups that a version is made from, ``k·B``."""
+        return self.batches_per_version * self.groups_per_batch
+
+    @property
     def allowed_groups(self) -> int:
-        """Number of groups that may be outstanding, ``(η + 1)·B``."""
-        return (self.max_staleness + 1) * self.groups_per_batch
+        """Number of groups that may be outstanding, ``(η + 1)·k·B``."""
+        return (self.max_staleness + 1) * self.groups_per_version
 
     @property
     def masks_old_tokens(self) -> bool:
@@ -152,7 +179,7 @@ class BoundedStaleness(StalenessPolicy):
             return by_deadline(
                 waiting,
                 groups,
-                groups_per_batch=self.groups_per_batch,
+                groups_per_version=self.groups_per_version,
                 due_version=trainer_version - self.max_staleness,
             )
         return in_completion_order(waiting, groups)

@@ -74,24 +74,25 @@ def in_completion_order(waiting: OutstandingGroups[G], groups: int) -> list[G] |
 
 
 def by_deadline(
-    waiting: OutstandingGroups[G], groups: int, *, groups_per_batch: int, due_version: int
+    waiting: OutstandingGroups[G], groups: int, *, groups_per_version: int, due_version: int
 ) -> list[G] | None:
     """Return the groups that ended first, if every other group can still be trained in time.
 
     This is earliest-deadline-first scheduling. A group whose oldest token has version f must be
     trained at version ``f + η``, its deadline, or before. ``due_version`` is ``v - η``: groups of
-    that version are due in this batch. Whatever is chosen now, the batches left until a deadline d
-    must hold all groups due by d. So at least ``(number due by d) - (d - v)·B`` of the groups due
-    by d must be in this batch; if they have not ended, the batch waits for them.
+    that version are due in this batch. Whatever is chosen now, the versions from ``v + 1`` to a
+    deadline d must have room for the other groups due by d. So at least ``(number due by d) - (d -
+    v)·V`` of the groups due by d must be in this batch, or all of its groups, where V is
+    ``groups_per_version``; if they have not ended, the batch waits for them.
 
-    No group misses its deadline: admission keeps at most ``(η + 1)·B`` groups outstanding, so the
+    No group misses its deadline: admission keeps at most ``(η + 1)·V`` groups outstanding, so the
     groups due by ``v + η`` fit into the batches until then when they start, and the condition above
     preserves this from one batch to the next. Strict admission order preserves it too, but lets no
     group overtake a straggler that has time left.
     """
     if len(waiting.ended) < groups:
         return None
-    needed = _needed_by_version(waiting, groups, groups_per_batch, due_version)
+    needed = _needed_by_version(waiting, groups, groups_per_version, due_version)
     if not needed:
         return in_completion_order(waiting, groups)
     if any(_ended_by(waiting, version) < count for version, count in needed):
@@ -163,14 +164,14 @@ def _can_split(group: OutstandingGroup) -> bool:
 
 
 def _needed_by_version(
-    waiting: OutstandingGroups[G], groups: int, groups_per_batch: int, due_version: int
+    waiting: OutstandingGroups[G], groups: int, groups_per_version: int, due_version: int
 ) -> list[tuple[int, int]]:
     """Return (version floor, minimum groups of that version or older in the batch), increasing."""
     needed: list[tuple[int, int]] = []
     due = 0
     for version in sorted(waiting.counts_by_version):
         due += waiting.counts_by_version[version]
-        count = min(groups, due - max(0, version - due_version) * groups_per_batch)
+        count = min(groups, due - max(0, version - due_version) * groups_per_version)
         if count > (needed[-1][1] if needed else 0):
             needed.append((version, count))
     return needed

@@ -152,6 +152,12 @@ class StalenessPolicy:
         return self.outstanding_groups_max
 
     @property
+    def batches_per_version(self) -> int:
+        """Number of batches that the trainer trains on before each publish. 1: the core infers
+        the number from the trainer's requests, and never assumes more than they show."""
+        return 1
+
+    @property
     def pauses_generation(self) -> bool:
         """Whether engines pause from a batch's hand-over until the version made from it is live."""
         return False

@@ -334,7 +334,8 @@ class CrashRestartRun(RunOfProcesses):
             is_saved = batches % self._checkpoint_batches == 0
             if is_saved:
                 self._checkpoint = self._checkpoint_of(batches, discarded_tokens)
-            await self._publish(scheduler)
+            if batches % scenario.batches_per_version == 0:
+                await self._publish(scheduler)
             if is_saved and self._chance.random() < 0.5:
                 await scheduler.trainer.mark_checkpointed(batches, self._offer_index)
 

@@ -145,8 +145,8 @@ class InvariantChecker:
         self._batches_handed = 0
         """Number of batches handed over since the last publish."""
         self._idle_publishes = 0
-        """Number of publishes without a batch before them. They age buffered groups by versions
-        that admission does not count on."""
+        """Number of publishes with fewer batches before them than the policy is told. They age
+        buffered groups by versions that admission does not count on."""
         self._may_be_retried = False
         """Whether a publish failed while the trainer held a batch that it had not begun to train
         on. The core takes the next publish for a retry. If the trainer has trained on that batch
@@ -309,7 +309,8 @@ class InvariantChecker:
                 assert version > self._published, f"v{version} after v{self._published}"
                 is_skipping = version > self._published + 1  # a publish in between was dropped
                 before, self._published = self._published, version
-                self._idle_publishes += is_skipping or not self._batches_handed
+                has_few_batches = self._batches_handed < self._scenario.batches_per_version
+                self._idle_publishes += is_skipping or has_few_batches
                 self._batches_handed = 0
                 self._versions_without_batch += max(0, version - before - self._begun)
                 self._unpublished -= self._begun
@@ -458,10 +459,13 @@ class InvariantChecker:
 
     def _check_batch(self, batch: ev.HandOver) -> None:
         ahead = batch.trainer_version - self._published
-        is_plain = not self._scenario.look_ahead and self._scenario.batches_per_publish == 1
-        assert not is_plain or ahead == self._unpublished, (
+        per_version = self._scenario.batches_per_version
+        is_plain = not self._scenario.look_ahead
+        is_plain &= self._scenario.batches_per_publish == per_version
+        assert not is_plain or ahead == self._unpublished // per_version, (
             f"batch {batch.number} is counted as consumed {ahead} versions after the published "
-            f"one, but the trainer holds {self._unpublished} unpublished batches"
+            f"one, but the trainer holds {self._unpublished} unpublished batches, of "
+            f"{per_version} per version"
         )
         slots = sum(not group.is_split_remainder for group in batch.groups)
         assert batch.groups

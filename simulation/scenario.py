@@ -84,6 +84,8 @@ class ScenarioRules(
     deadline_policy: DeadlinePolicy = "wait"
     split_rollouts_limit: int | None = None
     """Most rollouts of split groups that may run on after a batch; None: no limit."""
+    batches_per_version: Count = 1
+    """Number of batches per version that the policy is told; 1: it infers the number."""
     filters_groups: bool = False
     """Whether groups of equal rewards are dropped."""
     decide_after: int | None = None
@@ -133,12 +135,13 @@ class ScenarioRules(
                     consumption_order=window if self.order == "window" else self.order,
                     deadline_policy=self.deadline_policy,
                     split_rollouts_limit=self.split_rollouts_limit,
+                    batches_per_version=self.batches_per_version,
                 )
 
     @property
     def outstanding_groups_max(self) -> int:
         """Most groups outstanding at once, computed independently of the policy's code."""
-        batch = self.groups_per_batch
+        batch = self.groups_per_batch * self.batches_per_version
         batches: dict[str, float] = {"synchronous": 1, "one-step": 2, "unbounded": 3}
         batches |= {"over-sampling": 2, "tail-packing": 1.5}
         allowed = round(batches.get(self.policy, self.max_staleness + 1) * batch)
@@ -156,7 +159,8 @@ class ScenarioRules(
         if self.policy in others:
             return others[self.policy]
         if self.order == "window" and self.deadline_policy == "wait":
-            return self.max_staleness + 1 + (self.window_groups - 2) // self.groups_per_batch
+            groups_per_version = self.groups_per_batch * self.batches_per_version
+            return self.max_staleness + 1 + (self.window_groups - 2) // groups_per_version
         return self.max_staleness
 
     @property
@@ -194,6 +198,7 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
         "publish_wait": chance.choice(("live", "live", "staged", "none")),
         "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
         "split_rollouts_limit": None,  # an adapter's rules replace all of the scenario's
+        "batches_per_version": 1,
     }
     if policy == "bounded" and rules["deadline_policy"] == "split":
         rules["split_rollouts_limit"] = chance.choice((None, 1, plain.group_size))
@@ -538,7 +543,17 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
             ),
         ],
     )
-    return _with_run_wide_faults(msgspec.structs.replace(plain, **draw_rules(plain)), kinds)
+    ruled = msgspec.structs.replace(plain, **draw_rules(plain))
+    return _with_run_wide_faults(_with_batches_per_version(ruled), kinds)
+
+
+def _with_batches_per_version(plain: Scenario) -> Scenario:
+    """Tell half of the policies that may know it how many batches a version is made from."""
+    may_know = plain.policy == "bounded" and plain.outstanding_groups_limit is None
+    is_told = random.Random(f"{plain.seed}/told").random() < 0.5
+    if not may_know or not is_told or plain.look_ahead:
+        return plain
+    return msgspec.structs.replace(plain, batches_per_version=plain.batches_per_publish)
 
 
 def _with_run_wide_faults(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:

@@ -5,8 +5,8 @@ seconds of a swap, t(b) = step seconds of an engine with b turns, C its slots, N
 
 **Window.** A rollout is trained when it has ended, at a hand-over. If that is at trainer version v,
 its tokens of versions below v - η are masked. Version v - η went live s after its publish, and the
-batch made into version v + 1 was handed over τ before that publish. The interval between holds η
-swaps, so on average engines decode for at most ``W = (η + 1)(S - s) - τ`` seconds in it. What a
+last batch made into version v + 1 was handed over τ before that publish. The interval between holds
+η swaps, so on average engines decode for at most ``W = (η + 1)(S - s) - τ`` seconds in it. What a
 rollout can't decode in W seconds before its hand-over is masked, under every policy. The unmasked
 part is concave in W, so batches with unequal windows mask more than equal ones.
 
@@ -22,6 +22,9 @@ value over λ, at the best S >= τ. It lets a policy know all lengths.
 
 ``phases``: 1 takes every rollout to end just before a hand-over. A policy that knows no lengths
 can't arrange that; with more, ends are spread evenly over S, and W is shorter by the wait.
+
+``batches_per_version``: a version made from k batches that train equally long hands the last one
+over later, so τ is a k-th of the version's training time.
 """
 
 import math
@@ -54,7 +57,9 @@ class Bound:
     step_s: float
 
 
-def efficiency_bound(workload: Workload, eta: int, *, phases: int = 1) -> Bound:
+def efficiency_bound(
+    workload: Workload, eta: int, *, phases: int = 1, batches_per_version: int = 1
+) -> Bound:
     """Return the bound for rollout and training on separate machines and single-turn rollouts."""
     lengths, weights = _lengths(workload)
     mean = float(lengths @ weights)
@@ -67,7 +72,7 @@ def efficiency_bound(workload: Workload, eta: int, *, phases: int = 1) -> Bound:
     shortest_s = max(training_s, (busy_s / ROLLOUT_MACHINES + costs.swap_s) * 0.9)
     for step_s in shortest_s * np.arange(1.0, 1.5, 0.01):
         budget_s = ROLLOUT_MACHINES * (step_s - costs.swap_s) - prefill_s
-        whole_s = (eta + 1) * (step_s - costs.swap_s) - training_s
+        whole_s = (eta + 1) * (step_s - costs.swap_s) - training_s / batches_per_version
         windows_s = [whole_s - step_s * (phase + 0.5) / phases for phase in range(phases)]
         if phases == 1:
             windows_s = [whole_s]

@@ -143,10 +143,13 @@ class EarlySplits(BoundedStaleness):
         return [*(each[3] for each in first[:groups]), *remainders]
 
 
-def _split(kind: type[BoundedStaleness], limit: int | None = None) -> Make:
+def _split(
+    kind: type[BoundedStaleness] = BoundedStaleness, *, limit: int | None = None, batches: int = 1
+) -> Make:
     return lambda batch, eta: kind(
         max_staleness=eta,
-        groups_per_batch=batch,
+        groups_per_batch=batch // batches,
+        batches_per_version=batches,
         consumption_order="completion",
         deadline_policy="split",
         split_rollouts_limit=limit,
@@ -183,7 +186,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         migration_policy=LongTailLane(min_tokens=STRAGGLER_TOKENS, engines=1, slots=32)
     ),
     "early splits": Experiment(make=_split(EarlySplits)),
-    "at most 128 stragglers": Experiment(make=_split(BoundedStaleness, limit=128)),
+    "at most 128 stragglers": Experiment(make=_split(limit=128)),
+    "4 batches per version": Experiment(make=_split(batches=4)),
     "drafts, .3 accepted": _drafts(0.3),
     "drafts, .5 accepted": _drafts(0.5),
     "drafts, .7 accepted": _drafts(0.7),

@@ -67,7 +67,7 @@ def _panel(axes: Axes, table: Sequence[Row], policies: Sequence[str]) -> None:
                 label=label,
             )
             label = None
-    for bound, linestyle in zip(BOUNDS, ("-", ":"), strict=True):
+    for bound, linestyle in zip(BOUNDS, ("-", ":", "--", "-."), strict=True):
         of_eta = {
             eta: y
             for (policy, eta, _, name), y in figures.items()

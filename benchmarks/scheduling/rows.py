@@ -38,8 +38,13 @@ UNITS = {
 }
 """Units of the figures; the others are shares of 1."""
 
-BOUNDS = ("possible", "possible, even ends")
-"""Names of the bounds in the column of policies."""
+BOUNDS = {
+    "possible": (1, 1),
+    "possible, even ends": (SPREAD_PHASES, 1),
+    "possible, 4 batches": (1, 4),
+    "possible, 4 batches, even ends": (SPREAD_PHASES, 4),
+}
+"""Bounds by name in the column of policies: phases of ends, and batches per version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,10 @@ def rows(
 
 
 def bound_rows(workload: Workload, eta: int) -> Iterator[list[Row]]:
-    """Yield the efficiency that no policy exceeds, and the same if rollouts end evenly spread."""
-    for policy, phases in zip(BOUNDS, (1, SPREAD_PHASES), strict=True):
-        bound = efficiency_bound(workload, eta, phases=phases)
+    """Yield the efficiency that no policy exceeds, and the same if rollouts end evenly spread, for
+    versions made from one batch and from four."""
+    for policy, (phases, batches) in BOUNDS.items():
+        bound = efficiency_bound(workload, eta, phases=phases, batches_per_version=batches)
         values = {
             "efficiency": bound.efficiency,
             "max_staleness": eta,

@@ -134,11 +134,12 @@ class Trainer:
         """Train for this many versions; return the tally at each, from 0 on."""
         tallies = [self._tally()]
         while len(tallies) <= versions:
-            batch = await self._scheduler.trainer.next_batch()
-            assert batch is not None
-            with self._stopwatch:
-                tokens = self._count(batch)
-            await asyncio.sleep(self._switch_s + tokens * self._s_per_token)
+            for _ in range(self._scheduler.core.policy.batches_per_version):
+                batch = await self._scheduler.trainer.next_batch()
+                assert batch is not None
+                with self._stopwatch:
+                    tokens = self._count(batch)
+                await asyncio.sleep(self._switch_s + tokens * self._s_per_token)
             version = (await self._scheduler.control.reserve()).version
             update = UpdateWeights(version=version, location="0", tensors=[])
             await self._scheduler.control.publish(version, [update])

@@ -206,7 +206,9 @@ class Core:
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger
         self.discarded_rollouts = self.groups.discarded_rollouts
-        self.handed = HandedBatches(is_kept=survives_crashes)
+        self.handed = HandedBatches(
+            is_kept=survives_crashes, batches_per_version=rules.policy.batches_per_version
+        )
         self.trained = TrainedCounts()
         self.adapters: dict[str, int] = {} if base is None else base.adapters
         """Newest released version of each adapter with versions of its own."""
@@ -273,7 +275,7 @@ class Core:
     @property
     def consumption_version(self) -> int:
         """Version at which a batch handed over now is trained, after those the trainer holds."""
-        return self.trainer_version + self.handed.untrained
+        return self.trainer_version + self.handed.untrained // self.policy.batches_per_version
 
     @property
     def next_version(self) -> int:

@@ -10,8 +10,9 @@ trainer reports rows that it did not train on.
 A publish does not say which batches its weights were made from. A trainer that asks for the next
 batch during its train step (look-ahead) holds batches that it will train on later, under a newer
 version; a trainer that publishes every k batches has trained on all that it holds. A publish
-therefore counts for at least one batch, and for more only where the trainer's own rhythm shows it,
-see :meth:`HandedBatches.publish`. Counting too few keeps the bound; too many would break it. A
+therefore counts for as many batches as the policy is told (``batches_per_version``); untold, for at
+least one, and for more only where the trainer's own rhythm shows it, see
+:meth:`HandedBatches.publish`. Counting too few keeps the bound; too many would break it. A
 trainer is assumed to train in the order of the batches, to look ahead by one number of batches, and
 to publish no more often than it trains.
 """
@@ -57,9 +58,11 @@ class HandedBatch:
 class HandedBatches:
     """Batches of the trainer, kept while admission, discarded rows or a resume need them."""
 
-    def __init__(self, *, is_kept: bool) -> None:
-        """``is_kept``: whether batches may have to be handed over again after a crash."""
+    def __init__(self, *, is_kept: bool, batches_per_version: int = 1) -> None:
+        """``is_kept``: whether batches may have to be handed over again after a crash.
+        ``batches_per_version``: number of batches that each publish counts for; 1: inferred."""
         self.is_kept = is_kept
+        self._batches_per_version = batches_per_version
         self.count = 0
         """Number of batches handed over; after a resume, it restarts at the number in the trainer's
         checkpoint."""
@@ -156,22 +159,25 @@ class HandedBatches:
     ) -> None:
         """Record a publish, and infer how many of the trainer's batches ``version`` is made from.
 
-        The version is made from at least the oldest batch without a version. It is made from more
-        if the trainer took more than one batch both in this interval and in the previous one: a
-        trainer with a fixed look-ahead takes as many batches between two publishes as it trains on.
-        An interval does not show this while the trainer catches up, after a publish with an unmet
-        batch request (``is_batch_requested``) or one before which the tasks had ended
-        (:meth:`on_tasks_ended`). Each earlier publish without a version adds one batch: the
-        ``replaced`` ones, and failed ones after which a batch was taken. A failed publish without
-        such a batch may be a first attempt at this one. Restored weights (``is_restored``) are made
-        from all batches handed over.
+        With ``batches_per_version`` above 1, it is made from as many. Otherwise it is made from at
+        least the oldest batch without a version, and from more if the trainer took more than one
+        batch both in this interval and in the previous one: a trainer with a fixed look-ahead takes
+        as many batches between two publishes as it trains on. An interval does not show this while
+        the trainer catches up, after a publish with an unmet batch request (``is_batch_requested``)
+        or one before which the tasks had ended (:meth:`on_tasks_ended`). Each earlier publish
+        without a version adds a version's batches: the ``replaced`` ones, and failed ones after
+        which a batch was taken. A failed publish without such a batch may be a first attempt at
+        this one. Restored weights (``is_restored``) are made from all batches handed over.
         """
         taken = self.taken
         failed = self.failed_publishes - (
             self.failed_publishes > 0 and self.count_at_failure == self.count
         )
-        known = min(self.previous_taken, taken - failed)
-        self.newest_version_batches = max(known, 1 + failed) + replaced
+        if self._batches_per_version > 1:
+            self.newest_version_batches = self._batches_per_version * (1 + failed + replaced)
+        else:
+            known = min(self.previous_taken, taken - failed)
+            self.newest_version_batches = max(known, 1 + failed) + replaced
         uncounted = self.newest_version_batches - self.failed_publishes_counted
         self._count_trained(self.count if is_restored else uncounted, version)
         self.previous_taken = (
@@ -207,7 +213,7 @@ class HandedBatches:
         the two). Each publish that failed since accounts for one batch of those taken since.
         """
         known = min(self.previous_taken, self.taken + 1 - self.failed_publishes)
-        if known <= self.newest_version_batches:
+        if self._batches_per_version > 1 or known <= self.newest_version_batches:
             return False
         before, more = (
             self.untrained,

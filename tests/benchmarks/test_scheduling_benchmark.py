@@ -108,13 +108,16 @@ def test_no_tokens_are_impossible_if_the_longest_rollout_fits_into_the_window() 
     assert bound.efficiency == pytest.approx(ideal, rel=0.02)
 
 
-def test_the_bound_masks_what_one_engine_can_not_decode_in_its_window() -> None:
+@pytest.mark.parametrize("batches_per_version", [1, 4])
+def test_the_bound_masks_what_one_engine_can_not_decode_in_its_window(
+    batches_per_version: int,
+) -> None:
     """With one slot, no rate can be chosen, so the masked share is a sum over the lengths."""
     workload = replace(TINY, costs=EngineCosts(slots=1, swap_s=0.2, group_size=4))
-    bound = efficiency_bound(workload, 1)
+    bound = efficiency_bound(workload, 1, batches_per_version=batches_per_version)
     token_s = workload.costs.token_s(1)
     training_s = workload.training_machine_s / 4
-    window_s = 2 * (bound.step_s - 0.2) - training_s
+    window_s = 2 * (bound.step_s - 0.2) - training_s / batches_per_version
     tasks = [workload.task(0, index) for index in range(4000)]
     lengths = [length for task in tasks for length in task.lengths]
     too_long = sum(max(0.0, length - window_s / token_s) for length in lengths)

@@ -89,16 +89,18 @@ class Outcome:
 
 
 def train(policy: StalenessPolicy, *, seed: int, versions: int) -> Outcome:
-    """Simulate training: jobs end in any order, some very late, and each batch makes a version."""
-    chance, queue, version = random.Random(seed), Queue(), 0
+    """Simulate training: jobs end in any order, some very late, and each batch makes a version, or
+    as many as the policy says."""
+    chance, queue, version, taken = random.Random(seed), Queue(), 0, 0
     outcome, next_id, laziness = Outcome([], 0, 0, is_stuck=False), 0, chance.random()
     stragglers: set[int] = set()
     while version < versions:
-        for _ in range(policy.admit(queue, training_groups=0)):
+        in_training = taken * policy.groups_per_batch
+        for _ in range(policy.admit(queue, training_groups=in_training)):
             queue.jobs[next_id] = Job(next_id, version)
             stragglers |= {next_id} if chance.random() < 0.2 else set()
             next_id += 1
-        outcome.outstanding_max = max(outcome.outstanding_max, len(queue.jobs))
+        outcome.outstanding_max = max(outcome.outstanding_max, len(queue.jobs) + in_training)
         running = [job for job in queue.jobs.values() if job.running]
         quick = [job for job in running if job.group_id not in stragglers]
         if running and (not quick or chance.random() < 0.1 * laziness):
@@ -119,7 +121,9 @@ def train(policy: StalenessPolicy, *, seed: int, versions: int) -> Outcome:
             if policy.masks_old_tokens:
                 version_trained = max(version_trained, oldest)
             outcome.staleness.append(version - version_trained)
-        version += 1
+        taken += 1
+        if taken == policy.batches_per_version:
+            version, taken = version + 1, 0
         for job in policy.expire(queue, trainer_version=version):
             del queue.jobs[job.group_id]
             queue.done.pop(job.group_id, None)
@@ -135,26 +139,28 @@ orders = st.one_of(
 @given(
     eta=st.integers(0, 4),
     batch=st.integers(1, 4),
+    batches=st.integers(1, 3),
     order=orders,
     deadline_policy=st.sampled_from(("wait", "mask", "drop")),
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=300, deadline=None)
 def test_no_policy_trains_beyond_what_it_guarantees_and_none_gets_stuck(
-    eta: int, batch: int, order: Order, deadline_policy: str, seed: int
+    eta: int, batch: int, batches: int, order: Order, deadline_policy: str, seed: int
 ) -> None:
     if order == "admission":
         deadline_policy = "wait"
     policy = BoundedStaleness(
         max_staleness=eta,
         groups_per_batch=batch,
+        batches_per_version=batches,
         consumption_order=order,
         deadline_policy=deadline_policy,  # type: ignore[arg-type]
     )
     outcome = train(policy, seed=seed, versions=12)
     assert not outcome.is_stuck
     assert max(outcome.staleness) <= policy.guaranteed_bound
-    assert outcome.outstanding_max <= (eta + 1) * batch
+    assert outcome.outstanding_max <= (eta + 1) * batches * batch
     if deadline_policy == "wait":
         assert outcome.dropped == 0
 
@@ -276,6 +282,20 @@ def test_a_limit_of_split_rollouts_needs_splits_and_room_for_one(settings: dict[
             consumption_order="completion",
             **(valid | settings),
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batches_per_version": 0}, "batches_per_version counts the batches"),
+        ({"batches_per_version": 2, "outstanding_groups_limit": 7}, "needs 8 outstanding groups"),
+    ],
+)
+def test_a_version_is_made_from_whole_batches_that_may_be_outstanding(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BoundedStaleness(max_staleness=1, groups_per_batch=4, **settings)
 
 
 def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_for() -> None:

@@ -28,9 +28,16 @@ class AnyRun(RuleBasedStateMachine):
         size=st.integers(1, 3),
         order=st.one_of(st.sampled_from(ORDERS), st.builds(Window, st.integers(1, 6))),
         deadline_policy=st.sampled_from(("wait", "wait", "mask", "split", "split", "drop")),
+        batches=st.sampled_from((1, 1, 2)),
     )
     def start(
-        self, eta: int, batch: int, size: int, order: Order, deadline_policy: DeadlinePolicy
+        self,
+        eta: int,
+        batch: int,
+        size: int,
+        order: Order,
+        deadline_policy: DeadlinePolicy,
+        batches: int,
     ) -> None:
         if deadline_policy == "split" or (deadline_policy != "wait" and order == "admission"):
             order = "completion"
@@ -39,6 +46,7 @@ class AnyRun(RuleBasedStateMachine):
             groups_per_batch=batch,
             consumption_order=order,
             deadline_policy=deadline_policy,
+            batches_per_version=batches,
         )
         self.driver = Driver(policy=self.policy, group_size=size)
         self.driver.join("engine-0")
@@ -267,10 +275,11 @@ class AnyRun(RuleBasedStateMachine):
 
     @invariant()
     def handing_over_refused_no_group(self) -> None:
-        """Admission alone keeps the bound, if every publish follows a batch."""
+        """Admission alone keeps the bound, if every publish follows a batch, or as many as a
+        version is declared to be made from."""
         if not hasattr(self, "driver") or self.has_rolled_back:
             return
-        if self.policy.deadline_policy == "wait":
+        if self.policy.deadline_policy == "wait" and self.policy.batches_per_version == 1:
             assert self.driver.core.discarded_rollouts["stale"] == 0
 
     @invariant()

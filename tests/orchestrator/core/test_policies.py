@@ -170,6 +170,7 @@ def test_a_group_that_gets_too_old_is_dropped_at_once_where_that_is_asked_for() 
         BoundedStaleness(
             max_staleness=3, groups_per_batch=2, consumption_order=Window(4), deadline_policy="mask"
         ),
+        BoundedStaleness(max_staleness=3, groups_per_batch=2, batches_per_version=4),
         OneStepOffPolicy(groups_per_batch=3),
         AdaptiveStaleness(groups_per_batch=3, mismatch_kl_max=0.1),
         NewestFirst(groups_per_batch=1, highest_age=4),

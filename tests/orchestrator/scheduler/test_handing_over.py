@@ -5,6 +5,7 @@ import itertools
 import random
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.fleet.pending_futures import BatchRequest
 from tidegate.orchestrator.scheduler.trainer_side import BatchRequestQueue
 from tidegate.policies.asynchrony import BoundedStaleness
-from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import STOP
 
 pytestmark = pytest.mark.wire
@@ -49,7 +49,7 @@ def oldest_trained(batch: ev.HandOver) -> int:
     return min(version for version in versions if version is not None)
 
 
-POLICIES: list[StalenessPolicy] = [
+POLICIES = [
     BoundedStaleness(max_staleness=1, groups_per_batch=2),
     BoundedStaleness(max_staleness=2, groups_per_batch=2, consumption_order="completion"),
     BoundedStaleness(
@@ -69,7 +69,7 @@ POLICIES: list[StalenessPolicy] = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_what_a_trainer_asks_for_during_its_step_is_young_enough_when_it_is_trained(
-    policy: StalenessPolicy,
+    policy: BoundedStaleness,
 ) -> None:
     driver = Driver(policy=policy)
     driver.join("a")
@@ -98,6 +98,66 @@ def test_a_trainer_that_publishes_every_few_batches_is_not_held_up(
     assert driver.refused == []
     assert len(driver.batches) == 6 * batches_per_publish
     assert driver.core.handed.untrained == 0  # all that it took before its publish
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 3])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_all_batches_of_a_version_are_trained_at_it_and_are_young_enough(
+    policy: BoundedStaleness, look_ahead: int
+) -> None:
+    policy = replace(policy, batches_per_version=3)
+    driver = Driver(policy=policy)
+    driver.join("a")
+    held: deque[ev.HandOver] = deque()
+    for number in range(18):
+        while len(held) <= look_ahead:
+            held.append(ask(driver, 2))
+        batch = held.popleft()
+        assert batch.trainer_version == driver.published == number // 3
+        assert driver.published - oldest_trained(batch) <= policy.guaranteed_bound
+        if number % 3 == 2:
+            driver.publish_and_swap()
+    assert driver.refused == []
+    assert driver.core.discarded_rollouts["stale"] == 0
+
+
+def test_a_straggler_that_ends_between_two_batches_of_a_version_is_trained_at_that_version() -> (
+    None
+):
+    policy = BoundedStaleness(
+        max_staleness=0,
+        groups_per_batch=1,
+        batches_per_version=2,
+        consumption_order="completion",
+        deadline_policy="split",
+    )
+    driver = Driver(policy=policy, group_size=3)
+    driver.join("a")
+    driver.fill()
+    first = [rollout for rollout in driver.running.values() if rollout.group_id == 0]
+    for rollout in first[:2]:
+        driver.solve(rollout)
+    driver.do(ev.BatchRequested())  # splits the group
+    driver.solve(first[2])
+    batch = ask(driver, 1)
+    assert [len(group.kept) for group in batch.groups] == [3, 1]
+    assert batch.trainer_version == 0
+    assert driver.core.ledger.discarded == {}
+
+
+def test_versions_of_fewer_batches_than_declared_are_counted_as_they_are() -> None:
+    """The last version before the tasks end, and weights that were published again."""
+    handed = HandedBatches(is_kept=False, batches_per_version=3)
+    handed.add([], 0, num_groups=1)
+    handed.publish(1)
+    assert handed.untrained == 0
+    for _ in range(3):
+        handed.add([], 1, num_groups=1)
+    handed.on_publish_failed(is_batch_requested=False)
+    for _ in range(4):
+        handed.add([], 2, num_groups=1)
+    handed.publish(2)  # made from six; one was requested ahead
+    assert handed.untrained == 1
 
 
 def test_a_trainer_that_publishes_now_and_then_is_never_refused_while_it_may_hold_a_batch() -> None:
