@@ -4,17 +4,18 @@
 random model and loads it alternately through a Tidegate run and directly through its own HTTP API,
 with the same prompts, lengths, order, sampling options and concurrency. It prints ``name, value,
 unit, peer, ratio``, all medians; the ratio is the median of the per-round ratios, and each round
-runs its three ways in another order. ``--url KIND+URL --model DIR`` uses a running server of either
-kind. A command that no module imports. Built on ``tidegate.serve``, aiohttp and vLLM.
+runs its three ways in another order. ``SGLANG_PYTHON=PYTHON … --server sglang`` starts SGLang on a
+CPU, as ``make test-sglang`` does, with a tiny model. ``--url KIND+URL --model DIR`` uses a running
+server of either kind. A command that no module imports. Built on ``tidegate.serve`` and aiohttp.
 
 All times run from the first request to the last complete answer. The direct load is measured twice:
 with whole answers, which suffice for a batch trainer, and with streams token by token, of which a
 crash loses nothing. The run's adapter reads streams of ``--stream-interval-tokens``.
 
-On a busy machine, wall time includes other work. So for the vLLM that it starts, the server's CPU
-seconds and steps are reported as well, which show what each way makes the server do, and the CPU
-seconds of whoever reads the answers. They are counted over the same time; what the server spends
-when an adapter joins it comes once, and is reported apart.
+On a busy machine, wall time includes other work. So for a server that it starts, the server's CPU
+seconds and vLLM's steps are reported as well, which show what each way makes the server do, and the
+CPU seconds of whoever reads the answers. They are counted over the same time; what the server
+spends when an adapter joins it comes once, and is reported apart.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import asyncio
 import os
 import re
 import secrets
+import signal
 import socket
 import statistics
 import subprocess
@@ -46,13 +48,43 @@ START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 900.0
 """Timeout of a whole round, on a busy machine."""
 
-VLLM_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": "",
+MODEL_SHAPES = {"vllm": "small", "sglang": "tiny"}
+"""Shape of the model and of the requests. Even the tiny one takes SGLang without CUDA tens of
+milliseconds a step."""
+
+ENVIRONMENTS = {
+    "vllm": {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "",
+    },
+    "sglang": {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path("tests/engine/external/sglang_on_a_cpu").resolve()),
+    },
+}
+
+OPTIONS = {
+    "vllm": (
+        *("-m", "vllm.entrypoints.openai.api_server", "--max-model-len", "512", "--enforce-eager"),
+        *("--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+        "--disable-uvicorn-access-log",
+    ),
+    "sglang": (
+        *("-m", "sglang.launch_server", "--device", "cpu", "--attention-backend", "torch_native"),
+        *("--dtype", "float32", "--sampling-backend", "pytorch", "--skip-server-warmup"),
+        *("--mem-fraction-static", "0.3", "--max-total-tokens", "65536"),
+        *("--disable-overlap-schedule", "--log-level", "warning"),
+    ),
+}
+
+NAMES_OF_OPTIONS = {
+    "vllm": ("--model", "--max-num-seqs"),
+    "sglang": ("--model-path", "--max-running-requests"),
 }
 
 BODIES: dict[str, tuple[str, Callable[[Request, str], dict[str, Any]]]] = {
@@ -137,6 +169,7 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--server", choices=sorted(OPTIONS), default="vllm", help="to start")
     parser.add_argument("--url", help="KIND+URL of a server that runs, e.g. sglang+http://…:30000")
     parser.add_argument("--model", type=Path, help="the directory that it serves")
     parser.add_argument("--rounds", type=int, default=5)
@@ -148,57 +181,56 @@ def main() -> None:
         parser.error("--url and --model go together")
     with tempfile.TemporaryDirectory(prefix="tidegate") as directory:
         if options.url is None:
-            fields = SHAPES[
-                "small"
-            ].fields  # an untied head: vLLM does not update a tied one on a CPU
+            kind = options.server
+            fields = SHAPES[MODEL_SHAPES[kind]].fields
+            # An untied head, because vLLM does not update a tied one on a CPU.
             model = make_model_directory(Path(directory) / "model", tied=False, **fields)
-            with vllm(model, options.concurrent) as (url, session):
+            with started(kind, model, options.concurrent) as (url, session):
                 show(measure(url, model, options, session), as_json=options.json)
         else:
             show(measure(options.url, options.model, options, None), as_json=options.json)
 
 
 @contextmanager
-def vllm(model: Path, concurrent: int) -> Iterator[tuple[str, int]]:
-    """Start vLLM in its own Python; yield ``KIND+URL`` and its session id, and stop it on exit."""
-    python = os.environ.get("VLLM_PYTHON")
+def started(kind: str, model: Path, concurrent: int) -> Iterator[tuple[str, int]]:
+    """Start a server in its own Python; yield ``KIND+URL`` and its session id, and stop it on
+    exit."""
+    python = os.environ.get(f"{kind.upper()}_PYTHON")
     if python is None:
-        raise SystemExit("VLLM_PYTHON must name a Python that has vllm-cpu; or give --url")
+        raise SystemExit(f"{kind.upper()}_PYTHON must name a Python that has {kind}; or give --url")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
-    command += ["--enforce-eager", "--max-num-seqs", str(concurrent), "--dtype", "float32"]
-    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
-    command += ["--disable-uvicorn-access-log"]
-    log = model.parent / "vllm.log"
+    of_model, of_concurrency = NAMES_OF_OPTIONS[kind]
+    command = [python, *OPTIONS[kind], "--host", "127.0.0.1", "--port", str(port)]
+    command += [of_model, str(model), of_concurrency, str(concurrent)]
+    log = model.parent / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
             command,
-            env=os.environ | VLLM_ENVIRONMENT,
+            env=os.environ | ENVIRONMENTS[kind],
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
         try:
-            wait_for(server, port, log)
-            yield f"vllm+http://127.0.0.1:{port}", server.pid
+            wait_for(server, f"http://127.0.0.1:{port}/health", log)
+            yield f"{kind}+http://127.0.0.1:{port}", server.pid
         finally:
-            server.terminate()
+            os.killpg(server.pid, signal.SIGTERM)
             server.wait(30)
 
 
-def wait_for(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    """Wait until the server's port is open."""
+def wait_for(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    """Wait until the server answers."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s and server.poll() is None:
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            urllib.request.urlopen(url, timeout=5).close()
         except OSError:
             time.sleep(0.5)
         else:
             return
-    raise SystemExit(f"vLLM did not start: {log.read_text()[-2000:]}")
+    raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")
 
 
 def measure(
@@ -206,7 +238,7 @@ def measure(
 ) -> Iterator[Row]:
     """Run the rounds; discard the first as a warm-up."""
     kind, _, address = url.partition("+")
-    workload = requests(SHAPES["small"], options.requests)
+    workload = requests(SHAPES[MODEL_SHAPES[kind]], options.requests)
     interval_tokens, concurrent = options.stream_interval_tokens, options.concurrent
     ways: dict[str, Callable[[Meter], Coroutine[Any, Any, None]]] = {
         "tidegate": lambda meter: through_tidegate(

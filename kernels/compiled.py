@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 COMPILER = os.environ.get("CXX", "g++")
@@ -95,6 +96,11 @@ def function(
     compiled.argtypes, compiled.restype = arguments, INT
     compiled.errcheck = _raise_if_out_of_memory  # type: ignore[assignment]  # of any result, so of an int
     return compiled
+
+
+def address(column: npt.NDArray[Any]) -> int:
+    """Return the address of a column's data, in a third of the time of ``column.ctypes.data``."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(column.data))
 
 
 def _raise_if_out_of_memory(is_out_of_memory: int, called: object, arguments: object) -> int:

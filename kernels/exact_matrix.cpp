@@ -7,6 +7,7 @@
 //
 // Letters in shapes: T tokens, N outputs, K inputs.
 
+#include "functions.h"
 #include "packing.h"
 #include "products.h"
 

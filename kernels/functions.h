@@ -1,7 +1,7 @@
-// Declarations of the compiled functions that tg_layers calls.
+// Declarations of the compiled functions that tg_layers and tg_decode call.
 //
 // Included by both caller and definitions, so that the compiler checks that they agree.
-// kernels/native.py, weight_matrix.py and int8_matrix.py document the arguments.
+// kernels/native.py, weight_matrix.py, exact_matrix.py and int8_matrix.py document the arguments.
 
 #pragma once
 
@@ -45,3 +45,14 @@ DECLARE_FOR_BOTH(tg_multiply_int8,
                  (const void* x, const void* packed, const void* scales, const void* bias,
                   void* out, int64_t tokens, int64_t outputs, int64_t inputs, int64_t adds,
                   int64_t threads_max))
+
+DECLARE_FOR_BOTH(tg_take, (const void* packed, const int64_t* rows, void* out, int64_t count,
+                           int64_t inputs))
+
+extern "C" int64_t tg_multiply_exact(const void* x, void* packed, const void* bias, void* out,
+                                     int64_t tokens, int64_t outputs, int64_t inputs,
+                                     int64_t adds, int64_t threads_max);
+
+extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const uint64_t* seeds,
+                           const uint64_t* indices, int32_t* ids, float* logprobs, int64_t rows,
+                           int64_t vocab);

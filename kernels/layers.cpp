@@ -1,4 +1,4 @@
-// Runs a step through all of a model's dense layers in one call.
+// Runs a step through all of a model's dense layers in one call, or a whole step of decodes.
 //
 // Calls the functions of the other files in the order and with the arguments of
 // engine/models/model.py, so the results have the same bits; it saves nine Python calls per layer.
@@ -54,6 +54,22 @@ struct Places {
     }
 };
 
+// What is before the layers and after them.
+struct Ends {
+    const void *embedding, *final_norm;
+    void* head;
+    int64_t embedding_is_packed, vocab;
+    float embedding_scale;
+};
+
+// How each token's successor is drawn, and where it goes.
+struct Draws {
+    const float* temperatures;
+    const uint64_t *seeds, *indices;
+    int32_t* ids;
+    float* logprobs;
+};
+
 template <typename T> struct Functions;
 
 #define FUNCTIONS_OF(T, DTYPE)                                                                     \
@@ -64,6 +80,7 @@ template <typename T> struct Functions;
         static constexpr auto attend_last = tg_attend_last_##DTYPE;                                \
         static constexpr auto multiply = tg_multiply_##DTYPE;                                      \
         static constexpr auto multiply_int8 = tg_multiply_int8_##DTYPE;                            \
+        static constexpr auto take = tg_take_##DTYPE;                                              \
     }
 
 FUNCTIONS_OF(float, float32);
@@ -156,6 +173,48 @@ void add_layers(const Layer* layers, const Sizes& sizes, const Step& step, T* hi
         add_layer(layers[n], sizes, step, places, room, hidden);
 }
 
+// Embed the tokens: [T, H].
+template <typename T>
+void embed(const Ends& ends, const int64_t* ids, const Sizes& sizes, const Step& step, T* hidden) {
+    const int64_t size = sizes.hidden;
+    if (ends.embedding_is_packed)
+        must(Functions<T>::take(ends.embedding, ids, hidden, step.tokens, size));
+    else
+        for (int64_t t = 0; t < step.tokens; t++)
+            std::copy_n((const T*)ends.embedding + ids[t] * size, size, hidden + t * size);
+    if (ends.embedding_scale != 1.0f)
+        for (int64_t i = 0; i < step.tokens * size; i++)
+            narrow(widen(hidden[i]) * ends.embedding_scale, &hidden[i]);
+}
+
+// The head's outputs [T, V] of normed hidden states. A bfloat16 model's head is exact.
+inline void multiply_head(const float* x, const Ends& ends, float* out, int64_t hidden,
+                          const Step& step) {
+    must(tg_multiply_float32(x, ends.head, nullptr, out, step.tokens, ends.vocab, hidden, false,
+                             step.threads_max));
+}
+
+inline void multiply_head(const bfloat16* x, const Ends& ends, float* out, int64_t hidden,
+                          const Step& step) {
+    must(tg_multiply_exact(x, ends.head, nullptr, out, step.tokens, ends.vocab, hidden, false,
+                           step.threads_max));
+}
+
+template <typename T>
+void decode(const Layer* layers, const Sizes& sizes, const Ends& ends, const int64_t* ids,
+            const Step& step, const Draws& draws) {
+    const int64_t elements = step.tokens * sizes.hidden;
+    const std::unique_ptr<T[]> hidden(new T[elements]), normed(new T[elements]);
+    embed(ends, ids, sizes, step, hidden.get());
+    add_layers(layers, sizes, step, hidden.get());
+    must(Functions<T>::norm(hidden.get(), ends.final_norm, normed.get(), step.tokens, sizes.hidden,
+                            sizes.epsilon, sizes.norm_adds_one));
+    const std::unique_ptr<float[]> logits(new float[step.tokens * ends.vocab]);
+    multiply_head(normed.get(), ends, logits.get(), sizes.hidden, step);
+    must(tg_draw(logits.get(), draws.temperatures, draws.seeds, draws.indices, draws.ids,
+                 draws.logprobs, step.tokens, ends.vocab));
+}
+
 }  // namespace
 
 FOR_BOTH(tg_layers,
@@ -163,3 +222,12 @@ FOR_BOTH(tg_layers,
           void* hidden, int64_t tokens, int64_t row_blocks, int64_t threads_max),
          add_layers((const Layer*)layers, *(const Sizes*)sizes,
                     Step{positions, tables, tokens, row_blocks, threads_max}, (T*)hidden))
+
+FOR_BOTH(tg_decode,
+         (const void* layers, const void* sizes, const void* ends, const int64_t* token_ids,
+          const int64_t* positions, const int64_t* tables, const float* temperatures,
+          const uint64_t* seeds, const uint64_t* indices, int32_t* ids, float* logprobs,
+          int64_t tokens, int64_t row_blocks, int64_t threads_max),
+         decode<T>((const Layer*)layers, *(const Sizes*)sizes, *(const Ends*)ends, token_ids,
+                   Step{positions, tables, tokens, row_blocks, threads_max},
+                   Draws{temperatures, seeds, indices, ids, logprobs}))

@@ -1,4 +1,4 @@
-"""Runs a step through all dense layers of a model in one call of compiled code (layers.cpp).
+"""Runs a step through a model's dense layers, or a whole step of decodes, in one compiled call.
 
 Used by ``ModelRunner`` through ``engine/models/layer_kinds.py``. layers.cpp calls the functions of
 :mod:`~tidegate.kernels.native` and :mod:`~tidegate.kernels.weight_matrix` in the model's order, so
@@ -6,7 +6,7 @@ the results have the same bits; it saves nine Python calls per layer. Every toke
 attend on its own, as when all rows decode.
 
 Letters in shapes: T tokens, H hidden size, A query heads, K KV heads, D head_dim, I intermediate
-size, P positions, B blocks of a context.
+size, P positions, B blocks of a context, V vocabulary.
 """
 
 import ctypes
@@ -15,11 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tidegate.kernels.compiled import FLOAT, INT, POINTER, function, library
+from tidegate.kernels.compiled import FLOAT, INT, POINTER, address, function, library
 from tidegate.kernels.native import ACTIVATIONS
-from tidegate.kernels.weight_matrix import Matrix
+from tidegate.kernels.weight_matrix import Matrix, PackedMatrix
+
+ADD_LAYERS = (*[POINTER] * 5, *[INT] * 3)
+
+DECODE = (*[POINTER] * 11, *[INT] * 3)
 
 
 class Projection(NamedTuple):
@@ -75,6 +81,34 @@ class SharedLayerParams:
     attention_soft_cap: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEnds:
+    """What a model has before its layers and after them."""
+
+    embedding: Matrix
+    """[V, H], of the layers' dtype."""
+    embedding_scale: float
+    """Factor of the embeddings, representable in their dtype."""
+    final_norm: torch.Tensor
+    """Gain, [H]."""
+    head: Matrix
+    """[V, H], float32, made by :func:`~tidegate.kernels.exact_matrix.make_exact_matrix` for the
+    layers' dtype."""
+
+
+class DecodeColumns(NamedTuple):
+    """Inputs of a step in which every row decodes one token; [T] each, contiguous."""
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    """Context position of each token."""
+    temperatures: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.uint64]
+    """RNG seeds, see :func:`~tidegate.kernels.uniforms.uniforms`."""
+    draws: npt.NDArray[np.uint64]
+    """Index of each row's random number in its seed's stream."""
+
+
 class _Product(ctypes.Structure):
     _fields_ = (
         ("weights", POINTER),
@@ -102,6 +136,17 @@ class _Layer(ctypes.Structure):
     )
 
 
+class _Ends(ctypes.Structure):
+    _fields_ = (
+        ("embedding", POINTER),
+        ("final_norm", POINTER),
+        ("head", POINTER),
+        ("embedding_is_packed", INT),
+        ("vocab", INT),
+        ("embedding_scale", FLOAT),
+    )
+
+
 class _Sizes(ctypes.Structure):
     _fields_ = (
         ("layers", INT),
@@ -126,7 +171,13 @@ class Layers:
     them take effect in the next step.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer], params: SharedLayerParams) -> None:
+    def __init__(
+        self,
+        layers: Sequence[DenseLayer],
+        params: SharedLayerParams,
+        ends: ModelEnds | None = None,
+    ) -> None:
+        """Without ``ends`` there is no :meth:`decode`."""
         first = layers[0]
         _, _, kv_heads, block_tokens, head_dim = first.cache.shape
         self._dense_layers = layers
@@ -147,7 +198,53 @@ class Layers:
         )
         at = ctypes.addressof(self._layers), ctypes.addressof(self._sizes)
         self._at_layers, self._at_sizes = at
-        self._add = _add_layers(first.input_norm.dtype)
+        self._add = _function("tg_layers", ADD_LAYERS, first.input_norm.dtype)
+        self._decode = _function("tg_decode", DECODE, first.input_norm.dtype)
+        self._model_ends = ends
+        self._ends = None if ends is None else _ends(ends)
+        self._columns: DecodeColumns | None = None
+        """Columns of the last :meth:`decode`; most steps have the same ones."""
+        self._at_columns: list[int] = []
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there is :meth:`decode`."""
+        return self._ends is not None
+
+    def decode(
+        self, columns: DecodeColumns, tables: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Run a whole step, from the tokens' embeddings to the draw of their successors, and write
+        keys and values.
+
+        Args:
+            columns: the rows.
+            tables: [T, B], contiguous: the blocks of each token's context.
+
+        Returns:
+            Token ids [T], and log-probs [T], as of :meth:`~tidegate.kernels.native.Native.draw`.
+        """
+        assert self._ends is not None
+        if columns is not self._columns:
+            self._columns, self._at_columns = columns, [address(column) for column in columns]
+        rows = len(columns.token_ids)
+        ids, logprobs = np.empty(rows, np.int32), np.empty(rows, np.float32)
+        token_ids, positions, *drawing = self._at_columns
+        self._decode(
+            self._at_layers,
+            self._at_sizes,
+            ctypes.addressof(self._ends),
+            token_ids,
+            positions,
+            address(tables),
+            *drawing,
+            address(ids),
+            address(logprobs),
+            rows,
+            tables.shape[1],
+            torch.get_num_threads(),
+        )
+        return ids, logprobs
 
     def add_(self, hidden: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> None:
         """Run all layers on ``hidden`` [T, H] in place, and write keys and values.
@@ -172,11 +269,22 @@ class Layers:
 
 
 @functools.cache
-def _add_layers(dtype: torch.dtype) -> Callable[..., int]:
+def _function(name: str, arguments: tuple[type, ...], dtype: torch.dtype) -> Callable[..., int]:
     """Return the compiled function, shared by the layers of all weight versions."""
     functions = library()
     assert functions is not None  # otherwise no matrix has panels
-    return function(functions, "tg_layers", [POINTER] * 5 + [INT] * 3, dtype)
+    return function(functions, name, arguments, dtype)
+
+
+def _ends(ends: ModelEnds) -> _Ends:
+    return _Ends(
+        embedding=ends.embedding.storage.data_ptr(),
+        final_norm=ends.final_norm.data_ptr(),
+        head=ends.head.storage.data_ptr(),
+        embedding_is_packed=isinstance(ends.embedding, PackedMatrix),
+        vocab=ends.head.shape[0],
+        embedding_scale=ends.embedding_scale,
+    )
 
 
 def _layer(layer: DenseLayer) -> _Layer:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.kernels.compiled import DTYPES, FLOAT, INT, POINTER, function, library
+from tidegate.kernels.compiled import DTYPES, FLOAT, INT, POINTER, address, function, library
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
@@ -70,11 +70,6 @@ def swigluoai(gate_up: torch.Tensor) -> torch.Tensor:
     gate = gate_up[..., ::2].clamp(max=7.0)
     up = gate_up[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
-
-
-def _address(column: npt.NDArray[Any]) -> int:
-    """Return the address of a column's data, in a third of the time of ``column.ctypes.data``."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(column.data))
 
 
 class Native:
@@ -230,11 +225,11 @@ class Native:
         ids, logprobs = np.empty(rows, np.int32), np.empty(rows, np.float32)
         self._draw(
             logits.data_ptr(),
-            _address(temperatures),
-            _address(seeds),
-            _address(indices),
-            _address(ids),
-            _address(logprobs),
+            address(temperatures),
+            address(seeds),
+            address(indices),
+            address(ids),
+            address(logprobs),
             rows,
             vocab,
         )

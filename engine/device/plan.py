@@ -203,4 +203,5 @@ class HostPlanner:
         if self._layout is None or self._layout.sizes != sizes:
             self._layout = StepLayout(sizes)
         tables = self._tables.of(rows.block_tables)
-        return HostPlan(self._layout, rows.token_ids, rows.positions, tables, self._block_tokens)
+        token_ids, starts = rows.columns.token_ids, rows.columns.positions
+        return HostPlan(self._layout, token_ids, starts, tables, self._block_tokens)

@@ -51,11 +51,11 @@ class HostDraw:
         """Return the parameters of rows that have a temperature as their only option."""
         made, count = cls([]), len(rows)
         made.arrays = [
-            rows.temperatures,
+            rows.columns.temperatures,
             np.zeros(count, np.int64),
             np.ones(count, np.float32),
             np.zeros(count, np.float32),
-            uniforms(rows.seeds, rows.draws),
+            uniforms(rows.columns.seeds, rows.columns.draws),
             np.empty(0, np.int64),
         ]
         return made

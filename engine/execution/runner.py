@@ -56,7 +56,7 @@ from tidegate.kernels.attention import (
     scratch_elements,
     write_index,
 )
-from tidegate.kernels.layers import Layers
+from tidegate.kernels.layers import DecodeColumns, Layers
 from tidegate.kernels.native import LastTokens, Native, SlotMapping
 
 ATTENDS_SINGLY = 0
@@ -101,18 +101,16 @@ class DecodeRows(Sequence[Row]):
         self._are_current = True
         self.block_tables = [row.block_table for row in rows]
         """The sequences' KV blocks: the same lists in all steps."""
-        self.token_ids: Ints = np.concatenate([row.token_ids for row in rows], dtype=np.int64)
-        """[R]"""
-        self._counters = np.empty((2, len(rows)), np.int64)
-        self.positions: Ints = self._counters[0]
-        """Context position of each token, [R]."""
-        self.draws = self._counters[1].view(np.uint64)
-        """Index of each row's random number in its seed's stream, [R]."""
-        self.positions[:] = [row.start for row in rows]
-        self.temperatures = np.array([params.temperature for params in sampling], np.float32)
-        """[R]"""
-        self.seeds, self.draws[:] = random_numbers(sampling)
-        """[R]"""
+        self._counters = np.array([[row.start for row in rows], [0] * len(rows)])
+        self.columns = DecodeColumns(
+            token_ids=np.concatenate([row.token_ids for row in rows], dtype=np.int64),
+            positions=self._counters[0],
+            temperatures=np.array([params.temperature for params in sampling], np.float32),
+            seeds=np.empty(len(rows), np.uint64),
+            draws=self._counters[1].view(np.uint64),
+        )
+        """The same arrays in all steps."""
+        self.columns.seeds[:], self.columns.draws[:] = random_numbers(sampling)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -132,7 +130,7 @@ class DecodeRows(Sequence[Row]):
     def advance(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Continue with the step after this one, in which each row has the token that this one
         sampled, [R]."""
-        self.token_ids[:] = token_ids
+        self.columns.token_ids[:] = token_ids
         self._counters += 1
         self._are_current = False
 
@@ -140,10 +138,11 @@ class DecodeRows(Sequence[Row]):
         if self._are_current:
             return
         self._are_current = True
-        columns = self.token_ids.astype(np.int32), self.positions.tolist(), self.draws.tolist()
-        for number, (row, start, index) in enumerate(zip(self._rows, *columns[1:], strict=True)):
+        token_ids = self.columns.token_ids.astype(np.int32)
+        counters = self._counters.tolist()
+        for number, (row, start, index) in enumerate(zip(self._rows, *counters, strict=True)):
             assert row.sampling is not None
-            row.token_ids = columns[0][number : number + 1]
+            row.token_ids = token_ids[number : number + 1]
             row.start = start
             row.sampling.index = index
 
@@ -275,7 +274,6 @@ class ModelRunner:
         """Return the tensors of the KV cache and the scratch memory."""
         return [*self._caches, self._scratch]
 
-    @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
         """Run each row's tokens; sample after rows with ``sampling``, score rows with ``scoring``.
 
@@ -284,8 +282,14 @@ class ModelRunner:
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
-        if isinstance(rows, DecodeRows) and (layers := self._dense_layers()) is not None:
-            return self._decode(rows, layers)
+        if isinstance(rows, DecodeRows):
+            layers = self._dense_layers()
+            if layers is not None and layers.decodes:
+                return StepOutput(*layers.decode(rows.columns, self._tables.of(rows.block_tables)))
+        return self._step(rows)
+
+    @torch.inference_mode()
+    def _step(self, rows: Sequence[Row]) -> StepOutput:
         sampling = [row.sampling for row in rows if row.sampling is not None]
         hidden, logits, scores = self._compute(rows, len(sampling))
         if logits is None:
@@ -301,16 +305,6 @@ class ModelRunner:
     def assist(self, rows: Sequence[Row]) -> None:
         """Compute this tensor-parallel rank's part of a step that rank 0 samples."""
         self._compute(rows, sum(row.sampling is not None for row in rows))
-
-    def _decode(self, rows: DecodeRows, layers: Layers) -> StepOutput:
-        """Run a step by its columns, with all layers in one compiled call."""
-        assert self._native is not None  # there are no such layers without it
-        tables = self._tables.of(rows.block_tables)
-        dense = DensePlan(layers, *map(torch.from_numpy, (rows.positions, tables)))
-        token_ids = torch.from_numpy(rows.token_ids)
-        plan = StepPlan(token_ids, sampled=None, native=self._native, layers=dense)
-        logits = head_logits(self.weights, forward(self.weights, self._caches, plan)).contiguous()
-        return StepOutput(*self._native.draw(logits, rows.temperatures, rows.seeds, rows.draws))
 
     def _compute(
         self, rows: Sequence[Row], sampled: int

@@ -10,7 +10,8 @@ Letters in shapes: R rows, T tokens of all rows, B blocks of a row.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import ne
 from typing import NamedTuple
 
 import numpy as np
@@ -118,11 +119,11 @@ class BlockTables:
             size = max(len(tables), rows), blocks if blocks_max <= blocks else 2 * blocks_max
             self._array = np.zeros(size, np.int64)
             self._written = [[] for _ in range(size[0])]
-        for row, table in enumerate(tables):
-            if self._written[row] != table:
-                self._array[row, : len(table)] = table
-                self._array[row, len(table) :] = 0
-                self._written[row] = table.copy()
+        for row in compress(range(len(tables)), map(ne, tables, self._written)):
+            table = tables[row]
+            self._array[row, : len(table)] = table
+            self._array[row, len(table) :] = 0
+            self._written[row] = table.copy()
         return self._array[: len(tables)]
 
 

@@ -12,7 +12,9 @@ from tidegate.engine.models.layer_weights import LayerWeights
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_tables import make_rope_table
-from tidegate.kernels.layers import DenseLayer, Layers, Projection, SharedLayerParams
+from tidegate.kernels.exact_matrix import ExactMatrix
+from tidegate.kernels.layers import DenseLayer, Layers, ModelEnds, Projection, SharedLayerParams
+from tidegate.kernels.weight_matrix import PackedMatrix
 
 
 class LayerKinds:
@@ -53,7 +55,23 @@ def dense_layers(
         _dense(layer, cache, kinds.rotations[kind], kinds.windows[kind])
         for layer, cache, kind in zip(weights.layers, caches, kinds.of_layers, strict=True)
     ]
-    return Layers(layers, params)
+    return Layers(layers, params, _ends(weights))
+
+
+def _ends(weights: Weights) -> ModelEnds | None:
+    """Return the rest of the model for whole steps of decodes; None if compiled code cannot run
+    it: with a head that it does not multiply, or a soft cap of the logits."""
+    config, head = weights.config, weights.head
+    is_compiled = isinstance(head, PackedMatrix) and head.dtype == torch.float32
+    is_exact = isinstance(head, ExactMatrix) == (weights.dtype == torch.bfloat16)
+    if not is_compiled or not is_exact or config.labels or config.logits_soft_cap is not None:
+        return None
+    return ModelEnds(
+        embedding=weights.embedding,
+        embedding_scale=float(torch.tensor(config.embedding_scale, dtype=weights.dtype)),
+        final_norm=weights.final_norm,
+        head=head,
+    )
 
 
 def _is_dense(layer: LayerWeights) -> bool:

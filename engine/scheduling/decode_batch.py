@@ -39,7 +39,7 @@ class DecodeBatch:
 
         ``output`` has a finite log-prob for each row, and no attachments.
         """
-        positions: list[int] = self.rows.positions.tolist()
+        positions: list[int] = self.rows.columns.positions.tolist()
         sampled: list[int] = output.token_ids.tolist()
         due: list[int] = []
         rows = zip(self.sequences, self._tokens, positions, self._checked_at, sampled, strict=True)

@@ -1,6 +1,6 @@
 from collections import Counter
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -8,10 +8,16 @@ import torch
 
 from tests.engine.scheduling.driving import DrivenTurn, drive
 from tests.models import make_model_directory
-from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
+from tidegate.engine.execution.runner import DecodeRows, ModelRunner, Row, RowSampling
 from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.models.model_weights import load_directory
+from tidegate.engine.models.model_weights import (
+    Quantization,
+    Weights,
+    fill_from_directory,
+    load_directory,
+)
+from tidegate.kernels.layers import Layers
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +109,66 @@ def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(
     assert together.logprobs.tolist() == pytest.approx(
         [float(one.logprobs[0]) for one in alone], abs=1e-4
     )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "quantization", "is_tied"),
+    [
+        ("qwen3", torch.float32, None, True),
+        ("qwen2", torch.float32, None, False),
+        ("mistral", torch.bfloat16, None, False),
+        ("qwen3", torch.bfloat16, "int8", True),
+        ("gemma3_text", torch.float32, None, True),
+        ("gemma3_text", torch.bfloat16, None, True),
+    ],
+)
+def test_decodes_by_columns_are_one_call_and_have_the_bits_of_decodes_by_rows(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    *,
+    is_tied: bool,
+) -> None:
+    fields: dict[str, Any] = {"initializer_range": 0.1}
+    if architecture == "gemma3_text":
+        fields["final_logit_softcapping"] = None  # caps are torch's, so such a step is not one call
+    path = make_model_directory(tmp_path, architecture, tied=is_tied, **fields)
+    config = ModelConfig.from_directory(path)
+    native = native_for(config, dtype)
+    if native is None:
+        pytest.skip("no C++ compiler: engines compute by torch's code here")
+    weights = Weights.allocate(config, dtype, is_packed=True, quantization=quantization)
+    fill_from_directory(weights, path)
+    runner = ModelRunner(config, weights, num_blocks=32, block_tokens=4, native=native)
+    prompts = [[5, 80, 17], [*range(20, 29)], [7] * 6]
+    tables = [[3, 9], [1, 4, 2, 8], [30, 11, 12]]
+    for prompt, table in zip(prompts, tables, strict=True):
+        runner.step([Row(np.array(prompt, np.int32), 0, table, None)])
+    rows = [
+        Row(np.array([token], np.int32), len(prompt), table, RowSampling(each, 0, 1.0, 2**63, 5))
+        for token, prompt, table, each in zip(
+            (4, 5, 6), prompts, tables, (1.0, 0.0, 0.7), strict=True
+        )
+    ]
+    called: list[int] = []
+    decode = Layers.decode
+
+    def counted(layers: Layers, *given: Any) -> Any:
+        called.append(len(called))
+        return decode(layers, *given)
+
+    monkeypatch.setattr(Layers, "decode", counted)
+    columns = DecodeRows(rows)
+    for step in range(2):
+        by_rows = runner.step(list(columns))
+        assert len(called) == step
+        by_columns = runner.step(columns)
+        assert len(called) == step + 1
+        assert by_columns.token_ids.tolist() == by_rows.token_ids.tolist()
+        assert by_columns.logprobs.tobytes() == by_rows.logprobs.tobytes()
+        columns.advance(by_columns.token_ids)
 
 
 def test_samples_follow_the_reported_probabilities(model: Path, make_runner: MakeRunner) -> None:

@@ -116,11 +116,11 @@ def _check_columns(rows: DecodeRows) -> None:
     sampling = [row.sampling for row in rows if row.sampling is not None]
     assert len(sampling) == len(rows) > 0
     assert all(one.is_plain for one in sampling)
-    assert rows.temperatures.tolist() == [one.temperature for one in sampling]
-    assert rows.seeds.tolist() == [one.seed for one in sampling]
-    assert rows.draws.tolist() == [one.index for one in sampling]
-    assert rows.positions.tolist() == [row.start for row in rows]
-    assert [[token_id] for token_id in rows.token_ids.tolist()] == [
+    assert rows.columns.temperatures.tolist() == [one.temperature for one in sampling]
+    assert rows.columns.seeds.tolist() == [one.seed for one in sampling]
+    assert rows.columns.draws.tolist() == [one.index for one in sampling]
+    assert rows.columns.positions.tolist() == [row.start for row in rows]
+    assert [[token_id] for token_id in rows.columns.token_ids.tolist()] == [
         row.token_ids.tolist() for row in rows
     ]
     for table, row in zip(rows.block_tables, rows, strict=True):
