@@ -702,6 +702,14 @@ class Core:
         """
         return self.has_unmet_request or self.batch_requests > 0
 
+    def refuse_early_publish(self) -> None:
+        """Refuse a publish after part of the batches that the policy makes a version from.
+
+        Raises:
+            ConfigError: as :meth:`HandedBatches.refuse_early_publish`.
+        """
+        self.handed.refuse_early_publish(is_batch_requested=self._is_requested_ahead)
+
     def _on_published(self, event: ev.VersionPublished) -> list[ev.Command]:
         self.trainer_version = event.version
         self.handed.publish(
@@ -715,6 +723,7 @@ class Core:
 
     def _retract(self, version: int) -> list[ev.Command]:
         """Discard the groups with tokens of ``version`` or newer, and put their tasks back."""
+        self.handed.forget_rhythm()
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
         return self._release(self._discard_and_requeue_all(bad, "rolled_back"))
 

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.rollout import Rollout
@@ -97,6 +98,9 @@ class HandedBatches:
         """Whether a batch request was unmet at the newest publish."""
         self.has_lacked_tasks = False
         """Whether a batch request since the newest publish found no more tasks."""
+        self._has_rhythm = False
+        """Whether a publish has followed a batch. From then on a trainer with a fixed look-ahead
+        takes a whole number of versions' batches between two publishes."""
 
     @property
     def num_groups(self) -> int:
@@ -149,6 +153,27 @@ class HandedBatches:
         self.kept.append(batch)
         return self.count
 
+    def refuse_early_publish(self, *, is_batch_requested: bool) -> None:
+        """Refuse a publish that contradicts ``batches_per_version``: the batches that the trainer
+        holds would be trained under newer versions than they were counted for.
+
+        Raises:
+            ConfigError: after part of a version's batches.
+        """
+        taken = self.taken + is_batch_requested - self.is_requested_ahead
+        number = self._batches_per_version
+        if self._has_rhythm and not self.has_lacked_tasks and taken % number:
+            raise ConfigError(
+                f"a publish after {taken} batches, but the policy was told "
+                f"batches_per_version={number}; publish after each {number} batches (the last, "
+                f"after the tasks have ended, may be of fewer), or set the number that your "
+                f"trainer trains on before a publish"
+            )
+
+    def forget_rhythm(self) -> None:
+        """Allow the next publish after any number of batches, because bad weights are replaced."""
+        self._has_rhythm = False
+
     def publish(
         self,
         version: int,
@@ -180,6 +205,7 @@ class HandedBatches:
             self.newest_version_batches = max(known, 1 + failed) + replaced
         uncounted = self.newest_version_batches - self.failed_publishes_counted
         self._count_trained(self.count if is_restored else uncounted, version)
+        self._has_rhythm = not is_restored and (self._has_rhythm or taken > 0)
         self.previous_taken = (
             0 if is_batch_requested or self.has_lacked_tasks else taken // (1 + failed)
         )

@@ -307,7 +307,16 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
     ) -> int:
         """As :meth:`AdapterHandle.publish`. The adapter's batches are held back until the version
-        is certain to succeed."""
+        is certain to succeed.
+
+        Raises:
+            ConfigError: after part of the batches that the policy makes a version from, too.
+        """
+
+        async def check(scheduler: Scheduler) -> None:
+            scheduler.core.of(self.name).refuse_early_publish()
+
+        await self._do(check)
         self._mark("train")
         try:
             return await super().publish(adapter, config=config)

@@ -364,6 +364,7 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
             WeightsRefused: names, shapes or dtypes don't fit the model; the old weights stay live.
             EngineLagging: an engine did not receive the weights in time.
             PublishDropped: a newer publish replaced this one, and writing its weights failed.
+            ConfigError: after part of the batches that the policy makes a version from.
         """
         return await self._publish(WeightPublish(self._running, state_dict, wait, partial=partial))
 

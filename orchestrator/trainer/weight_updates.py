@@ -92,8 +92,11 @@ class WeightPublish:
 
         Raises:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`EngineControl.publish`.
+            ConfigError: after part of the batches that the policy makes a version from.
         """
         _refuse_under_adapters(scheduler.engines.adapters.in_use)
+        if self._first_bad is None:
+            scheduler.core.refuse_early_publish()
         control = scheduler.control
         has_deltas = bool(self._run.settings.weights.weight_deltas) and self._change is replace_all
         reserved = await control.reserve(

@@ -14,6 +14,7 @@ import pytest
 import tidegate
 from tests.models import make_model_directory
 from tests.orchestrator.core.driver import Driver
+from tidegate.errors import ConfigError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.state import digest, load, save
@@ -119,6 +120,29 @@ def test_all_batches_of_a_version_are_trained_at_it_and_are_young_enough(
             driver.publish_and_swap()
     assert driver.refused == []
     assert driver.core.discarded_rollouts["stale"] == 0
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 4])
+def test_a_publish_after_part_of_a_versions_batches_is_refused(look_ahead: int) -> None:
+    policy = BoundedStaleness(max_staleness=4, groups_per_batch=2, batches_per_version=3)
+    driver = Driver(policy=policy)
+    driver.join("a")
+    for _ in range(look_ahead):
+        ask(driver, 2)
+    for taken in (3, 3, 1, 1, 1):
+        for _ in range(taken):
+            ask(driver, 2)
+        if driver.core.handed.taken < 3:
+            match = rf"after {driver.core.handed.taken} batches.*batches_per_version=3"
+            with pytest.raises(ConfigError, match=match):
+                driver.core.refuse_early_publish()
+        else:
+            driver.core.refuse_early_publish()
+            driver.publish_and_swap()
+    driver.core.refuse_early_publish()  # the same weights again
+    ask(driver, 2)
+    driver.core.handed.on_tasks_ended()
+    driver.core.refuse_early_publish()  # the last version may be of fewer batches
 
 
 def test_a_straggler_that_ends_between_two_batches_of_a_version_is_trained_at_that_version() -> (

@@ -20,6 +20,7 @@ from tests.models import make_model_directory
 from tidegate.errors import ConfigError, RunClosed, TidegateError, TurnRefused
 from tidegate.observability.dashboard.dashboard import URL_FILE
 from tidegate.orchestrator.trainer import run as run_module
+from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.staleness import StalenessPolicy
 
 pytestmark = pytest.mark.wire
@@ -51,6 +52,26 @@ async def one_turn(episode: tidegate.Episode, task: int) -> float:
     episode.append([10 + task % 40, 11, 12])
     await episode.generate(max_tokens=4)
     return 1.0
+
+
+async def test_a_publish_after_part_of_a_versions_batches_is_refused_and_later_ones_are_not(
+    model: Path,
+) -> None:
+    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2, batches_per_version=2)
+    weights = load_file(model / "model.safetensors")
+    async with tidegate.serve(
+        model=model, engines=1, group_size=1, max_running_turns=8, staleness_policy=policy
+    ) as rollouts:
+        taken = 0
+        async for _ in rollouts.batches(range(14), episode=one_turn):
+            taken += 1
+            if taken == 3:
+                with pytest.raises(ConfigError, match=r"after 1 batches.*batches_per_version=2"):
+                    await rollouts.publish(weights)
+            elif taken % 2 == 0:
+                assert await rollouts.publish(weights) == taken // 2
+        assert taken == 7
+        assert await rollouts.publish(weights) == 4  # the last version, of one batch
 
 
 # ---------------------------------------------------------------- settings
