@@ -99,6 +99,31 @@ def engine_table(rows: Rows) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def adapters_table(rows: Rows) -> Iterator[str]:
+    """Yield a line per server and number of turns at once: medians of the rounds' ratios, with the
+    lowest and highest."""
+    yield (
+        "| server, turns at once | tokens/s over whole answers | over streamed ones | "
+        "server's CPU time over whole answers | over streamed ones |"
+    )
+    yield "|---|--:|--:|--:|--:|"
+    cases: dict[str, list[str]] = {}
+    case = ""
+    for index, row in enumerate(rows):
+        name, after = row["name"], rows[index + 1 : index + 3]
+        if " answers directly, " in name:
+            case = f"{name.split()[0]}, {name.split()[-3]}"
+            bounds = [each["value"] for each in after]
+        elif name.startswith("  CPU s of the server, through"):
+            bounds = [after[0]["value"], after[0]["peer"]]
+        else:
+            continue
+        low, high = bounds
+        cases.setdefault(case, []).append(f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})")
+    for case, cells in cases.items():
+        yield f"| {case} | {' | '.join(cells)} |"
+
+
 def scheduling_table(rows: Rows) -> Iterator[str]:
     """Yield the efficiency of each policy by workload, with kept turns, at η = 4 or the closest η
     measured."""
@@ -284,6 +309,18 @@ SOURCES = (
         "beside that peer. A stall is the longest step while a\nversion is staged and swapped, "
         "less the usual one.",
         table=engine_table,
+    ),
+    Source(
+        title="Servers driven by an adapter",
+        file="adapters.jsonl",
+        command="python -m benchmarks.adapters --json",
+        recorded="2026-11-28",
+        note="A run over a server beside requests sent to it directly, in rounds of equal turns. "
+        "The run's stream interval is 16 tokens.\nvLLM 0.32.0's CPU build, the small model: 5 "
+        "rounds of 64 turns, 16 at once, on a quiet machine; 3 rounds of 256, 64 at once,\nunder "
+        "load. The engine takes as many steps either way, so tokens/s that differ show "
+        "the machine's load.",
+        table=adapters_table,
     ),
     Source(
         title="Scheduling policies",
