@@ -307,7 +307,8 @@ SOURCES = (
         note="Over the wire, log-probs and prefill included. Peers: `transformers` (continuous "
         "batching; static batches),\nllama.cpp, and vLLM's CPU build; each ratio is of the run "
         "beside that peer. A stall is the longest step while a\nversion is staged and swapped, "
-        "less the usual one.",
+        "less the usual one. `tiny`: recorded on 2026-11-28, on two cores of an Intel Xeon with\n"
+        "AVX-512 and no bfloat16 instructions, of about half the speed.",
         table=engine_table,
     ),
     Source(
@@ -316,10 +317,11 @@ SOURCES = (
         command="python -m benchmarks.adapters --json",
         recorded="2026-11-28",
         note="A run over a server beside requests sent to it directly, in rounds of equal turns. "
-        "The run's stream interval is 16 tokens.\nvLLM 0.32.0's CPU build, the small model: 5 "
-        "rounds of 64 turns, 16 at once, on a quiet machine; 3 rounds of 256, 64 at once,\nunder "
-        "load. The engine takes as many steps either way, so tokens/s that differ show "
-        "the machine's load.",
+        "The run's stream interval is 16 tokens.\nTwo cores of an Intel Xeon with AVX-512. vLLM "
+        "0.32.0's CPU build, the small model: 5 rounds of 64 turns, 16 at once, on a quiet\n"
+        "machine; 3 rounds of 256, 64 at once, under load. Its engine takes as many steps either "
+        "way, so tokens/s that differ show the\nmachine's load. SGLang 0.5.23 without CUDA, the "
+        "tiny model: 3 rounds of 64 and of 128 turns, quiet.",
         table=adapters_table,
     ),
     Source(
