@@ -86,6 +86,7 @@ NAMES_OF_OPTIONS = {
     "vllm": ("--model", "--max-num-seqs"),
     "sglang": ("--model-path", "--max-running-requests"),
 }
+"""Options that name the model, and the number of turns at once."""
 
 BODIES: dict[str, tuple[str, Callable[[Request, str], dict[str, Any]]]] = {
     "vllm": (
@@ -216,7 +217,8 @@ def started(kind: str, model: Path, concurrent: int) -> Iterator[tuple[str, int]
             wait_for(server, f"http://127.0.0.1:{port}/health", log)
             yield f"{kind}+http://127.0.0.1:{port}", server.pid
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(server.pid, signal.SIGTERM)
             server.wait(30)
 
 

@@ -225,7 +225,8 @@ class CoarseSimulatedEngine:
         self._send_tokens(counts, dict.fromkeys(ended, LENGTH))
 
     def _send_tokens(self, counts: list[int], ended: dict[int, int]) -> None:
-        """Send so many tokens of each running turn, and the finish codes of the ``ended`` turns."""
+        """Send ``counts[i]`` tokens of the i-th running turn, and the ``ended`` turns' finish
+        codes."""
         seq = self._window.next_seq()
         column = ZEROS[: TOKEN_BYTES * sum(counts)]
         message = Step(

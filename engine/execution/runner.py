@@ -90,8 +90,8 @@ class Row:
 class DecodeRows(Sequence[Row]):
     """Rows that all decode one token with a temperature as their only option, also as columns.
 
-    The columns follow the rows from step to step, so that neither scheduler nor runner has work per
-    row. The rows are brought up to date when they are read.
+    The columns follow the rows from step to step, so that a runner need not read each row. The rows
+    are brought up to date when they are read.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -212,7 +212,7 @@ def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
 
 
 def decode_sizes(rows: int, kind: int) -> RowSizes:
-    """Return ``sizes_of`` as many :class:`DecodeRows`, all of one kind."""
+    """Return the sizes of a step of this many :class:`DecodeRows`, all of one kind."""
     return RowSizes([kind] * rows, [1] * rows, [True] * rows, [0] * rows, [""] * rows)
 
 
@@ -389,7 +389,8 @@ class ModelRunner:
         return DensePlan(layers, torch.from_numpy(positions), torch.from_numpy(tables))
 
     def _dense_layers(self) -> Layers | None:
-        """Return the live weights' layers as one compiled call; None if there is none."""
+        """Return the live weights' layers as one compiled call; None if no compiled code can run
+        all of them."""
         if self._dense_of is not self.weights:
             self._dense_of, self._dense = self.weights, None
             if self._native is not None:

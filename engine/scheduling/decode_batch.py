@@ -1,4 +1,4 @@
-"""Turns that decode together step after step, without work per turn in the steps between.
+"""Turns that decode together step after step, with little work per turn and step.
 
 The scheduler makes a :class:`DecodeBatch` when two successive steps decode the same turns, and
 drops it when a step differs. Corresponds to vLLM's persistent batch. The sequences stay up to date

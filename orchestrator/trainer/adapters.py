@@ -306,8 +306,8 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
     async def publish(
         self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
     ) -> int:
-        """As :meth:`AdapterHandle.publish`. The adapter's batches are held back until the version
-        is certain to succeed.
+        """Publish the adapter's next version, as :meth:`AdapterHandle.publish`. Its batches are
+        held back until the version is certain to succeed.
 
         Raises:
             ConfigError: after part of the batches that the policy makes a version from, too.
