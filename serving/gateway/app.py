@@ -69,8 +69,18 @@ BODY_BYTES_MAX = 16 * 1024 * 1024
 
 def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
     """Make the application, behind its access guard."""
+
+    def shows_key(headers: Headers) -> bool:
+        return gateway.is_authorized(headers.key)
+
+    policy = AccessPolicy(gateway.host, gateway.allowed_hosts, shows_key)
+    return api_app(gateway_routes(gateway), OpenAIErrors(), policy)
+
+
+def gateway_routes(gateway: "GatewaySessions") -> list[ApiRoute]:
+    """Return the paths; the handlers of all but ``/health`` refuse requests without a key."""
     handlers, anthropic = _Handlers(gateway), AnthropicErrors()
-    routes = [
+    return [
         ApiRoute("POST", "/v1/chat/completions", handlers.chat),
         ApiRoute("POST", "/v1/completions", handlers.complete),
         ApiRoute("POST", "/v1/responses", handlers.respond),
@@ -85,12 +95,6 @@ def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
         ApiRoute("GET", "/v1/models", handlers.models),
         ApiRoute("GET", "/health", handlers.health),
     ]
-
-    def shows_key(headers: Headers) -> bool:
-        return gateway.is_authorized(headers.key)
-
-    policy = AccessPolicy(gateway.host, gateway.allowed_hosts, shows_key)
-    return api_app(routes, OpenAIErrors(), policy)
 
 
 class _Handlers:

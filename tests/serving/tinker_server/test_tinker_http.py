@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 import tidegate
@@ -40,6 +41,15 @@ def bob(server: tidegate.TinkerServer) -> Iterator[Tenant]:
     tenant = Tenant(server.url, "tml-bob")
     with tenant.http:
         yield tenant
+
+
+def test_every_path_but_healthz_wants_a_key(server: tidegate.TinkerServer) -> None:
+    from tidegate.serving.tinker.app import PATHS
+
+    with httpx.Client(base_url=server.url) as stranger:
+        answers = {one.path: stranger.request(one.method, one.path) for one in PATHS}
+    refused = {path for path, answer in answers.items() if answer.status_code == 401}
+    assert answers.keys() - refused == {"/api/v1/healthz"}
 
 
 def test_requests_sent_out_of_order_or_again_are_carried_out_once_in_order(

@@ -106,6 +106,23 @@ def test_keys_open_what_they_are_for(model: Path) -> None:
         assert [status("/resume", shown) for shown in ("", key, token)] == [401, 401, 200]
 
 
+@pytest.mark.parametrize("needs_control_token", [True, False])
+def test_every_path_but_the_listed_ones_wants_a_key(model: Path, needs_control_token: bool) -> None:
+    with (
+        tidegate.vllm_server(
+            model=model, api_key="the-key", needs_control_token=needs_control_token
+        ) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as stranger,
+    ):
+        answers = {one.path: stranger.request(one.method, one.path) for one in PATHS}
+        open_paths = {path for path, answer in answers.items() if answer.status_code != 401}
+        assert open_paths == {"/health", "/ping", "/liveness", "/metrics"}
+        stranger.headers["Authorization"] = "Bearer the-key"
+        assert stranger.get("/server_info").status_code == 200
+        status = stranger.post("/resume").status_code
+        assert status == (401 if needs_control_token else 200)
+
+
 def test_without_a_control_token_trainers_that_know_none_are_served(model: Path) -> None:
     with tidegate.vllm_server(model=model, needs_control_token=False) as server:
         assert server.control_token is None
