@@ -151,11 +151,11 @@ class ChatTemplate:
             for frame, line in traceback.walk_tb(error.__traceback__)
             if frame.f_code.co_filename == "<template>"
         ]
-        source = self.source.splitlines()
-        if not lines or not 0 < lines[-1] <= len(source):
+        if not lines:
             return ""
-        text = source[lines[-1] - 1].strip()
-        return f", in line {lines[-1]} of the template: {text[:LINE_SHOWN_MAX]}"
+        line = self._template.get_corresponding_lineno(lines[-1])
+        text = self.source.splitlines()[line - 1].strip()
+        return f", in line {line} of the template: {text[:LINE_SHOWN_MAX]}"
 
     def _find_end_of_turn(self) -> str:
         """Return the text after an assistant's message, such as ``<|im_end|>\\n``."""
@@ -248,9 +248,18 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, whose errors keep the traceback of the compiled template."""
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise the error that is being handled. Jinja would rewrite its traceback, whose frames
+        then refer to each other, and to the messages, until the garbage collector runs."""
+        raise
+
+
 def _environment(now: datetime.datetime) -> ImmutableSandboxedEnvironment:
     """Make the Jinja environment that ``transformers`` gives to templates."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
