@@ -26,7 +26,8 @@ def cycles_found() -> Iterator[list[str]]:
 
 
 def _own_name(left: object) -> str:
-    is_frame = isinstance(left, types.FrameType)
-    module = left.f_globals["__name__"] if is_frame else type(left).__module__
-    name = left.f_code.co_qualname if is_frame else type(left).__qualname__
+    if isinstance(left, types.FrameType):
+        module, name = left.f_globals["__name__"], left.f_code.co_qualname
+    else:
+        module, name = type(left).__module__, type(left).__qualname__
     return name if str(module).partition(".")[0] == "tidegate" else ""
