@@ -242,6 +242,11 @@ def test_a_key_on_the_command_line_is_refused() -> None:
         ),
         ("/v1/chat/completions", {"messages": [{}] * (MESSAGES_MAX + 1)}, "messages"),
         (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{"x": "y" * 2**20}]},
+            "tools",
+        ),
+        (
             "/inference/v1/generate",
             {"token_ids": [5], "sampling_params": {"logprobs": 20, "n": 1024}},
             "logprobs",
