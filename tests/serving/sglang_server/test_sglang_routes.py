@@ -184,7 +184,7 @@ class Reduced:
 
 def hostile_storages() -> Iterator[tuple["Reduced", str]]:
     """Storages by value that ``torch.load`` would read, or take much memory for."""
-    good = torch.ones(3)._typed_storage().__reduce__()[1][0]
+    good = torch.ones(3)._typed_storage().__reduce__()[1][0]  # type: ignore[no-untyped-call]
     compressed = io.BytesIO()
     torch.save(torch.ones(3), compressed)
     for data, why in (
