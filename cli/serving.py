@@ -118,10 +118,11 @@ def serve(
 ) -> None:
     """Serve a model by vLLM's HTTP API, with weight updates and pauses, until Ctrl-C.
 
-    Keys are not accepted on the command line, which `ps` shows. Paths under /v1 require the key in
-    TIDEGATE_SERVER_KEY, or in the private file that TIDEGATE_SERVER_KEY_FILE names. Paths that
-    pause engines or change weights require the token in TIDEGATE_CONTROL_TOKEN, or in the file that
-    TIDEGATE_CONTROL_TOKEN_FILE names; without either, a token is generated and printed.
+    Keys are not accepted on the command line, which `ps` shows. All paths but probes and metrics
+    require the key in TIDEGATE_SERVER_KEY, or in the private file that TIDEGATE_SERVER_KEY_FILE
+    names, if either is set. Paths that pause engines or change weights require the token in
+    TIDEGATE_CONTROL_TOKEN, or in the file that TIDEGATE_CONTROL_TOKEN_FILE names; without either, a
+    token is generated and printed.
     """
     from tidegate import vllm_server
 

@@ -8,9 +8,7 @@ network. Passed to :class:`~tidegate.environments.sandboxes.Sandboxes`.
 
 import asyncio
 import contextlib
-import errno
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -237,7 +235,6 @@ async def start_sandbox(
     limits: SandboxLimits,
     *,
     variables: Mapping[str, str],
-    descriptors: Sequence[int] = (),
     kill: Sequence[str] = (),
 ) -> LocalSandbox:
     """Start a command that becomes a sandbox's init, and wait until it is ready.
@@ -256,7 +253,6 @@ async def start_sandbox(
                 stderr=stderr,
                 env=dict(variables),
                 cwd="/",
-                pass_fds=descriptors,
                 start_new_session=True,
             )
         except OSError as error:
@@ -324,13 +320,10 @@ class Bubblewrap:
                 "(apt-get install bubblewrap, dnf install bubblewrap), or use Containers()"
             )
         python = self._python or default_python()
-        filter_end = _seccomp_filter()
         command = [
             *_as_nobody(),
             bwrap,
             *_namespaces(limits, self._shown(python)),
-            "--seccomp",
-            str(filter_end),
             "--",
             *init_command(python, limits, processes=limits.processes),
         ]
@@ -343,16 +336,12 @@ class Bubblewrap:
             **self._variables,
         }
         try:
-            return await start_sandbox(
-                command, limits, variables=variables, descriptors=[filter_end]
-            )
+            return await start_sandbox(command, limits, variables=variables)
         except SandboxLost as lost:
             hint = _why_not()
             if hint is None:
                 raise
             raise SandboxUnavailable(f"bubblewrap can't start a sandbox: {lost}. {hint}") from lost
-        finally:
-            os.close(filter_end)
 
     def _shown(self, python: str) -> list[str]:
         """Return the host paths to show beside /usr: installations, and those asked for."""
@@ -463,72 +452,6 @@ def _number_in(path: str) -> int | None:
         return int(Path(path).read_text())
     except (OSError, ValueError):
         return None
-
-
-AUDIT_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""From <linux/audit.h>."""
-
-X32_BIT = 0x40000000
-"""System calls of the x32 ABI have this bit, and would evade the numbers below."""
-
-FORBIDDEN_CALLS = {
-    "x86_64": {
-        "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "semget": 64, "msgget": 68,
-        "keyctl": 250, "add_key": 248, "request_key": 249, "bpf": 321, "perf_event_open": 298,
-        "userfaultfd": 323, "io_uring_setup": 425,
-    },
-    "aarch64": {
-        "memfd_create": 279, "memfd_secret": 447, "shmget": 194, "semget": 190, "msgget": 186,
-        "keyctl": 219, "add_key": 217, "request_key": 218, "bpf": 280, "perf_event_open": 241,
-        "userfaultfd": 282, "io_uring_setup": 425,
-    },
-}  # fmt: skip
-"""Calls that give memory which no limit counts, or that programs need least and kernel exploits
-most. They fail with EPERM."""
-
-LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-"""Classic BPF opcodes, from <linux/bpf_common.h>: 32-bit load, two jumps, return."""
-
-NUMBER_OFFSET, ARCH_OFFSET = 0, 4
-"""Offsets in struct seccomp_data."""
-
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-"""SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with EPERM."""
-
-
-def seccomp_program(machine: str) -> bytes:
-    """Return a seccomp filter that refuses :data:`FORBIDDEN_CALLS` and calls of other ABIs.
-
-    Raises:
-        SandboxUnavailable: the machine's system call numbers are not known here.
-    """
-    if machine not in FORBIDDEN_CALLS:
-        raise SandboxUnavailable(
-            f"bubblewrap's sandboxes run on x86_64 and aarch64, this machine is {machine}; "
-            "use Containers()"
-        )
-    numbers = sorted(FORBIDDEN_CALLS[machine].values())
-    refuse_at = 4 + len(numbers) + 1
-    # Each instruction: opcode, instructions to skip if true, if false, operand.
-    program = [
-        (LOAD, 0, 0, ARCH_OFFSET),
-        (JUMP_IF_EQUAL, 0, refuse_at - 2, AUDIT_ARCHES[machine]),
-        (LOAD, 0, 0, NUMBER_OFFSET),
-        (JUMP_IF_AT_LEAST, refuse_at - 4, 0, X32_BIT),
-    ]
-    for number in numbers:
-        program.append((JUMP_IF_EQUAL, refuse_at - len(program) - 1, 0, number))
-    program += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-
-
-def _seccomp_filter() -> int:
-    """Return a descriptor from which bubblewrap reads the filter."""
-    program = seccomp_program(platform.machine())
-    reader, writer = os.pipe()
-    os.write(writer, program)
-    os.close(writer)
-    return reader
 
 
 # ---------------------------------------------------------------- containers

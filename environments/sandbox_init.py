@@ -14,13 +14,15 @@ is a u32 number of fields, then each field's u32 length and bytes (big-endian):
     run WALL_S STDIN ARGUMENT...  ->  ok ENDED_BY EXIT_STATUS WALL_S CPU_S STDOUT STDERR
 
 Programs can't stop this process: the kernel drops signals from within a PID namespace to its pid 1,
-and as it is not dumpable, they can neither trace it nor open its descriptors. When a program ends,
+as it is not dumpable, they can neither trace it nor open its descriptors, and a seccomp filter
+refuses the calls by which they could change its limits or its scheduling. When a program ends,
 ``kill(-1)`` ends all processes that it left behind. When the host closes the connection, this
 process exits and the kernel ends the namespace.
 """
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import select
@@ -41,8 +43,62 @@ BYTES_PER_FILE_MIN = 4096
 """An empty file counts as this much disk space, because inodes are kernel memory too."""
 
 CHUNK_BYTES = 65536
-PR_SET_DUMPABLE = 4
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 """From <linux/prctl.h>."""
+
+SECCOMP_MODE_FILTER = 2
+"""From <linux/seccomp.h>."""
+
+AUDIT_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""From <linux/audit.h>."""
+
+X32_BIT = 0x40000000
+"""System calls of the x32 ABI have this bit, and would evade the numbers below."""
+
+CALLS_ON_PROCESSES = {
+    "x86_64": {
+        "prlimit64": (302, 0), "sched_setaffinity": (203, 0), "sched_setscheduler": (144, 0),
+        "sched_setparam": (142, 0), "sched_setattr": (314, 0), "setpriority": (141, 1),
+        "ioprio_set": (251, 1),
+    },
+    "aarch64": {
+        "prlimit64": (261, 0), "sched_setaffinity": (122, 0), "sched_setscheduler": (119, 0),
+        "sched_setparam": (118, 0), "sched_setattr": (274, 0), "setpriority": (140, 1),
+        "ioprio_set": (30, 1),
+    },
+}  # fmt: skip
+"""Calls by which a process changes another of its user, with the index of the argument that names
+that process. They fail with EPERM for pid 1."""
+
+FORBIDDEN_CALLS = {
+    "x86_64": {
+        "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "semget": 64, "msgget": 68,
+        "keyctl": 250, "add_key": 248, "request_key": 249, "bpf": 321, "perf_event_open": 298,
+        "userfaultfd": 323, "io_uring_setup": 425,
+    },
+    "aarch64": {
+        "memfd_create": 279, "memfd_secret": 447, "shmget": 194, "semget": 190, "msgget": 186,
+        "keyctl": 219, "add_key": 217, "request_key": 218, "bpf": 280, "perf_event_open": 241,
+        "userfaultfd": 282, "io_uring_setup": 425,
+    },
+}  # fmt: skip
+"""Calls that give memory which no limit counts, or that programs need least and kernel exploits
+most. They fail with EPERM, except in containers, whose runtime has a filter and a cgroup."""
+
+SOCKET_CALL = {"x86_64": 41, "aarch64": 198}
+
+ADDRESS_FAMILIES = (1, 2, 10, 16)
+"""Families of sockets outside containers: AF_UNIX, AF_INET, AF_INET6, AF_NETLINK. A network
+namespace does not contain others, such as AF_VSOCK, which reaches a virtual machine's host."""
+
+LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+"""Classic BPF opcodes, from <linux/bpf_common.h>: 32-bit load, two jumps, return."""
+
+NUMBER_OFFSET, ARCH_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
+"""Offsets in struct seccomp_data; an argument has 8 bytes, its lower half first."""
+
+ALLOW, REFUSE = (RETURN, 0, 0, 0x7FFF0000), (RETURN, 0, 0, 0x00050000 | errno.EPERM)
+"""Instructions that return SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with EPERM."""
 
 
 class HostGone(Exception):
@@ -364,10 +420,65 @@ def serve(connection: Connection, limits: ProgramLimits) -> None:
             else:
                 program = SandboxedProgram(limits, connection.source, fields[1], fields[2:])
                 connection.send(b"ok", *program.run_to_end(float(fields[0])))
-        except OSError as error:
+        except HostGone:
+            raise
+        except Exception as error:  # a name with a NUL, or of more levels than Python recurses
             if kind == b"run":
                 raise
-            connection.send(b"file_error", str(error).encode())
+            message = str(error) or repr(error)
+            connection.send(b"file_error", message.encode(errors="replace"))
+
+
+def seccomp_program(machine: str, *, is_container: bool) -> bytes:
+    """Return a seccomp filter: it refuses calls of other ABIs and ``CALLS_ON_PROCESSES`` on pid 1,
+    and unless the container's runtime has a filter, ``FORBIDDEN_CALLS`` and other sockets."""
+    # Each instruction: opcode, instructions to skip if true, if false, operand.
+    program = [
+        (LOAD, 0, 0, ARCH_OFFSET),
+        (JUMP_IF_EQUAL, 1, 0, AUDIT_ARCHES[machine]),
+        REFUSE,
+        (LOAD, 0, 0, NUMBER_OFFSET),
+        (JUMP_IF_AT_LEAST, 0, 1, X32_BIT),
+        REFUSE,
+    ]
+    for number, argument in CALLS_ON_PROCESSES[machine].values():
+        load = (LOAD, 0, 0, ARGUMENTS_OFFSET + 8 * argument)
+        program += [(JUMP_IF_EQUAL, 0, 4, number), load, (JUMP_IF_EQUAL, 0, 1, 1), REFUSE, ALLOW]
+    if is_container:
+        return _encoded([*program, ALLOW])
+    for number in FORBIDDEN_CALLS[machine].values():
+        program += [(JUMP_IF_EQUAL, 0, 1, number), REFUSE]
+    count = len(ADDRESS_FAMILIES)
+    program += [(JUMP_IF_EQUAL, 0, count + 3, SOCKET_CALL[machine]), (LOAD, 0, 0, ARGUMENTS_OFFSET)]
+    for place, family in enumerate(ADDRESS_FAMILIES):
+        program.append((JUMP_IF_EQUAL, count - place, 0, family))
+    return _encoded([*program, REFUSE, ALLOW, ALLOW])
+
+
+def _encoded(program: list[tuple[int, int, int, int]]) -> bytes:
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+class _FilterProgram(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def _protect(limits: ProgramLimits) -> None:
+    """Keep programs from tracing or changing this process, whose children inherit the filter."""
+    prctl, machine = ctypes.CDLL(None, use_errno=True).prctl, os.uname().machine
+    if machine not in AUDIT_ARCHES:
+        sys.exit(f"sandboxes run on {' and '.join(AUDIT_ARCHES)}, and this machine is {machine}")
+    instructions = seccomp_program(machine, is_container=not limits.processes)
+    program = _FilterProgram(len(instructions) // 8, instructions)
+    for call in (
+        (PR_SET_DUMPABLE, 0, 0, 0, 0),
+        (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+        (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0),
+    ):
+        if prctl(*call):
+            sys.exit(f"prctl({call[0]}) failed: {os.strerror(ctypes.get_errno())}")
 
 
 def main() -> None:
@@ -375,9 +486,8 @@ def main() -> None:
     if os.getpid() != 1:
         sys.exit("the sandbox's init process must be pid 1 of a PID namespace of its own")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would let programs deliver it
-    if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
-        sys.exit("prctl(PR_SET_DUMPABLE) failed")
     limits = ProgramLimits(sys.argv[1:])
+    _protect(limits)
     if not os.access(limits.work, os.W_OK):
         sys.exit(f"{limits.work} is not writable: the image must not have such a directory")
     connection = Connection(os.dup(0), os.dup(1))

@@ -80,8 +80,7 @@ def _endpoint(handler: Handler, errors: ErrorForm) -> Callable[[HttpRequest], Aw
         except ClientDisconnect:
             return Response(status_code=499)  # nginx's status for a client that is gone; never read
         except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
-            failure = errors.answer_to(error)
-            return as_json(errors.body(failure), failure.status)
+            return as_json(*errors.answer(error))
         if answer is None:
             return Response()
         return answer if isinstance(answer, Response) else as_json(answer)

@@ -59,6 +59,16 @@ class UpdateError(ApiError):
 class ErrorForm:
     """Error form of one API: the status for each exception, and the JSON body."""
 
+    def answer(self, error: Exception) -> tuple[dict[str, Any], int]:
+        """Return body and status of the answer to an exception of a handler.
+
+        A handler must not hold what :meth:`answer_to` returns in a local variable: it may be the
+        exception itself, whose traceback refers to the handler's frame, and this cycle would keep
+        the request's body until the garbage collector runs.
+        """
+        failure = self.answer_to(error)
+        return self.body(failure), failure.status
+
     def answer_to(self, error: Exception) -> ApiError:
         """Return the answer to an exception of a handler; log one that no handler should raise."""
         answer = error if isinstance(error, ApiError) else self._expected(error)

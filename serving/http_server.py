@@ -16,10 +16,11 @@ import ipaddress
 import resource
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import uvicorn
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -65,6 +66,9 @@ BODY_IS_LARGE_BYTES = 32 * 1024
 
 MESSAGES_MAX = 16_384
 """Messages of one conversation: rendering each takes a chat template 15 us or more."""
+
+TOOLS_BYTES_MAX = 1024 * 1024
+"""Bytes of a conversation's tools as JSON. Clients send some kilobytes; 15 MiB took 40 s."""
 
 LARGE_WORK_THREADS = 2
 """Threads for large requests, of all servers of a process. More would take the interpreter from the
@@ -452,6 +456,17 @@ async def read_body(http: HttpRequest, *, bytes_max: int) -> bytes:
         if values > JSON_VALUES_MAX:
             raise ApiError(413, f"a body may have {JSON_VALUES_MAX} JSON values, got {values}")
     return body
+
+
+def refuse_large_chat(messages: Sequence[object], tools: Sequence[object] | None) -> None:
+    """Raise ApiError if a conversation has too many messages or too large tools."""
+    if len(messages) > MESSAGES_MAX:
+        why = f"a conversation has at most {MESSAGES_MAX} messages, got {len(messages)}"
+        raise ApiError(400, why, param="messages")
+    tools_bytes = len(msgspec.json.encode(tools)) if tools else 0
+    if tools_bytes > TOOLS_BYTES_MAX:
+        why = f"tools may have {TOOLS_BYTES_MAX} bytes as JSON, got {tools_bytes}; offer fewer"
+        raise ApiError(400, why, param="tools")
 
 
 # ---------------------------------------------------------------- clients that leave

@@ -8,8 +8,12 @@ dependency. A turn may sample one of its stop tokens exactly where the grammar i
 """
 
 import json
+import queue
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,6 +33,24 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+MASK_WALL_S = 0.25
+"""Seconds for the mask of one token. Most take 0.1 ms; ambiguous grammars of 40 KB take a minute,
+and llguidance's own limits do not cover that work."""
+
+MASKS_WALL_S = 1.0
+"""Seconds for all masks of a turn, beside ``MASK_MEAN_S`` for each of its tokens."""
+
+MASK_MEAN_S = 0.005
+
+INLINE_GRAMMAR_BYTES = 2048
+"""Size of a grammar up to which its masks are computed on the engine's loop: within llguidance's
+limits they take 70 ms at worst. Larger ones are computed in a thread, at 20 us per token."""
+
+GIVEN_UP_MAX = 2
+"""Computations that were given up and still run, beyond which the turns of large grammars are
+refused."""
+
+
 class _SchemaArguments(msgspec.Struct, forbid_unknown_fields=True):
     schema: dict[str, Any] | bool
 
@@ -42,6 +64,7 @@ class Grammars:
 
     def __init__(self) -> None:
         self._compiler = GrammarCompiler()
+        self._masks = MaskThread()
 
     def json_schema(self, arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
         """Make a processor that constrains the output to JSON that fits ``schema``."""
@@ -66,11 +89,14 @@ class Grammars:
 
     def _make_processor(self, text: str, setup: ProcessorSetup) -> TurnLogitsProcessor:
         compiled = self._compiler.compile(_vocabulary(setup), text)
-        return _GrammarProcessor(compiled.result(HELPER_START_S + COMPILE_WALL_S), setup)
+        matcher = compiled.result(HELPER_START_S + COMPILE_WALL_S)
+        is_small = len(text) <= INLINE_GRAMMAR_BYTES
+        return _GrammarProcessor(matcher, setup, None if is_small else self._masks)
 
     def close(self) -> None:
-        """Stop the compiling helper process."""
+        """Stop the compiling helper process, and the thread of masks."""
         self._compiler.close()
+        self._masks.close()
 
 
 def _schema_text(arguments: dict[str, Any]) -> str:
@@ -91,24 +117,116 @@ def _vocabulary(setup: ProcessorSetup) -> Vocabulary:
     return Vocabulary(setup.tokenizer.get(), setup.vocab_size, setup.stop_token_ids[0])
 
 
+class _Mask(NamedTuple):
+    """Tokens that a grammar allows next."""
+
+    bits: bytes
+    """One bit per token of the vocabulary."""
+    may_end: bool
+    """Whether the grammar is complete."""
+
+
+class MaskThread:
+    """Computes masks, one at a time, in a thread that is given up if one takes too long: nothing
+    can end it, but it runs without the GIL, and llguidance's limits end it within a minute."""
+
+    def __init__(self) -> None:
+        """Start nothing: the thread starts with the first mask."""
+        self._thread: threading.Thread | None = None
+        self._work: queue.SimpleQueue[Callable[[], _Mask] | None] = queue.SimpleQueue()
+        """Computation that the thread does next; None ends the thread."""
+        self._results: queue.SimpleQueue[_Mask | BaseException] = queue.SimpleQueue()
+        self._given_up: list[threading.Thread] = []
+
+    def compute(self, work: Callable[[], _Mask]) -> _Mask:
+        """Return what ``work`` returns.
+
+        Raises:
+            ValueError: it takes longer than ``MASK_WALL_S``, or too many others have.
+        """
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+        if len(self._given_up) >= GIVEN_UP_MAX:
+            raise ValueError(
+                f"{GIVEN_UP_MAX} grammars that took too long are still worked on; try again in a "
+                f"minute, or with a grammar of at most {INLINE_GRAMMAR_BYTES} bytes"
+            )
+        if self._thread is None:
+            self._work, self._results = queue.SimpleQueue(), queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=_work_off, args=(self._work, self._results), name="masks", daemon=True
+            )
+            self._thread.start()
+        self._work.put(work)
+        try:
+            result = self._results.get(timeout=MASK_WALL_S)
+        except queue.Empty:
+            self._given_up.append(self._thread)
+            self.close()
+            raise ValueError(
+                f"the allowed tokens were not found within {MASK_WALL_S:g} s: the grammar is too "
+                f"ambiguous; constrain less of the output"
+            ) from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Have the thread end once its computation has."""
+        self._work.put(None)
+        self._thread = None
+
+
+def _work_off(
+    tasks: "queue.SimpleQueue[Callable[[], _Mask] | None]",
+    results: "queue.SimpleQueue[_Mask | BaseException]",
+) -> None:
+    while (task := tasks.get()) is not None:
+        try:
+            results.put(task())
+        except BaseException as error:  # noqa: BLE001 - a library's panic is no Exception
+            results.put(error)
+
+
 class _GrammarProcessor:
     """Grammar state of one turn."""
 
-    def __init__(self, compiled: "LLMatcher", setup: ProcessorSetup) -> None:
+    def __init__(
+        self, compiled: "LLMatcher", setup: ProcessorSetup, thread: MaskThread | None
+    ) -> None:
+        """``thread`` computes the masks; None: the caller's own."""
         self._matcher = compiled.deep_copy()
+        self._thread = thread
         self._stop_ids = torch.tensor(setup.stop_token_ids)
         self._eos_ids = torch.tensor(tokens_of(_vocabulary(setup)).eos_tokens)
         self._consumed_tokens = 0
         """Number of output tokens that the matcher has consumed."""
+        self._spent_s = 0.0
+        """Seconds that all masks have taken."""
 
     def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
-        matcher = self._matcher
-        matcher.consume_tokens(turn.output[self._consumed_tokens :].tolist())
+        began_s = time.monotonic()
+        new_tokens = turn.output[self._consumed_tokens :].tolist()
         self._consumed_tokens = len(turn.output)
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
+        if self._thread is None:
+            mask = self._mask_after(new_tokens)
+        else:
+            mask = self._thread.compute(lambda: self._mask_after(new_tokens))
+        self._spent_s += time.monotonic() - began_s
+        if self._spent_s > MASKS_WALL_S + MASK_MEAN_S * self._consumed_tokens:
+            raise ValueError(
+                f"finding the allowed tokens took {self._spent_s:.1f} s for "
+                f"{self._consumed_tokens} tokens; constrain less of the output"
+            )
+        bits = np.frombuffer(mask.bits, np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=len(logits), bitorder="little"))
         allowed[self._eos_ids] = 0  # the tokenizer's EOS tokens need not be the turn's stop tokens
-        allowed[self._stop_ids] = int(matcher.is_accepting())
+        allowed[self._stop_ids] = int(mask.may_end)
         logits.masked_fill_(allowed == 0, -torch.inf)
+
+    def _mask_after(self, new_tokens: list[int]) -> _Mask:
+        matcher = self._matcher
+        matcher.consume_tokens(new_tokens)
+        bits = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return _Mask(bits, matcher.is_accepting())

@@ -51,6 +51,10 @@ HELPER_START_S = 120.0
 """Seconds for the helper process to start and read a tokenizer. Reading 150,000 tokens takes a
 second; a machine with many processes per core takes a minute."""
 
+STEP_ITEMS_MAX = 10_000
+"""Parser items of one token's mask; each costs up to 0.1 ms with hundreds of ambiguous rules.
+Objects of 300 properties need 3,000."""
+
 LEXER_STATES_MAX = 50_000
 """States of one turn's lexer, at 1-2 KB each: 100 MB. llguidance's default allows 500 MB."""
 
@@ -294,7 +298,7 @@ class _SingleTokens:
 def _limits() -> "LLParserLimits":
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=LEXER_STATES_MAX)
+    return LLParserLimits(max_lexer_states=LEXER_STATES_MAX, step_max_items=STEP_ITEMS_MAX)
 
 
 def _compile_here(vocabulary: Vocabulary, text: str) -> "LLMatcher":
@@ -356,7 +360,10 @@ def _check(tokenizer: Tokenizer, request: _CompileRequest) -> str:
     tokens_of(vocabulary)  # cached, and outside the limits, which are for the grammar
     _limit_this_process()
     try:
-        _compile_here(vocabulary, request.text).deep_copy().compute_bitmask()
+        matcher = _compile_here(vocabulary, request.text).deep_copy()
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            return matcher.get_error()
     except Exception as error:  # noqa: BLE001 - any error must reach the engine
         return str(error) or repr(error)
     finally:

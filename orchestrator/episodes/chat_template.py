@@ -7,8 +7,10 @@ Built on jinja2 and ``tool_calls.py``.
 
 import datetime
 import json
+import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +33,15 @@ PLACEHOLDER = "tidegate-placeholder"
 
 LINE_SHOWN_MAX = 200
 """Characters of a template's line that an error shows."""
+
+RENDER_CPU_S = 1.0
+"""CPU seconds of one rendering: 16,384 messages take 0.25 s."""
+
+SLOW_RENDER_CPU_S = 0.05
+"""CPU seconds of a rendering from which on its template counts as slow."""
+
+PRODUCT_ITEMS_MAX = 1_000_000
+"""Characters or items of a text or list that a template multiplies, and bits of a power."""
 
 TEMPLATE_NAMES = ("default", "tool_use")
 """Names tried in this order in a directory with several templates."""
@@ -69,6 +80,10 @@ class ChatTemplate:
             ModelError: the source is not a template, or can't render a plain conversation.
         """
         environment = _environment(now)
+        self._clock = environment.clock
+        self.is_slow = False
+        """Whether a rendering has been slow, so that even short messages are better rendered off an
+        event loop."""
         self.source = source
         self.response_template = response_template
         self.is_harmony = is_harmony_template(source)
@@ -131,6 +146,7 @@ class ChatTemplate:
         Raises:
             ChatRefused: the template raised for these messages; the error says why.
         """
+        began_s = self._clock.start()
         try:
             return self._template.render(
                 messages=_with_thinking(messages) if self.is_harmony else messages,
@@ -143,6 +159,8 @@ class ChatTemplate:
         except Exception as error:  # the template's code may raise anything
             why = f"{type(error).__name__}: {error}{self._place_of(error)}"
             raise ChatRefused(f"the chat template refuses these messages: {why}") from error
+        finally:
+            self.is_slow |= time.thread_time() - began_s > SLOW_RENDER_CPU_S
 
     def _place_of(self, error: Exception) -> str:
         """Return the template's line that raised, which shows the field that it reads."""
@@ -151,11 +169,11 @@ class ChatTemplate:
             for frame, line in traceback.walk_tb(error.__traceback__)
             if frame.f_code.co_filename == "<template>"
         ]
-        source = self.source.splitlines()
-        if not lines or not 0 < lines[-1] <= len(source):
+        if not lines:
             return ""
-        text = source[lines[-1] - 1].strip()
-        return f", in line {lines[-1]} of the template: {text[:LINE_SHOWN_MAX]}"
+        line = self._template.get_corresponding_lineno(lines[-1])
+        text = self.source.splitlines()[line - 1].strip()
+        return f", in line {line} of the template: {text[:LINE_SHOWN_MAX]}"
 
     def _find_end_of_turn(self) -> str:
         """Return the text after an assistant's message, such as ``<|im_end|>\\n``."""
@@ -248,9 +266,82 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment(now: datetime.datetime) -> ImmutableSandboxedEnvironment:
+class _RenderClock(threading.local):
+    """CPU time at which the rendering that runs in this thread is over its limit."""
+
+    deadline_s = float("inf")
+
+    def start(self) -> float:
+        """Begin a rendering; return the thread's CPU time."""
+        now_s = time.thread_time()
+        self.deadline_s = now_s + RENDER_CPU_S
+        return now_s
+
+    def check(self) -> None:
+        """Raise TemplateError if the rendering is over its limit."""
+        if time.thread_time() > self.deadline_s:
+            raise jinja2.TemplateError(
+                f"rendering took more than {RENDER_CPU_S:g} s; send less, or correct the template"
+            )
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with limits on a rendering's time, and on what a template multiplies; errors
+    keep the traceback of the compiled template."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.clock = _RenderClock()
+        self.filters[_CHECKED] = self._checked
+
+    def call(self, *arguments: Any, **options: Any) -> Any:
+        """Call a function or macro for a template."""
+        self.clock.check()
+        return super().call(*arguments, **options)
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        """Multiply or raise to a power for a template."""
+        if operator == "**":
+            size = getattr(left, "bit_length", int)() * right if isinstance(right, int) else 0
+        else:
+            times, items = (left, right) if isinstance(left, int) else (right, left)
+            size = times * len(items) if isinstance(times, int) and hasattr(items, "__len__") else 0
+        if size > PRODUCT_ITEMS_MAX:
+            raise jinja2.TemplateError(f"{operator} may make {PRODUCT_ITEMS_MAX} items, got {size}")
+        return super().call_binop(context, operator, left, right)
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise the error that is being handled. Jinja would rewrite its traceback, whose frames
+        then refer to each other, and to the messages, until the garbage collector runs."""
+        raise
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Parse a template, and have each of its loops check the time."""
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(
+                loop.iter, _CHECKED, [], [], None, None, lineno=loop.lineno
+            )
+        tree.set_environment(self)
+        return tree
+
+    def _checked(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.clock.check()
+            yield item
+
+
+_CHECKED = "checked_by_tidegate"
+"""Filter of the items of every loop."""
+
+
+def _environment(now: datetime.datetime) -> _Environment:
     """Make the Jinja environment that ``transformers`` gives to templates."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],

@@ -65,6 +65,10 @@ class _Contained(Coroutine[Any, Any, Any]):
             if is_interrupt(exited):
                 raise
             raise ContainedExit(f"a task raised {exited!r}") from exited
+        finally:
+            # The error's traceback refers to this frame: without a reference back, the error and
+            # what its frames hold are freed at once, not by the garbage collector.
+            del error
 
     def close(self) -> None:
         """Forward to the coroutine."""

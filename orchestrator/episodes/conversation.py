@@ -300,6 +300,11 @@ class Conversation(Generic[Row]):
         )
         return await self.generate_from(prepared, options)
 
+    @property
+    def renders_slowly(self) -> bool:
+        """Whether even short messages are better rendered by :meth:`read_ahead`."""
+        return self._template.is_slow
+
     async def read_ahead(
         self,
         messages: object,

@@ -622,6 +622,7 @@ class Episode:
             if self._replay is not None:
                 self._stop_replay()
         self._is_over = True
+        self._conversation = None  # it refers to this episode: a cycle
         if self._pending_scores:
             self._cancel_scores()
 

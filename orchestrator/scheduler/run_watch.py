@@ -7,6 +7,7 @@ compared by ``telemetry/watchdog.py``; built on asyncio.
 """
 
 import asyncio
+import gc
 import logging
 import reprlib
 from collections.abc import Callable
@@ -34,8 +35,8 @@ TRAINER_TIME_FACTOR = 5.0
 """Factor of ``stuck_after_s`` for the trainer, because a train step may take minutes."""
 
 REFERENCED_SHARE = 0.75
-"""Share of ended episodes that may still be referenced, because some wait for the next garbage
-collection."""
+"""Share of ended episodes that may still be referenced: some by their last turns' tasks, and, in a
+user's reference cycles, by the next garbage collection."""
 
 _SHORT = reprlib.Repr()
 """Short repr of a task for log lines."""
@@ -152,12 +153,20 @@ class RunWatch:
             if self._watchdog.is_stuck("episode", rollout_id, None):
                 why = "it was abandoned at its timeout, but swallows CancelledError and continues"
                 self._watchdog.report("episode", rollout_id, why)
+        ended, name = self._leaks.ended, "episodes that have ended"
+        if not self._are_kept() or not self._watchdog.is_stuck("memory", name, None):
+            return
+        if all(stuck.kind != "memory" for stuck in self.stuck):
+            gc.collect()  # before the first report: cycles of users' code are no leak
+        if self._are_kept():
+            self._watchdog.report("memory", name, _describe_kept(self._num_kept(), len(ended)))
+
+    def _are_kept(self) -> bool:
         ended = self._leaks.ended
-        alive = sum(episode() is not None for episode in ended)
-        are_kept = len(ended) == ended.maxlen and alive > REFERENCED_SHARE * len(ended)
-        name = "episodes that have ended"
-        if are_kept and self._watchdog.is_stuck("memory", name, None):
-            self._watchdog.report("memory", name, _describe_kept(alive, len(ended)))
+        return len(ended) == ended.maxlen and self._num_kept() > REFERENCED_SHARE * len(ended)
+
+    def _num_kept(self) -> int:
+        return sum(episode() is not None for episode in self._leaks.ended)
 
     # ------------------------------------------------------------ the trainer
 

@@ -4,7 +4,6 @@ Constructed by :class:`Gateway`. Keys and sessions are checked in :mod:`sessions
 :mod:`completions` generates the answers, in the form of each API. Built on ``api_app.py``.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +50,10 @@ from tidegate.serving.gateway.requests import (
 )
 from tidegate.serving.gateway.response_bodies import generated_tokens
 from tidegate.serving.http_server import (
-    MESSAGES_MAX,
     AccessPolicy,
     Headers,
     off_loop,
+    refuse_large_chat,
     unless_gone,
 )
 from tidegate.serving.openai_requests import TokenizeRequest
@@ -69,8 +68,18 @@ BODY_BYTES_MAX = 16 * 1024 * 1024
 
 def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
     """Make the application, behind its access guard."""
+
+    def shows_key(headers: Headers) -> bool:
+        return gateway.is_authorized(headers.key)
+
+    policy = AccessPolicy(gateway.host, gateway.allowed_hosts, shows_key)
+    return api_app(gateway_routes(gateway), OpenAIErrors(), policy)
+
+
+def gateway_routes(gateway: "GatewaySessions") -> list[ApiRoute]:
+    """Return the paths; the handlers of all but ``/health`` refuse requests without a key."""
     handlers, anthropic = _Handlers(gateway), AnthropicErrors()
-    routes = [
+    return [
         ApiRoute("POST", "/v1/chat/completions", handlers.chat),
         ApiRoute("POST", "/v1/completions", handlers.complete),
         ApiRoute("POST", "/v1/responses", handlers.respond),
@@ -85,12 +94,6 @@ def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
         ApiRoute("GET", "/v1/models", handlers.models),
         ApiRoute("GET", "/health", handlers.health),
     ]
-
-    def shows_key(headers: Headers) -> bool:
-        return gateway.is_authorized(headers.key)
-
-    policy = AccessPolicy(gateway.host, gateway.allowed_hosts, shows_key)
-    return api_app(routes, OpenAIErrors(), policy)
 
 
 class _Handlers:
@@ -123,7 +126,7 @@ class _Handlers:
         """Answer ``POST /v1/messages/count_tokens``."""
         session = self._session(http)
         chat = decode_json(await _body(http), CountTokensRequest).chat()
-        _refuse_many(chat.messages)
+        refuse_large_chat(chat.messages, chat.offered_tools)
         ids = await self._prompt_tokens(
             http, session, chat.messages, chat.offered_tools, chat.rendering
         )
@@ -134,9 +137,9 @@ class _Handlers:
     ) -> Response:
         options, tools = generate_options(request), request.offered_tools
         rendering = request.rendering
-        _refuse_many(request.messages)
+        refuse_large_chat(request.messages, tools)
         conversation, cache = session.episode.conversation, EMPTY_CACHE
-        if is_large(http):
+        if is_large(http) or conversation.renders_slowly:
             ahead = conversation.read_ahead(request.messages, tools, rendering, in_thread=off_loop)
             cache = await unless_gone(http, ahead)
 
@@ -204,7 +207,7 @@ class _Handlers:
         session = self._session(http)
         request = decode_json(await _body(http), TokenizeRequest)
         if request.messages is not None:
-            _refuse_many(request.messages)
+            refuse_large_chat(request.messages, request.tools)
             ids = await self._prompt_tokens(
                 http, session, request.messages, request.tools, request.rendering
             )
@@ -220,8 +223,8 @@ class _Handlers:
         tools: list[dict[str, Any]] | None,
         rendering: ChatRendering,
     ) -> list[int]:
-        in_thread = off_loop if is_large(http) else None
         conversation = session.episode.conversation
+        in_thread = off_loop if is_large(http) or conversation.renders_slowly else None
         work = conversation.prompt_tokens(messages, tools, rendering, in_thread=in_thread)
         return await unless_gone(http, work)
 
@@ -275,9 +278,3 @@ class _Handlers:
 
 async def _body(http: HttpRequest) -> bytes:
     return await read_json_bytes(http, bytes_max=BODY_BYTES_MAX)
-
-
-def _refuse_many(messages: Sequence[object]) -> None:
-    if len(messages) > MESSAGES_MAX:
-        why = f"a conversation has at most {MESSAGES_MAX} messages, got {len(messages)}"
-        raise ApiError(400, why)

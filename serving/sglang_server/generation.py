@@ -306,14 +306,17 @@ async def _stream(
                 yield stream_event(content | {"index": index} if body.is_list else content)
         _count(parts, outputs)
     except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
-        failure = VllmErrors().answer_to(error)
-        kind = "invalid_request_error" if failure.status < 500 else "internal_error"
-        about = {"message": str(failure), "type": kind, "code": failure.status, "retryable": False}
-        yield stream_event({"error": about})
+        yield stream_event({"error": _stream_error(error)})
     finally:
         for output in outputs:
             output.begun.request.abort()
     yield DONE_EVENT
+
+
+def _stream_error(error: Exception) -> dict[str, Any]:
+    failure = VllmErrors().answer_to(error)
+    kind = "invalid_request_error" if failure.status < 500 else "internal_error"
+    return {"message": str(failure), "type": kind, "code": failure.status, "retryable": False}
 
 
 def _count(parts: ServerParts, outputs: Sequence[BegunOutput]) -> None:

@@ -10,9 +10,11 @@ import io
 import math
 import mmap
 import os
+import pickletools
 import re
 import threading
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from tidegate.serving.api_errors import UpdateError
@@ -30,6 +32,29 @@ PICKLE_BYTES_MAX = 144 * 2**20
 
 SHARED_FILE = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 """Names that torch gives to shared memory, which are files in ``/dev/shm``."""
+
+STORAGE_MAGIC = 0x1950A86A20F9469CFC6C
+"""Number that begins a storage in torch's legacy format."""
+
+STORAGE_OPERATIONS_MAX = 64
+"""Operations of one pickle of a storage; torch writes 7 to 30."""
+
+STORAGE_DTYPES = {
+    "torch BFloat16Storage": "bfloat16",
+    "torch BoolStorage": "bool",
+    "torch ByteStorage": "uint8",
+    "torch CharStorage": "int8",
+    "torch DoubleStorage": "float64",
+    "torch FloatStorage": "float32",
+    "torch HalfStorage": "float16",
+    "torch IntStorage": "int32",
+    "torch LongStorage": "int64",
+    "torch ShortStorage": "int16",
+}
+"""Dtypes by the kind of a storage."""
+
+DESCRIBED = ("BINUNICODE", "GLOBAL", "BININT", "BININT1", "BININT2", "LONG1")
+"""Operations that push the parts of a storage's description."""
 
 # ---------------------------------------------------------------- in pickles
 
@@ -91,11 +116,37 @@ class _Storage:
 
 
 def _stored_bytes(data: bytes) -> _Storage:
-    """Read a storage that torch wrote by value."""
+    """Read a storage that torch wrote by value in its legacy format: five pickles, a length and the
+    values. ``torch.load`` would take gigabytes for some of two megabytes."""
     import torch
 
-    storage: Any = torch.load(io.BytesIO(data), weights_only=True)
-    return _Storage(torch.tensor([], dtype=storage.dtype).set_(storage))
+    stream = io.BytesIO(data)
+    magic, _version, _machine, described, _keys = (_operations(stream) for _ in range(5))
+    if not magic or magic[1:2] != [("LONG1", STORAGE_MAGIC)]:
+        raise UnsafePickle("a storage by value must be in the form of torch's tensor.storage()")
+    match [argument for name, argument in described if name in DESCRIBED]:
+        case ["storage", str(kind), str(), "cpu", int(length)] if described[-2][0] == "BINPERSID":
+            dtype = getattr(torch, STORAGE_DTYPES.get(kind, ""), None)
+        case other:
+            raise UnsafePickle(f"a storage must be on the CPU, got {other!r:.200}")
+    if dtype is None:
+        raise UnsafePickle(f"{kind!r:.100} is not among {', '.join(STORAGE_DTYPES)}")
+    head = stream.read(8)
+    values = bytearray(stream.getbuffer()[stream.tell() :])
+    if head != length.to_bytes(8, "little") or len(values) != length * dtype.itemsize:
+        raise UnsafePickle(f"a storage of {length} {dtype} has {len(values)} bytes of values")
+    if not values:
+        return _Storage(torch.empty(0, dtype=dtype))
+    return _Storage(torch.frombuffer(values, dtype=dtype))
+
+
+def _operations(stream: io.BytesIO) -> list[tuple[str, Any]]:
+    """Read one of the short pickles of a storage, without carrying it out."""
+    found = pickletools.genops(stream)
+    operations = [(o.name, argument) for o, argument, _ in islice(found, STORAGE_OPERATIONS_MAX)]
+    if operations[-1][0] != "STOP":
+        raise UnsafePickle(f"a part of a storage has over {STORAGE_OPERATIONS_MAX} operations")
+    return operations
 
 
 def _shared_bytes(kind: object, manager: bytes, handle: bytes, size: int, *_: object) -> _Storage:

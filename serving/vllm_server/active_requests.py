@@ -76,6 +76,7 @@ class ActiveChoice:
             if self._generating is not None and not self._generating.done():
                 self._generating.cancel()
                 self._record(RunClosed("the run has ended"))
+            self._generating = None  # a failed task keeps its error
             self._end()
         return REWARD
 
@@ -86,6 +87,13 @@ class ActiveChoice:
         self.is_aborted = True
         if self._generating is not None:
             self._generating.cancel()
+
+    def take_error(self) -> Exception:
+        """Return the error, and keep it no longer: once raised, its traceback refers to frames that
+        hold the request, and the two would keep each other until the garbage collector runs."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
 
     def _record(self, error: BaseException | None) -> None:
         if error is None or self.is_aborted:
@@ -122,7 +130,7 @@ class ActiveRequest:
             await asyncio.wait(unended)
         for choice in self.choices:
             if choice.error is not None:
-                raise choice.error
+                raise choice.take_error()
 
     def abort(self) -> None:
         """End all choices with the tokens that they have."""

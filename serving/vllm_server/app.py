@@ -55,9 +55,6 @@ if TYPE_CHECKING:
 BODY_BYTES_MAX = 64 * 1024 * 1024
 """Bytes of one request's body: prompts of several million tokens, as JSON."""
 
-KEYED = ("/v1", "/generate")
-"""Beginnings of the paths that need the API key: vLLM's, and SGLang's that generates."""
-
 TOKEN_ID_MAX = 2**32 - 1
 """Largest token id that a tokenizer can be asked for at all."""
 
@@ -113,17 +110,21 @@ class Path:
     is_control: bool = False
     """Whether the path needs the control token, because it stops engines, changes weights or ends
     others' requests."""
+    is_open: bool = False
+    """Whether the path needs no key, because probes and Prometheus send none."""
 
 
 PATHS: list[Path] = []
 """All paths of the server, in the order of their handlers."""
 
 
-def on(method: str, path: str, *, is_control: bool = False) -> Callable[[Handle], Handle]:
+def on(
+    method: str, path: str, *, is_control: bool = False, is_open: bool = False
+) -> Callable[[Handle], Handle]:
     """Register the decorated function as the handler of a path."""
 
     def decorate(handle: Handle) -> Handle:
-        PATHS.append(Path(method, path, handle, is_control))
+        PATHS.append(Path(method, path, handle, is_control, is_open))
         return handle
 
     return decorate
@@ -134,7 +135,7 @@ class Keys:
     """Secrets that requests show as ``Authorization: Bearer``; None where none is needed."""
 
     api_key: str | None
-    """Needed by paths under /v1, as by vLLM's, and by SGLang's ``/generate``."""
+    """Needed by every path that is not open; by control paths only if there is no control token."""
     control_token: str | None
     """Needed by control paths; opens every other path, too."""
 
@@ -153,8 +154,12 @@ class Keys:
                 f"Authorization: Bearer TOKEN. For trainers that send none, start the server with "
                 f"--no-control-token",
             )
-        if path.path.startswith(KEYED) and self.api_key and not _is_equal(shown, self.api_key):
-            raise ApiError(401, "Unauthorized")
+        if self.api_key and not path.is_open and not _is_equal(shown, self.api_key):
+            raise ApiError(
+                401,
+                f"Unauthorized: {path.path} wants the server's API key, as the header "
+                f"Authorization: Bearer KEY",
+            )
 
 
 def _is_equal(shown: str, key: str) -> bool:
@@ -342,14 +347,14 @@ async def detokenize(parts: ServerParts, http: HttpRequest) -> Answer:
 # ---------------------------------------------------------------- health, models and metrics
 
 
-@on("GET", "/health")
+@on("GET", "/health", is_open=True)
 async def health(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer with an empty body while there is an engine."""
     limits_of(parts.scheduler)
     return None
 
 
-@on("GET", "/ping")
+@on("GET", "/ping", is_open=True)
 async def ping(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer with an empty body while there is an engine, as ``/health`` does."""
     limits_of(parts.scheduler)
@@ -444,7 +449,7 @@ def _config(parts: ServerParts) -> dict[str, Any]:
     }
 
 
-@on("GET", "/metrics")
+@on("GET", "/metrics", is_open=True)
 async def metrics(parts: ServerParts, http: HttpRequest) -> Answer:
     """Report metrics as Prometheus text."""
     is_sleeping = parts.pauses.is_sleeping
@@ -719,7 +724,7 @@ async def init_broadcaster(parts: ServerParts, http: HttpRequest) -> Answer:
     )
 
 
-@on("GET", "/liveness")
+@on("GET", "/liveness", is_open=True)
 async def liveness(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer while there is an engine, as ``/health`` does."""
     limits_of(parts.scheduler)

@@ -23,7 +23,12 @@ from tidegate.orchestrator.episodes.chat_template import ChatRendering, read_cha
 from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import ApiError, VllmErrors
-from tidegate.serving.http_server import MESSAGES_MAX, OwnedStream, off_loop, unless_gone
+from tidegate.serving.http_server import (
+    OwnedStream,
+    off_loop,
+    refuse_large_chat,
+    unless_gone,
+)
 from tidegate.serving.openai_requests import (
     CompletionRequest,
     Sampling,
@@ -284,9 +289,7 @@ class Completer:
         """
         if not messages:
             raise ApiError(400, "messages must be a list of at least one message")
-        if len(messages) > MESSAGES_MAX:
-            why = f"a conversation has at most {MESSAGES_MAX} messages, got {len(messages)}"
-            raise ApiError(400, why, param="messages")
+        refuse_large_chat(messages, tools)
         try:
             template = read_chat_template(self._model.path)
         except ModelError as error:
@@ -295,7 +298,7 @@ class Completer:
 
         async def encoded(shown: list[dict[str, Any]], rendering: ChatRendering) -> Prompt:
             render = functools.partial(template.prompt, shown, tools, rendering)
-            text = await off_loop(render) if is_large else render()
+            text = await off_loop(render) if is_large or template.is_slow else render()
             if getattr(request, "truncate_prompt_tokens", None) is None:
                 self.refuse_long(text)
             adds = bool(request.add_special_tokens)

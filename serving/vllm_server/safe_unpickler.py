@@ -21,6 +21,10 @@ VALUES_MAX = 8_000_000
 """Values in a pickle, each as often as it is referred to. A handle has 30 of them, so these are the
 handles of 260,000 tensors."""
 
+OPERATIONS_MAX = 2_000_000
+"""Operations of a pickle: 45 for a handle or a tensor. One can take 150 bytes of memory, and all
+together 300 MB."""
+
 INTEGER_BITS_MAX = 64
 """Width of an integer; no handle has a wider one, and arithmetic with millions takes for ever."""
 
@@ -67,7 +71,9 @@ class _Unpickler:
 
     def run(self, data: bytes) -> Any:
         """Return the value that is pickled."""
-        for operation, argument, _ in pickletools.genops(data):
+        for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
+            if number >= OPERATIONS_MAX:
+                raise UnsafePickle(f"it has more than {OPERATIONS_MAX} operations")
             if operation.name == "STOP":
                 return self._pop().value
             self._do(operation.name, argument)

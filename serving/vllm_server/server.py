@@ -70,10 +70,11 @@ class VLLMServer(RunServer):
         ``rejects_while_paused``: whether engines paused by ``abort`` or ``wait`` answer new
         requests with 503, as vLLM's from 0.33 on; else they queue.
 
-        Paths under /v1 require the ``api_key``, if there is one. Paths that pause engines or change
-        weights require ``control_token``, drawn at random by default (:attr:`control_token`);
-        ``needs_control_token=False`` leaves them open to trainers that send none. Requests may name
-        weights and adapters below the model's directory and ``weight_directories`` only.
+        All paths but probes and metrics require the ``api_key``, if there is one. Paths that pause
+        engines or change weights require ``control_token``, drawn at random by default
+        (:attr:`control_token`); with ``needs_control_token=False`` the ``api_key`` opens them, too,
+        or nothing is needed. Requests may name weights and adapters below the model's directory and
+        ``weight_directories`` only.
         ``lora_directory``: an unknown model name that is a directory in it is loaded as an adapter;
         the 32 that were named last stay loaded. ``allowed_hosts``: names beside its address that
         requests without a key may call the server by. ``max_logprobs``: most log-probs beside each

@@ -394,19 +394,29 @@ class WeightUpdates:
 async def in_daemon_thread(work: Callable[..., None], *arguments: Any) -> None:
     """Run work that may wait minutes for a trainer in a thread that does not delay shutdown."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    thread = threading.Thread(
+        target=_carry_out, args=(done, work, arguments), name="tidegate weights", daemon=True
+    )
+    thread.start()
+    try:
+        await asyncio.wrap_future(done)
+    finally:
+        del done  # an error's traceback refers to this frame, and the future to the error
 
-    def run() -> None:
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            work(*arguments)
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            done.set_exception(error)
-        else:
-            done.set_result(None)
 
-    threading.Thread(target=run, name="tidegate weights", daemon=True).start()
-    await asyncio.wrap_future(done)
+def _carry_out(
+    done: concurrent.futures.Future[None], work: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        work(*arguments)
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+    finally:
+        del done  # as above
 
 
 def _checksum(tensor: "torch.Tensor") -> str:

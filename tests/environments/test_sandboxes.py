@@ -370,6 +370,88 @@ print(open("/proc/1/stat").read().split()[2])
         signal.signal(signal.SIGINT, before)
 
 
+async def test_a_program_that_changes_the_init_process_is_refused_and_judged(
+    sandbox: Sandbox,
+) -> None:
+    text = """
+import os, resource
+for call in (
+    lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0)),
+    lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)),
+    lambda: resource.prlimit(1, resource.RLIMIT_AS),
+    lambda: os.sched_setaffinity(1, {0}),
+    lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+    lambda: os.sched_setparam(1, os.sched_param(0)),
+    lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+):
+    try:
+        call()
+        print(call)
+    except PermissionError:
+        pass
+resource.prlimit(0, resource.RLIMIT_NOFILE, (64, 64))
+resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE, (32, 32))
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+os.nice(1)
+"""
+    result = await python(sandbox, text)
+    assert (result.succeeded, result.stdout) == (True, ""), result
+    await assert_works_and_is_empty(sandbox)
+
+
+def test_the_filter_of_containers_protects_their_init_process_only() -> None:
+    text = """
+import os, resource, socket, types
+from tidegate.environments import sandbox_init
+sandbox_init._protect(types.SimpleNamespace(processes=0))
+os.close(os.memfd_create("x"))
+resource.prlimit(0, resource.RLIMIT_NOFILE)
+try:
+    resource.prlimit(1, resource.RLIMIT_NOFILE)
+except PermissionError as error:
+    print(error.strerror)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "Operation not permitted\n", done
+
+
+async def test_file_names_that_no_system_takes_are_refused_and_the_sandbox_lives(
+    sandbox: Sandbox,
+) -> None:
+    for path in ("a\0b", "a/" * 1000 + "b", "x" * 300, "", "\udc80/x"):
+        with pytest.raises(SandboxFileError):
+            await sandbox.read(path)
+    for path in ("a\0b", "x" * 300, "a/" * 5000 + "b"):
+        with pytest.raises(SandboxFileError):
+            await sandbox.write(path, "x")
+    with pytest.raises(SandboxFileError):
+        await sandbox.write("a/" * 1500 + "b", "x")
+    assert not (await sandbox.run(["python3", "a\0b"])).succeeded
+    await assert_works_and_is_empty(sandbox)
+
+
+@BUBBLEWRAP_ONLY
+async def test_sockets_that_a_network_namespace_does_not_contain_are_refused(
+    sandbox: Sandbox,
+) -> None:
+    text = """
+import socket
+for family in range(64):
+    try:
+        socket.socket(family, socket.SOCK_STREAM if family != 16 else socket.SOCK_RAW)
+        print(family)
+    except OSError as error:
+        pass
+socket.socketpair()
+"""
+    result = await python(sandbox, text)
+    assert result.succeeded, result
+    assert {int(each) for each in result.stdout.split()} <= {1, 2, 10, 16}
+    assert "1" in result.stdout.split()
+
+
 @BUBBLEWRAP_ONLY
 async def test_the_init_process_can_not_be_traced_nor_namespaces_made(sandbox: Sandbox) -> None:
     text = """

@@ -18,6 +18,7 @@ from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 from tidegate.engine.models.tokenizer import ModelTokenizer
+from tidegate.engine.sampling.grammar import GIVEN_UP_MAX
 from tidegate.engine.sampling.logits import ProcessorSetup, TurnTokens
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
@@ -339,6 +340,28 @@ def test_a_grammar_that_costs_too_much_to_compile_refuses_its_turn_and_the_next_
     engine.submit(3, [5], LogitsProcessor("json_schema", {"schema": SCHEMA}), **requested)
     engine.run()
     assert len(engine.tokens[3]) == 2
+
+
+def ambiguous(rules: int) -> LogitsProcessor:
+    """Return a grammar whose mask takes the longer the more rules it has, after one token."""
+    alternatives = " | ".join(["/[a-z]?/ s /[ -~]?/"] * rules)
+    return LogitsProcessor("grammar", {"lark": f"start: /[ -~]/ s*\ns: {alternatives}"})
+
+
+def test_a_grammar_whose_masks_take_too_long_ends_its_turn_and_no_other(
+    engine: Engine,
+) -> None:
+    pytest.importorskip("llguidance")
+    requested = {"max_tokens": 4, "stop_token_ids": [EOS_TOKEN_ID]}
+    for turn in range(GIVEN_UP_MAX + 1):
+        engine.submit(turn, [5], ambiguous(900), **requested)
+    engine.submit(9, [5, 6], LogitsProcessor("json_schema", {"schema": SCHEMA}), **requested)
+    refused = engine.run()
+    assert sorted(refused) == list(range(GIVEN_UP_MAX + 1))
+    for turn in range(GIVEN_UP_MAX):
+        assert "not found within 0.25 s" in refused[turn]
+    assert "still worked on; try again" in refused[GIVEN_UP_MAX]
+    assert len(engine.tokens[9]) == 4
 
 
 def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_other(

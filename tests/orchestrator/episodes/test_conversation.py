@@ -1,7 +1,9 @@
 """A conversation's tokens are those that the engine read and wrote, with any chat template."""
 
 import datetime
+import gc
 import random
+import weakref
 from array import array
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,21 @@ async def test_a_conversation_stays_in_one_row_and_reads_as_the_template_writes_
     assert not talk.rollout.branches
     prompt = read_chat_template(talk.model.path).render(messages)
     assert squeezed(talk.text(talk.rollout)) == squeezed(prompt + last["content"])
+
+
+async def test_an_episode_with_a_conversation_is_freed_when_it_ends(tmp_path: Path) -> None:
+    talk, messages = Talk(tmp_path, "chatml"), [user("one?")]
+    gc.collect()
+    gc.disable()  # in a run it collects rarely
+    try:
+        messages += [await talk.say("yes<|im_end|>", messages), user("two?")]
+        await talk.say("no<|im_end|>", messages)
+        episode = weakref.ref(talk.episode)
+        talk.episode.end()
+        del talk
+        assert episode() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("template", sorted(TEMPLATES))

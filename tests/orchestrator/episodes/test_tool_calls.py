@@ -1,5 +1,6 @@
 """Replies of today's models: reasoning, content and calls, read whole, streamed and replayed."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.orchestrator.episodes.talking import Talk, tool, user
+from tests.reference_cycles import cycles_found
 from tidegate.errors import ChatRefused, ModelError
 from tidegate.orchestrator.episodes.call_counts import WARN_AFTER_TURNS
 from tidegate.orchestrator.episodes.chat_template import read_chat_template
@@ -471,6 +473,9 @@ async def test_a_template_that_fails_is_reported_with_the_line_and_field_that_it
     messages = [user("q"), {"role": "assistant", "content": "", "tool_calls": [call]}, tool("noon")]
     with pytest.raises(ChatRefused, match=r"in line \d+ of the template: .*call\['id'\]"):
         await talk.say("High.<|im_end|>", messages, tools=TOOLS)
+    with cycles_found() as cycles, contextlib.suppress(ChatRefused):
+        await talk.episode.generate(messages=messages, tools=TOOLS)
+    assert not cycles, "they would keep the messages"
 
 
 RESPONSE_TEMPLATE: dict[str, Any] = {

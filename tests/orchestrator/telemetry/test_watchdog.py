@@ -1,6 +1,7 @@
 """Everything without progress is named, and nothing else."""
 
 import asyncio
+import gc
 import logging
 import threading
 import weakref
@@ -327,6 +328,21 @@ def test_episodes_that_are_let_go_are_not() -> None:
         await long()
 
     assert watched(story).stuck == []
+
+
+def test_episodes_in_reference_cycles_are_collected_and_not_reported() -> None:
+    async def story(run: Watched) -> None:
+        for index in range(ENDED_REMEMBERED):
+            episode = an_episode(index)
+            episode.agents["itself"] = episode
+            run.leaks.ended.append(weakref.ref(episode))
+        await long()
+
+    gc.disable()
+    try:
+        assert watched(story).stuck == []
+    finally:
+        gc.enable()
 
 
 def an_episode(index: int) -> Episode:

@@ -12,10 +12,11 @@ from tests.orchestrator.episodes.chat_templates import TEMPLATES
 from tests.orchestrator.episodes.talking import CALL, TOOLS, tool, user
 from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
 from tidegate.orchestrator.episodes.chat_template import read_chat_template
+from tidegate.serving import http_server
 from tidegate.serving.gateway import app as app_module
 from tidegate.serving.gateway.gateway import Gateway
 from tidegate.serving.gateway.sessions import REQUESTS_PER_SESSION_MAX
-from tidegate.serving.http_server import JSON_VALUES_MAX
+from tidegate.serving.http_server import JSON_VALUES_MAX, TOOLS_BYTES_MAX
 
 pytestmark = pytest.mark.wire
 
@@ -389,6 +390,33 @@ async def test_too_much_is_refused(
         assert (busy.status_code, busy.json()["error"]["code"]) == (429, "too_many_requests")
         missing = await client.get("/v1/nothing")
         assert missing.json()["error"]["type"] == "not_found_error"
+
+
+async def test_tools_of_more_than_a_mebibyte_are_refused(gateway: Gateway, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * TOOLS_BYTES_MAX}}
+    async with session_of(gateway, tmp_path) as (_, _, client):
+        for path in (CHAT, "/tokenize"):
+            refused = await client.post(path, json={"messages": [user("q")], "tools": [tool]})
+            assert refused.json()["error"]["param"] == "tools"
+
+
+async def test_a_slow_template_renders_short_messages_off_the_loop(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off_loop: list[object] = []
+
+    def recorded(work: Any) -> Any:
+        off_loop.append(work)
+        return http_server.off_loop(work)
+
+    monkeypatch.setattr(app_module, "off_loop", recorded)
+    async with session_of(gateway, tmp_path) as (talk, session, client):
+        talk.engine.words += [f"yes{END}"] * 2
+        assert (await client.post(CHAT, json={"messages": [user("q")]})).status_code == 200
+        assert not off_loop
+        monkeypatch.setattr(session.episode.conversation._template, "is_slow", True)
+        assert (await client.post(CHAT, json={"messages": [user("q")]})).status_code == 200
+        assert len(off_loop) == 1
 
 
 async def test_tokens_models_and_health_can_be_asked_for(gateway: Gateway, tmp_path: Path) -> None:

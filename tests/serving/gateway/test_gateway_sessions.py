@@ -14,6 +14,7 @@ from tests.orchestrator.episodes.talking import Talk, user
 from tests.serving.gateway.gateway_clients import CHAT, END, client_of, session_of
 from tidegate.errors import ConfigError, ContextFull, InfrastructureFailed, PolicyFailed
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.serving.gateway.app import gateway_routes
 from tidegate.serving.gateway.gateway import (
     Endpoint,
     Gateway,
@@ -53,6 +54,15 @@ async def test_a_request_without_the_key_of_an_open_session_is_refused(
         assert (await client.post(CHAT, json=body, headers=by_id)).status_code == 200
         gateway.end(session)
         assert (await client.post(CHAT, json=body)).status_code == 401
+
+
+async def test_every_path_but_health_wants_a_key(gateway: Gateway) -> None:
+    async with client_of(gateway, "") as stranger:
+        answers = {
+            each.path: await stranger.request(each.method, each.path)
+            for each in gateway_routes(gateway)
+        }
+    assert {path for path, each in answers.items() if each.status_code != 401} == {"/health"}
 
 
 async def test_an_agent_from_outside_takes_a_task_and_posts_its_reward(

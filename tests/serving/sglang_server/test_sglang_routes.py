@@ -2,10 +2,12 @@
 them."""
 
 import base64
+import io
 import json
 import os
 import pickle
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.engine.external.adapter_runs import train
 from tests.engine.external.test_real_sglang import solve
 from tests.models import make_model_directory
 from tests.serving.vllm_server.vllm_serving import PROMPT, BackgroundRequest, Client
+from tidegate.serving.vllm_server.safe_unpickler import OPERATIONS_MAX
 from tidegate.transport.weight_channels.collective import join_custom_group, open_store
 
 pytestmark = pytest.mark.wire
@@ -179,6 +182,25 @@ class Reduced:
         return self._made_by
 
 
+def hostile_storages() -> Iterator[tuple["Reduced", str]]:
+    """Storages by value that ``torch.load`` would read, or take much memory for."""
+    good = torch.ones(3)._typed_storage().__reduce__()[1][0]  # type: ignore[no-untyped-call]
+    compressed = io.BytesIO()
+    torch.save(torch.ones(3), compressed)
+    for data, why in (
+        (
+            good.replace(b"K\x03N", b"J\xff\xff\xff\x7fN"),
+            "of 2147483647 torch.float32 has 12 bytes",
+        ),
+        (good.replace(b"\3\0\0\0cpu", b"\6\0\0\0cuda:0"), "must be on the CPU"),
+        (good.replace(b"FloatStorage", b"SlackStorage"), "is not among"),
+        (good[:-1], "has 11 bytes"),
+        (compressed.getvalue(), "can't be read"),
+        (b"", "can't be read"),
+    ):
+        yield Reduced(torch.storage._load_from_bytes, data), why
+
+
 def in_shared_memory(tensors: dict[str, torch.Tensor]) -> str:
     """Pickle as torch's ``ForkingPickler`` does for CPU tensors, without its manager process."""
     pairs = []
@@ -237,6 +259,15 @@ def test_pickles_of_anything_else_are_refused_and_call_nothing(client: Client) -
         pickled = base64.b64encode(pickle.dumps(value)).decode()
         body = {"serialized_named_tensors": [pickled]}
         assert refused(client, "/update_weights_from_tensor", body)
+    for hostile, why in hostile_storages():
+        pickled = base64.b64encode(pickle.dumps(hostile)).decode()
+        answer = refused(
+            client, "/update_weights_from_tensor", {"serialized_named_tensors": [pickled]}
+        )
+        assert why in answer
+    empty_lists = base64.b64encode(b"]" * (OPERATIONS_MAX + 1)).decode()
+    body = {"serialized_named_tensors": [empty_lists]}
+    assert "operations" in refused(client, "/update_weights_from_tensor", body)
     two = {"serialized_named_tensors": ["", ""]}
     assert "one rank" in refused(client, "/update_weights_from_tensor", two)
     path = b"/torch_1_2_3/../../etc/passwd"

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 import tidegate
+from tests.reference_cycles import cycles_found
 from tests.serving.tinker_server.tenant_client import Tenant
 from tidegate.errors import ConfigError
 
@@ -40,6 +42,41 @@ def bob(server: tidegate.TinkerServer) -> Iterator[Tenant]:
     tenant = Tenant(server.url, "tml-bob")
     with tenant.http:
         yield tenant
+
+
+def test_every_path_but_healthz_wants_a_key(server: tidegate.TinkerServer) -> None:
+    from tidegate.serving.tinker.app import PATHS
+
+    with httpx.Client(base_url=server.url) as stranger:
+        answers = {one.path: stranger.request(one.method, one.path) for one in PATHS}
+    refused = {path for path, answer in answers.items() if answer.status_code == 401}
+    assert answers.keys() - refused == {"/api/v1/healthz"}
+
+
+@pytest.mark.parametrize(
+    ("to", "content_type", "content"),
+    [
+        ("forward_backward", "application/x-protobuf", b"\xff" * 1000),
+        ("forward_backward", "application/json", b"{}"),
+        ("optim_step", "application/json", b"{"),
+        ("create_session", "application/json", b"[1]"),
+        ("asample", "application/json", b'{"prompt": 1}'),
+        ("retrieve_future", "application/json", b'{"request_id": "x"}'),
+        ("load_weights", "application/json", b'{"path": "tinker://x/weights/y"}'),
+        ("nowhere", "application/json", b"{}"),
+    ],
+)
+def test_an_error_answer_leaves_no_reference_cycle_that_keeps_the_body(
+    alice: Tenant, to: str, content_type: str, content: bytes
+) -> None:
+    def refused() -> bool:
+        headers = {"Content-Type": content_type}
+        return alice.http.post(to, content=content, headers=headers).status_code >= 400
+
+    assert refused()
+    with cycles_found() as cycles:
+        assert refused()
+    assert not cycles
 
 
 def test_requests_sent_out_of_order_or_again_are_carried_out_once_in_order(

@@ -14,6 +14,7 @@ import pytest
 
 import tidegate
 import tidegate.serving.sglang_server.app  # registers SGLang's paths
+from tests.reference_cycles import cycles_found
 from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, TIMEOUT_S, Client
 from tidegate.errors import ConfigError
 from tidegate.serving import api_app
@@ -104,6 +105,23 @@ def test_keys_open_what_they_are_for(model: Path) -> None:
 
         assert [status("/v1/completions", shown) for shown in ("", key, token)] == [401, 200, 200]
         assert [status("/resume", shown) for shown in ("", key, token)] == [401, 401, 200]
+
+
+@pytest.mark.parametrize("needs_control_token", [True, False])
+def test_every_path_but_the_listed_ones_wants_a_key(model: Path, needs_control_token: bool) -> None:
+    with (
+        tidegate.vllm_server(
+            model=model, api_key="the-key", needs_control_token=needs_control_token
+        ) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as stranger,
+    ):
+        answers = {one.path: stranger.request(one.method, one.path) for one in PATHS}
+        open_paths = {path for path, answer in answers.items() if answer.status_code != 401}
+        assert open_paths == {"/health", "/ping", "/liveness", "/metrics"}
+        stranger.headers["Authorization"] = "Bearer the-key"
+        assert stranger.get("/server_info").status_code == 200
+        status = stranger.post("/resume").status_code
+        assert status == (401 if needs_control_token else 200)
 
 
 def test_without_a_control_token_trainers_that_know_none_are_served(model: Path) -> None:
@@ -224,6 +242,11 @@ def test_a_key_on_the_command_line_is_refused() -> None:
         ),
         ("/v1/chat/completions", {"messages": [{}] * (MESSAGES_MAX + 1)}, "messages"),
         (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{"x": "y" * 2**20}]},
+            "tools",
+        ),
+        (
             "/inference/v1/generate",
             {"token_ids": [5], "sampling_params": {"logprobs": 20, "n": 1024}},
             "logprobs",
@@ -251,6 +274,46 @@ def test_prompts_of_all_choices_together_are_limited(
     assert client.generate(token_ids=[5] * 10, sampling_params=sampling)["choices"]
     body = {"token_ids": [5] * 11, "sampling_params": sampling}
     assert client.refusal("/inference/v1/generate", body)["param"] == "n"
+
+
+CHAT = [{"role": "user", "content": "x"}]
+BAD_GRAMMAR = {"structured_outputs": {"grammar": "zzz"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": 5}),
+        ("/v1/completions", {"prompt": "x", "stop": ["y"] * 65}),
+        ("/v1/completions", {"prompt": "x", "model": "unknown"}),
+        ("/v1/completions", {"prompt": "a" * 10**6}),
+        ("/v1/completions", {"prompt": [1] * 2_000_001}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+        ("/v1/chat/completions", {"messages": CHAT * 5000}),
+        ("/v1/chat/completions", {"messages": CHAT, **BAD_GRAMMAR}),
+        ("/v1/chat/completions", {"messages": CHAT, "stream": True, **BAD_GRAMMAR}),
+        ("/tokenize", {"messages": [{"role": "user"}]}),
+        ("/detokenize", {"tokens": [2**40]}),
+        ("/inference/v1/generate", {"token_ids": [10**9], "sampling_params": {}}),
+        ("/generate", {"text": "x", "sampling_params": {"regex": "((("}}),
+        ("/generate", {"text": "x", "stream": True, "sampling_params": {"regex": "((("}}),
+        ("/update_weights", {"update_info": {"path": "/"}}),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/no"}}),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/no"}),
+        ("/nowhere", {}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2, "stream": True}),
+    ],
+)
+def test_an_answer_leaves_no_reference_cycle_that_keeps_the_body(
+    client: Client, path: str, body: Any
+) -> None:
+    client.http.post(path, json=body)  # fills caches
+    with cycles_found() as cycles:
+        client.http.post(path, json=body)
+        client.wait_until(lambda: client.num_running() == 0)
+    assert not cycles
 
 
 def test_texts_that_no_context_holds_are_refused_before_they_are_tokenised(client: Client) -> None:
