@@ -253,17 +253,37 @@ def _possible_names(model: Any, name: str) -> tuple[str, ...]:
     return name, prefix + name, name.removeprefix(prefix)
 
 
+def vocab_size_of(directory: Path) -> int:
+    """Return the number of tokens of a model directory's vocabulary.
+
+    Raises:
+        AuditError: the directory's configuration is missing or damaged.
+    """
+    _refuse_without_config(directory)
+    auto: Any = transformers.AutoConfig
+    try:
+        config = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return int(config.get_text_config().vocab_size)
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AuditError(f"{directory / 'config.json'} can't be read: {why}") from error
+
+
+def _refuse_without_config(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise AuditError(
+            f"{directory} has no config.json, so it is no model directory; give the directory of "
+            "the run's model"
+        )
+
+
 def load_weights(directory: Path) -> Any:
     """Load a directory with transformers in float32, without progress bars.
 
     Raises:
         AuditError: the directory is missing, damaged, or lacks tensors.
     """
-    if not (directory / "config.json").is_file():
-        raise AuditError(
-            f"{directory} has no config.json, so it is no model directory; give the directory of "
-            "the run's model"
-        )
+    _refuse_without_config(directory)
     auto: Any = transformers.AutoModelForCausalLM
     try:
         with _quiet_transformers():
