@@ -300,10 +300,11 @@ def _widen_head(module: Any) -> None:
 
 def _aliases(module: Any) -> dict[str, str]:
     """Return the names of tensors that share memory with an earlier name."""
-    names: dict[tuple[int, torch.Size], str] = {}
+    names: dict[object, str] = {}
     aliases = {}
     for name, tensor in module.state_dict().items():
-        first_name = names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        view = (tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape)
+        first_name = names.setdefault(view, name)
         if first_name != name:
             aliases[name] = first_name
     return aliases
