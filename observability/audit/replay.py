@@ -150,7 +150,9 @@ def replay_all(
         )
         noise_factor = 1.0
         has_routers = is_mixture(model)
-        is_recurrent = has_recurrent_layers(model)  # computes its states in float32 in any dtype
+        is_recurrent = has_recurrent_layers(
+            model.config
+        )  # computes its states in float32 in any dtype
         if in_double:
             is_double = not is_recurrent and _computes_in_double(model)
             noise_factor = 1.0 if is_double else FLOAT32_NOISE_FACTOR
