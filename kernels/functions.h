@@ -53,6 +53,7 @@ extern "C" int64_t tg_multiply_exact(const void* x, void* packed, const void* bi
                                      int64_t tokens, int64_t outputs, int64_t inputs,
                                      int64_t adds, int64_t threads_max);
 
-extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const uint64_t* seeds,
+extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const int64_t* top_k,
+                           const float* top_p, const uint64_t* seeds,
                            const uint64_t* indices, int32_t* ids, float* logprobs, int64_t rows,
                            int64_t vocab);

@@ -25,7 +25,7 @@ from tidegate.kernels.weight_matrix import Matrix, PackedMatrix
 
 ADD_LAYERS = (*[POINTER] * 5, *[INT] * 3)
 
-DECODE = (*[POINTER] * 11, *[INT] * 3)
+DECODE = (*[POINTER] * 13, *[INT] * 3)
 
 
 class Projection(NamedTuple):
@@ -103,6 +103,10 @@ class DecodeColumns(NamedTuple):
     positions: npt.NDArray[np.int64]
     """Context position of each token."""
     temperatures: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    """Number of likeliest tokens to keep; 0 keeps all."""
+    top_p: npt.NDArray[np.float32]
+    """Share of the probability that the likeliest tokens to keep have; 1 keeps all."""
     seeds: npt.NDArray[np.uint64]
     """RNG seeds, see :func:`~tidegate.kernels.uniforms.uniforms`."""
     draws: npt.NDArray[np.uint64]

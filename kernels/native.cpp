@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "functions.h"
@@ -171,9 +172,74 @@ double uniform(uint64_t seed, uint64_t index) {
 
 constexpr int64_t DRAW_BLOCK = 512;
 
-// Apply the temperature, then invert the cumulative distribution: to a block, then within it.
-void draw_row(const float* logits, int64_t vocab, float temperature, double uniform, int32_t* id,
-              float* logprob, std::vector<float>& weights, std::vector<float>& blocks) {
+constexpr int64_t RANKED_FIRST = 128, RANKED_GROWTH = 16;  // as in sampling.py
+
+// Sum the weights by blocks; return their total.
+double sum_blocks(const std::vector<float>& weights, std::vector<float>& blocks) {
+    const int64_t vocab = weights.size();
+    double total = 0.0;
+    for (int64_t b = 0; b < int64_t(blocks.size()); b++) {
+        const int64_t from = b * DRAW_BLOCK, to = std::min(vocab, from + DRAW_BLOCK);
+        float sums[8] = {};
+        int64_t n = from;
+        for (; n + 8 <= to; n += 8)
+            for (int j = 0; j < 8; j++) sums[j] += weights[n + j];
+        float sum = sum_lanes(sums);
+        for (; n < to; n++) sum += weights[n];
+        blocks[b] = sum;
+        total += sum;
+    }
+    return total;
+}
+
+// A row's logits: less the largest, and divided by the temperature.
+struct Scaled {
+    const float* logits;
+    float most, divisor;
+    float operator[](int64_t n) const { return (logits[n] - most) / divisor; }
+};
+
+// The last scaled logit that top-k and top-p keep; -INFINITY if the weights are not finite.
+float cutoff_of(const Scaled& scaled, const std::vector<float>& weights, double total,
+                int64_t top_k, float top_p, std::vector<float>& ranked) {
+    const int64_t vocab = weights.size();
+    // Tokens below this weight have together less than half of what top-p cuts off.
+    const double lightest = top_k > 0 ? 0.0 : 0.5 * (1.0 - double(top_p)) * total / double(vocab);
+    ranked.clear();
+    for (int64_t n = 0; n < vocab; n++)
+        if (weights[n] >= lightest) ranked.push_back(scaled[n]);
+    if (ranked.empty() || !std::isfinite(total)) return -INFINITY;
+    const int64_t found = ranked.size(), kept_max = top_k > 0 ? std::min(top_k, found) : found;
+    const auto rank = [&](int64_t from, int64_t to) {
+        const auto first = ranked.begin() + from, last = ranked.begin() + to;
+        if (to < found) std::nth_element(first, last, ranked.end(), std::greater<float>());
+        std::sort(first, last, std::greater<float>());
+    };
+    int64_t sorted = top_k > 0 ? kept_max : std::min(kept_max, RANKED_FIRST);
+    rank(0, sorted);
+    if (!(top_p < 1.0f)) return ranked[sorted - 1];
+    if (top_k > 0) {
+        total = 0.0;
+        for (int64_t i = 0; i < kept_max; i++) total += exp_of_negative(ranked[i]);
+    }
+    const double share = double(top_p) * total;
+    double before = 0.0;
+    int64_t kept = 0;
+    do {
+        if (kept == sorted) {
+            sorted = std::min(kept_max, RANKED_GROWTH * sorted);
+            rank(kept, sorted);
+        }
+        before += exp_of_negative(ranked[kept++]);
+    } while (kept < kept_max && before < share);
+    return ranked[kept - 1];
+}
+
+// Apply temperature, top-k and top-p, then invert the cumulative distribution: to a block, then
+// within it.
+void draw_row(const float* logits, int64_t vocab, float temperature, int64_t top_k, float top_p,
+              double uniform, int32_t* id, float* logprob, std::vector<float>& weights,
+              std::vector<float>& blocks, std::vector<float>& ranked) {
     float lanes[8];
     std::fill(lanes, lanes + 8, -INFINITY);
     int64_t i = 0;
@@ -183,19 +249,17 @@ void draw_row(const float* logits, int64_t vocab, float temperature, double unif
     for (; i < vocab; i++) most = std::max(most, logits[i]);
     const bool greedy = temperature == 0.0f;
     const float divisor = greedy ? 1.0f : temperature;
-    double total = 0.0;
-    for (int64_t b = 0; b < int64_t(blocks.size()); b++) {
-        const int64_t from = b * DRAW_BLOCK, to = std::min(vocab, from + DRAW_BLOCK);
-        float sums[8] = {};
-        for (int64_t n = from; n < to; n++)
-            weights[n] = exp_of_negative((logits[n] - most) / divisor);
-        int64_t n = from;
-        for (; n + 8 <= to; n += 8)
-            for (int j = 0; j < 8; j++) sums[j] += weights[n + j];
-        float sum = sum_lanes(sums);
-        for (; n < to; n++) sum += weights[n];
-        blocks[b] = sum;
-        total += sum;
+    const Scaled scaled{logits, most, divisor};
+    if (top_k >= vocab) top_k = 0;
+    for (int64_t n = 0; n < vocab; n++) weights[n] = exp_of_negative(scaled[n]);
+    double total = sum_blocks(weights, blocks);
+    if (!greedy && (top_k > 0 || top_p < 1.0f)) {
+        const float cutoff = cutoff_of(scaled, weights, total, top_k, top_p, ranked);
+        if (cutoff > -INFINITY) {
+            for (int64_t n = 0; n < vocab; n++)
+                if (scaled[n] < cutoff) weights[n] = 0.0f;
+            total = sum_blocks(weights, blocks);
+        }
     }
     int64_t chosen = 0;
     if (greedy) {
@@ -203,6 +267,7 @@ void draw_row(const float* logits, int64_t vocab, float temperature, double unif
     } else {
         double rest = uniform * total;
         int64_t b = 0, last = int64_t(blocks.size()) - 1;
+        while (last > 0 && blocks[last] == 0.0f) last--;  // all of its tokens are cut off
         while (b < last && rest >= blocks[b]) rest -= blocks[b++];
         const int64_t to = std::min(vocab, (b + 1) * DRAW_BLOCK);
         chosen = b * DRAW_BLOCK;
@@ -215,7 +280,7 @@ void draw_row(const float* logits, int64_t vocab, float temperature, double unif
         chosen = std::min(chosen, possible);
     }
     *id = int32_t(chosen);
-    *logprob = (logits[chosen] - most) / divisor - float(std::log(total));
+    *logprob = scaled[chosen] - float(std::log(total));
 }
 
 }  // namespace
@@ -238,13 +303,13 @@ FOR_BOTH(tg_rotate_and_write,
                           offsets, (T*)query, (T*)cache, tokens, heads, kv_heads, head_dim,
                           block_tokens, epsilon, norm_adds_one != 0))
 
-extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const uint64_t* seeds,
-                           const uint64_t* indices, int32_t* ids, float* logprobs, int64_t rows,
-                           int64_t vocab) {
+extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const int64_t* top_k,
+                           const float* top_p, const uint64_t* seeds, const uint64_t* indices,
+                           int32_t* ids, float* logprobs, int64_t rows, int64_t vocab) {
     return lacks_memory([&] {
-        std::vector<float> weights(vocab), blocks((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK);
+        std::vector<float> weights(vocab), blocks((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK), ranked;
         for (int64_t r = 0; r < rows; r++)
-            draw_row(logits + r * vocab, vocab, temperatures[r], uniform(seeds[r], indices[r]),
-                     ids + r, logprobs + r, weights, blocks);
+            draw_row(logits + r * vocab, vocab, temperatures[r], top_k[r], top_p[r],
+                     uniform(seeds[r], indices[r]), ids + r, logprobs + r, weights, blocks, ranked);
     });
 }

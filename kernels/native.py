@@ -97,7 +97,7 @@ class Native:
         self._gate = bind("tg_gate")
         self._rotate_and_write = bind("tg_rotate_and_write")
         self._attend_last = bind("tg_attend_last")
-        self._draw = function(library, "tg_draw", [POINTER] * 6 + [INT] * 2)
+        self._draw = function(library, "tg_draw", [POINTER] * 8 + [INT] * 2)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Compute :func:`~tidegate.kernels.norm.rms_norm` or ``rms_norm_plus_one`` of ``x`` [T, H]
@@ -207,14 +207,19 @@ class Native:
         return out
 
     def draw(
-        self, logits: torch.Tensor, temperatures: Floats, seeds: Words, indices: Words
+        self,
+        logits: torch.Tensor,
+        temperatures: Floats,
+        top_k: npt.NDArray[np.int64],
+        top_p: Floats,
+        seeds: Words,
+        indices: Words,
     ) -> tuple[npt.NDArray[np.int32], Floats]:
-        """Compute :func:`tidegate.kernels.sampling.sample` for rows without options but a
-        temperature.
+        """Compute :func:`tidegate.kernels.sampling.sample`.
 
         Args:
             logits: [S, V], float32.
-            temperatures: [S].
+            temperatures, top_k, top_p: [S].
             seeds: [S], RNG seed of each row, see :func:`tidegate.kernels.uniforms.uniforms`.
             indices: [S], draw index of each row within its seed's stream.
 
@@ -226,6 +231,8 @@ class Native:
         self._draw(
             logits.data_ptr(),
             address(temperatures),
+            address(top_k),
+            address(top_p),
             address(seeds),
             address(indices),
             address(ids),

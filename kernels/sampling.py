@@ -7,6 +7,7 @@ Letters in shapes: S rows to sample, V vocabulary, N block sums of a draw, R row
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -89,13 +90,22 @@ class TokenDistribution:
         values, token_ids = logits.topk(count)
         return token_ids, self._logprobs(values, rows)
 
-    def kept(self, row: int) -> torch.Tensor | None:
-        """Return the ids of the tokens that a row keeps, in ascending order; None if all."""
-        logits = self.logits[row]
+    def kept(self, rows: list[int]) -> list[bytes]:
+        """Return the ids of the tokens that each row keeps, int32, in ascending order; empty if
+        all."""
+        logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
         kept = logits > -torch.inf
         if self.cutoffs is not None:
-            kept &= logits >= self.cutoffs[row]
-        return None if kept.all() else kept.nonzero().squeeze(-1)
+            kept &= logits >= self.cutoffs[rows]
+        flags = kept.numpy()
+        token_ids = np.nonzero(flags)[1].astype(np.int32).tobytes()
+        counts = np.count_nonzero(flags, axis=1).tolist()
+        ends = [4 * end for end in accumulate(counts)]
+        vocab = flags.shape[1]
+        return [
+            b"" if count == vocab else token_ids[end - 4 * count : end]
+            for count, end in zip(counts, ends, strict=True)
+        ]
 
     def _logprobs(self, logits: torch.Tensor, rows: list[int] | slice) -> torch.Tensor:
         """Subtract the peak first and in float32, so that the bits do not depend on whether it has

@@ -14,7 +14,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from tidegate.policies.aggregation import Sequences, segment_sum
+from tidegate.policies.aggregation import Sequences, at_least_float32, segment_sum
 
 
 def group_relative_advantages(
@@ -171,6 +171,7 @@ def generalised_advantages(
     sequences = Sequences(mask, row_ids)
     row, time = sequences.row_ids[sequences.mask], sequences.positions()[sequences.mask]
     longest = int(sequences.tokens.max()) if sequences.count else 0
+    rewards, values = at_least_float32(rewards), at_least_float32(values)
     dense = values.new_zeros(2, sequences.count, longest + 1)
     dense[0, row, time], dense[1, row, time] = rewards[sequences.mask], values[sequences.mask]
     advantages = dense[0] + discount * _shifted(dense[1], 1) - dense[1]  # [R, longest + 1]
@@ -208,6 +209,7 @@ class _Groups:
         The mean of equal numbers can differ from them by an ulp. Trainers find groups without a
         gradient by testing for exact zeros.
         """
+        rewards = at_least_float32(rewards)
         deviation = rewards - (self.sum(rewards) / self.sizes)[self.of_rollout]
         lowest, highest = (
             rewards.new_zeros(len(self.sizes)).scatter_reduce(

@@ -6,20 +6,33 @@ Shapes, here and wherever ``row_ids`` is an argument: [R, T] for padded rows, ea
 sequence; or, with ``row_ids``, any shape (packed: [N]), where ``row_ids`` holds each token's
 sequence number, from 0. "Tokens" are positions with a true ``mask``; the values at other positions,
 NaN included, change nothing. A sequence is a rollout's row, and may have no tokens.
+
+All formulas of ``policies/`` compute in float32 at least and return it: in bfloat16 a ratio near 1
+rounds to 1, and a sum of ones stops at 256.
 """
 
 import torch
 from torch import Tensor
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return ``values`` in float32 if their type is a shorter float, else as they are."""
+    is_short = values.is_floating_point() and values.element_size() < 4
+    return values.float() if is_short else values
+
+
 def segment_sum(values: Tensor, segment_ids: Tensor, segments: int) -> Tensor:
     """Return the sum of each segment. [N], [N] int64 in [0, segments) -> [segments]"""
+    values = at_least_float32(values)
     return values.new_zeros(segments).index_add(0, segment_ids, values)
 
 
 def over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Return ``values`` with masked positions set to 0. No gradient reaches masked positions."""
-    return torch.where(mask.bool(), values, 0.0)
+    """Return ``values``, in float32 at least, with masked positions set to 0.
+
+    No gradient reaches masked positions.
+    """
+    return torch.where(mask.bool(), at_least_float32(values), 0.0)
 
 
 def refuse_shapes(mask: Tensor, *, advantages: Tensor | None = None, **tensors: Tensor) -> None:
@@ -80,7 +93,8 @@ class Sequences:
     def sum(self, values: Tensor) -> Tensor:
         """Return each sequence's sum, accumulated in float64: 32,768 small terms lose digits.
 
-        ``values`` has the mask's shape or broadcasts to it. Returns [R] in the dtype of ``values``.
+        ``values`` has the mask's shape or broadcasts to it. Returns [R] in the dtype of ``values``,
+        or float32 if that is shorter.
         """
         kept = over_tokens(values, self.mask)
         summed = segment_sum(kept.double().flatten(), self.row_ids.flatten(), self.count)
@@ -109,7 +123,7 @@ class Sequences:
     def at_last_token(self, per_sequence: Tensor) -> Tensor:
         """Put each sequence's value on its last token, 0 elsewhere. [R] -> the mask's shape"""
         is_last = self.mask & (self.positions() == self.spread(self.tokens) - 1)
-        return torch.where(is_last, self.spread(per_sequence), 0.0)
+        return torch.where(is_last, self.spread(at_least_float32(per_sequence)), 0.0)
 
 
 def mean_by_token(values: Tensor, mask: Tensor, *, tokens_in_batch: int | None = None) -> Tensor:

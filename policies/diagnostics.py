@@ -210,6 +210,7 @@ def _survival(lengths: Tensor, trained: Tensor) -> tuple[float, ...]:
     return tuple(shares.tolist())
 
 
+@torch.no_grad()
 def effective_sample_size(log_weights: Tensor) -> float:
     """Return ``(sum w)^2 / (N sum w^2)``, scaled so that no weight overflows. [N] -> (0, 1]
 

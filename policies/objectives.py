@@ -19,7 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tidegate.policies.aggregation import Sequences, mean_by_token, over_tokens, refuse_shapes
+from tidegate.policies.aggregation import (
+    Sequences,
+    at_least_float32,
+    mean_by_token,
+    over_tokens,
+    refuse_shapes,
+)
 from tidegate.policies.corrections import tis_token
 from tidegate.policies.diagnostics import measure_mismatch, token_lags
 
@@ -49,7 +55,7 @@ def ppo_losses(
     refuse_shapes(
         mask, advantages=advantages, logprobs=logprobs, proximal_logprobs=proximal_logprobs
     )
-    log_u = over_tokens(logprobs - proximal_logprobs.detach(), mask)
+    log_u = _log_ratio(logprobs, proximal_logprobs.detach(), mask)
     return _clipped(log_u, over_tokens(advantages, mask), clip_low, clip_high)
 
 
@@ -76,7 +82,7 @@ def gspo_losses(
         mask, advantages=advantages, logprobs=logprobs, proximal_logprobs=proximal_logprobs
     )
     sequences = Sequences(mask, row_ids)
-    log_s = sequences.spread(sequences.mean(logprobs - proximal_logprobs.detach()))
+    log_s = sequences.spread(sequences.mean(_log_ratio(logprobs, proximal_logprobs.detach(), mask)))
     return _clipped(log_s, over_tokens(advantages, mask), clip_low, clip_high)
 
 
@@ -105,7 +111,7 @@ def cispo_losses(
     refuse_shapes(
         mask, advantages=advantages, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
     )
-    log_w = over_tokens(logprobs - behaviour_logprobs, mask).detach()
+    log_w = _log_ratio(logprobs, behaviour_logprobs, mask).detach()
     weight = _ratio(log_w).clamp(weight_min, weight_max)
     return -weight * over_tokens(advantages.detach(), mask) * over_tokens(logprobs, mask)
 
@@ -146,9 +152,9 @@ def interpolated_proximal_logprobs(
     Source: A-3PO, arXiv 2512.06547.
     """
     refuse_shapes(mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
-    lag = token_lags(weight_versions, mask, trainer_version=trainer_version).to(logprobs.dtype)
-    behaviour = over_tokens(behaviour_logprobs, mask)
-    return behaviour + lag / (lag + 1) * (over_tokens(logprobs, mask) - behaviour)
+    target, behaviour = over_tokens(logprobs, mask), over_tokens(behaviour_logprobs, mask)
+    lag = token_lags(weight_versions, mask, trainer_version=trainer_version).to(target.dtype)
+    return behaviour + lag / (lag + 1) * (target - behaviour)
 
 
 def exact_on_policy_logprobs(
@@ -173,7 +179,8 @@ def exact_on_policy_logprobs(
     Source: prime-rl's ``exact_on_policy_ratio``, which decides by sample.
     """
     is_own = weight_versions == trainer_version
-    return torch.where(is_own, logprobs.detach(), behaviour_logprobs)
+    own, behaviour = at_least_float32(logprobs.detach()), at_least_float32(behaviour_logprobs)
+    return torch.where(is_own, own, behaviour)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +247,14 @@ def decoupled_ppo_loss(
     given = {"proximal_logprobs": proximal_logprobs, "behaviour_logprobs": behaviour_logprobs}
     refuse_shapes(loss_mask, advantages=advantages, **given)
     mask, proximal = loss_mask.bool(), proximal_logprobs.detach()
-    log_w = over_tokens(proximal - behaviour_logprobs.detach(), mask)
+    log_w = _log_ratio(proximal, behaviour_logprobs.detach(), mask)
     if weight is None:
         weight = tis_token(log_w, mask, weight_max=importance_weight_max)
     refuse_shapes(loss_mask, weight=weight)
     used = over_tokens(weight.detach(), mask)
     losses = ppo_losses(logprobs, proximal, advantages, mask, clip_low=clip, clip_high=clip)
     loss = mean_by_token(used * losses, mask, tokens_in_batch=tokens_in_batch)
-    unclipped = -_ratio(over_tokens((logprobs - proximal).detach(), mask)) * advantages
+    unclipped = -_ratio(_log_ratio(logprobs, proximal, mask).detach()) * advantages
     return loss, _diagnose(log_w[mask], used[mask], (losses > unclipped)[mask])
 
 
@@ -264,6 +271,11 @@ def _diagnose(log_w: Tensor, used: Tensor, is_clipped: Tensor) -> LossDiagnostic
         clip_fraction=int(is_clipped.sum()) / tokens,
         truncated_fraction=int((used < log_w.exp()).sum()) / tokens,
     )
+
+
+def _log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """Return the log of the ratio of probabilities, 0 where masked."""
+    return over_tokens(logprobs, mask) - over_tokens(others, mask)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

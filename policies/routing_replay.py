@@ -85,6 +85,11 @@ class RoutedExpertsRecorder:
         return note
 
 
+def is_mixture(model: nn.Module) -> bool:
+    """Return whether a model has mixture layers, be their experts recordable or not."""
+    return any(isinstance(getattr(b, "experts", None), nn.Module) for b in model.modules())
+
+
 def mixture_layers(model: nn.Module) -> list[MixtureLayer]:
     """Return a model's mixture layers whose routed experts can be recorded, in order.
 

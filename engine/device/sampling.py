@@ -21,6 +21,7 @@ from tidegate.engine.sampling.sampling import (
     RowSampling,
     StepOutput,
     TokenAttachments,
+    limits,
     random_numbers,
     sample_rows,
 )
@@ -36,9 +37,7 @@ class HostDraw:
         self.host_rows = [row for row, params in enumerate(sampling) if is_sampled_on_host(params)]
         """Indices of the rows that are sampled on the host."""
         self.arrays: list[npt.NDArray[Any]] = [
-            np.array([params.temperature for params in sampling], np.float32),
-            np.array([params.top_k for params in sampling], np.int64),
-            np.array([params.top_p for params in sampling], np.float32),
+            *limits(sampling),
             np.array(
                 [params.options.min_p if params.options else 0.0 for params in sampling], np.float32
             ),
@@ -48,13 +47,13 @@ class HostDraw:
 
     @classmethod
     def of_decodes(cls, rows: DecodeRows) -> "HostDraw":
-        """Return the parameters of rows that have a temperature as their only option."""
-        made, count = cls([]), len(rows)
+        """Return the parameters of rows without options but temperature, top-k and top-p."""
+        made = cls([])
         made.arrays = [
             rows.columns.temperatures,
-            np.zeros(count, np.int64),
-            np.ones(count, np.float32),
-            np.zeros(count, np.float32),
+            rows.columns.top_k,
+            rows.columns.top_p,
+            np.zeros(len(rows), np.float32),
             uniforms(rows.columns.seeds, rows.columns.draws),
             np.empty(0, np.int64),
         ]

@@ -294,22 +294,21 @@ def _load_states(opened: Any, memory: _LayerMemory, starts: torch.Tensor | None,
 def empty_cache(module: Any) -> Any:
     """Return an empty transformers cache for a model: of its own kinds of layers if some are
     recurrent, else of keys and values of whole contexts, windows included."""
-    layers = declared_layers(module)
-    if any(type(layer).__name__ in STATES for layer in layers):
+    if has_recurrent_layers(module.config):
         return transformers.DynamicCache(config=module.config.get_text_config())
     return transformers.DynamicCache()
 
 
-def has_recurrent_layers(module: Any) -> bool:
+def has_recurrent_layers(config: Any) -> bool:
     """Return whether transformers declares layers with a recurrent state for a model."""
-    return any(type(layer).__name__ in STATES for layer in declared_layers(module))
+    return any(type(layer).__name__ in STATES for layer in declared_layers(config))
 
 
-def declared_layers(module: Any) -> list[Any]:
+def declared_layers(config: Any) -> list[Any]:
     """Return the cache layers that transformers declares for a model; empty if its config can't be
     read."""
     try:
-        return list(transformers.DynamicCache(config=module.config.get_text_config()).layers)
+        return list(transformers.DynamicCache(config=config.get_text_config()).layers)
     except Exception:  # noqa: BLE001  (a forward pass decides)
         return []
 

@@ -54,13 +54,15 @@ from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ModelError
 from tidegate.policies.routing_replay import mixture_layers, record_routed_experts
 
-PROBE_TOKENS = 12
+PROBE_TOKENS = 64
+"""Tokens of the context that the probe reads: whole, and in :data:`PROBE_CHUNKS` and one by one."""
+
 PROBE_CHUNKS = (7, 1, 4)
 PROBE_BLOCK_TOKENS = 4
 
 PROBE_DIFFERENCE_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-"""Limit, by dtype, of the mean difference of log-probs over the vocabulary when a context is read
-in chunks. Chunks only add in another order; a model with other state is off by nats."""
+"""Limit, by dtype, of the mean difference of log-probs over the vocabulary, at any position, when a
+context is read in chunks. Chunks only add in another order; other states change log-probs more."""
 
 PADDED_POSITIONS_FREE = 4096
 """Positions of one forward pass up to which padding does not matter, because the layers' overhead
@@ -297,22 +299,24 @@ class Probed:
 
 
 @torch.inference_mode()
-def probe(module: Any, vocab_size: int) -> Probed:
+def probe(module: Any, vocab_size: int, *, context_tokens_max: int = PROBE_TOKENS) -> Probed:
     """Check that keys, values and states in blocks are the model's whole state, by reading one
-    context in chunks.
+    context in chunks and token by token.
 
     Raises:
         ModelError: chunks change the log-probs, or the model does not expose its state.
     """
     name = type(module).__name__
     _refuse_layers(module)
-    token_ids = np.arange(PROBE_TOKENS, dtype=np.int32) % vocab_size
-    blocks = -(-PROBE_TOKENS // PROBE_BLOCK_TOKENS)
+    tokens = max(sum(PROBE_CHUNKS), min(PROBE_TOKENS, context_tokens_max))
+    token_ids = np.arange(tokens, dtype=np.int32) % vocab_size
+    blocks = -(-tokens // PROBE_BLOCK_TOKENS)
+    chunks = (*PROBE_CHUNKS, *[1] * (tokens - sum(PROBE_CHUNKS)))
     order = torch.randperm(3 * blocks, generator=torch.Generator().manual_seed(0)).tolist()
     try:
         memory = BlockMemory(module, 3 * blocks, PROBE_BLOCK_TOKENS)
-        whole = _read_context(module, BlockMemory(module, 1, PROBE_TOKENS), token_ids, [0])
-        chunked = _read_context(module, memory, token_ids, order[:blocks], PROBE_CHUNKS)
+        whole = _read_context(module, BlockMemory(module, 1, tokens), token_ids, [0])
+        chunked = _read_context(module, memory, token_ids, order[:blocks], chunks)
     except ModelError:
         raise
     except Exception as error:
@@ -325,7 +329,7 @@ def probe(module: Any, vocab_size: int) -> Probed:
     if not difference <= limit:
         raise ModelError(
             f"{name} keeps more state of a context than its cache in transformers: log-probs "
-            f"differ by {difference:.2g} on average if the context is read in chunks. "
+            f"differ by {difference:.2g} on average if the context is read token by token. "
             f"{SUPPORTED_MODELS_HINT}"
         )
     return Probed(
@@ -349,7 +353,7 @@ def _pads_on_the_left(
     alone = []
     for table, past in zip(tables, (short, shorter), strict=True):
         _read_context(module, memory, token_ids, table, (past,))
-        alone.append(_read_context(module, memory, token_ids, table, (past, 1, 1)))
+        alone.append(_read_context(module, memory, token_ids, table, (past, 1, 1))[-1:])
         _read_context(module, memory, token_ids, table, (past,))
     try:
         for number in range(2):
@@ -367,13 +371,14 @@ def _pads_on_the_left(
     except Exception:  # noqa: BLE001  (its rows can run one by one)
         return False
     return all(
-        _difference(logits, row[-1].float()) <= limit
+        _difference(logits, row[-1:].float()) <= limit
         for logits, row in zip(alone, together, strict=True)
     )
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.log_softmax(-1) - other.log_softmax(-1)).abs().mean())
+    """Return the mean difference of log-probs over the vocabulary, at the worst position. [T, V]"""
+    return float((one.log_softmax(-1) - other.log_softmax(-1)).abs().mean(-1).max())
 
 
 def _read_context(
@@ -383,19 +388,21 @@ def _read_context(
     table: Sequence[int],
     chunks: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Read a context in chunks, cut at the ends of blocks; return the last logits [V]."""
+    """Read a context in chunks, cut at the ends of blocks; return the logits [T, V]."""
     start = 0
-    logits = torch.empty(0)
+    logits = []
     for tokens in chunks or (len(token_ids),):
         end = start + tokens
         while start < end:
             stop = min(end, (start // memory.block_tokens + 1) * memory.block_tokens)
             row = PassRow(table, start, stop)
-            logits, _ = _read(
-                module, memory, [token_ids[start:stop]], [row], last_tokens=1, is_batched=False
+            tokens_read = [token_ids[start:stop]]
+            read, _ = _read(
+                module, memory, tokens_read, [row], last_tokens=stop - start, is_batched=False
             )
+            logits.append(read[0].float())
             start = stop
-    return logits[0, -1].float()
+    return torch.cat(logits)
 
 
 def _refuse_layers(module: Any) -> None:
@@ -406,7 +413,7 @@ def _refuse_layers(module: Any) -> None:
         ModelError: it has such layers.
     """
     known = (*KEYS_AND_VALUES, *STATES, *EMPTY)
-    layers = declared_layers(module)
+    layers = declared_layers(module.config)
     other_layers = [layer for layer in layers if type(layer).__name__ not in known]
     if not other_layers:
         return

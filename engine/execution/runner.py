@@ -40,6 +40,7 @@ from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import (
     hidden_rows,
+    limits,
     random_numbers,
     sample_apart,
     sample_rows,
@@ -88,7 +89,8 @@ class Row:
 
 
 class DecodeRows(Sequence[Row]):
-    """Rows that all decode one token with a temperature as their only option, also as columns.
+    """Rows that all decode one token with no options but temperature, top-k and top-p, also as
+    columns.
 
     The columns follow the rows from step to step, so that a runner need not read each row. The rows
     are brought up to date when they are read.
@@ -103,9 +105,9 @@ class DecodeRows(Sequence[Row]):
         """The sequences' KV blocks: the same lists in all steps."""
         self._counters = np.array([[row.start for row in rows], [0] * len(rows)])
         self.columns = DecodeColumns(
-            token_ids=np.concatenate([row.token_ids for row in rows], dtype=np.int64),
-            positions=self._counters[0],
-            temperatures=np.array([params.temperature for params in sampling], np.float32),
+            np.concatenate([row.token_ids for row in rows], dtype=np.int64),
+            self._counters[0],
+            *limits(sampling),
             seeds=np.empty(len(rows), np.uint64),
             draws=self._counters[1].view(np.uint64),
         )

@@ -276,17 +276,19 @@ class FallbackModel:
                 self._dtype = _dtype(dtype, stored)
                 weights = fallback_weights.load_fallback(path, self._dtype)
             self.vocab_size: int = config.get_text_config().vocab_size
-            self._probed = fallback.probe(weights.module, self.vocab_size)
+            self.context_tokens_max = min(
+                fallback_weights.context_tokens_max(config),
+                *fallback_weights.learned_positions(weights.module),
+                sys.maxsize,
+            )
+            self._probed = fallback.probe(
+                weights.module, self.vocab_size, context_tokens_max=self.context_tokens_max
+            )
         except ModelError as error:
             raise ModelError(f"{reason}; and {error}") from error
         self._live: FallbackWeights = weights
         self._runners = fallback.FallbackRunner
         self.architecture = type(weights.module).__name__
-        self.context_tokens_max = min(
-            fallback_weights.context_tokens_max(config),
-            *fallback_weights.learned_positions(weights.module),
-            sys.maxsize,
-        )
         self.routed_experts_refusal = fallback.routed_experts_refusal(weights.module)
         has_head = weights.module.get_output_embeddings() is not None
         self.scoring = ScoringCapabilities(

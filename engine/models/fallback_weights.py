@@ -7,8 +7,9 @@ models. Uses transformers' ``AutoModelForCausalLM``. Built on ``weights/weight_s
 """
 
 import copy
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tidegate.engine.memory.out_of_memory import is_out_of_memory
@@ -177,11 +179,12 @@ def context_tokens_max(config: Any) -> int:
     """Return the context limit in tokens: the config's, or 32,768 if it has none.
 
     A ``longrope`` changes the rotation of all positions once a context exceeds the original length,
-    which would invalidate cached keys; so the original length is the limit.
+    which would invalidate cached keys; so the original length is the limit. Beyond Doge's
+    ``keep_window_size``, a whole forward pass attends to other positions than a token by token one.
     """
     stated = _stated_context_tokens(config)
     limits = [CONTEXT_TOKENS_DEFAULT if stated is None else stated]
-    return min(limits + _longrope_limits(config))
+    return min(limits + _longrope_limits(config) + _kept_window(config))
 
 
 def learned_positions(module: Any) -> list[int]:
@@ -203,16 +206,25 @@ def shortened_context(config: Any) -> list[str]:
     stated, limit = _stated_context_tokens(config), context_tokens_max(config)
     if stated is None or stated <= limit:
         return []
-    return [
-        f"Contexts end at {limit} of the {stated} tokens that config.json allows: its longrope "
-        f"turns all positions differently beyond {limit}, and cached keys would be wrong"
-    ]
+    reason = (
+        "a forward pass of the whole context chooses other positions to attend to"
+        if limit in _kept_window(config)
+        else f"its longrope turns all positions differently beyond {limit}, and cached keys would "
+        "be wrong"
+    )
+    return [f"Contexts end at {limit} of the {stated} tokens that config.json allows: {reason}"]
 
 
 def _stated_context_tokens(config: Any) -> int | None:
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in CONTEXT_FIELDS)
     return next((int(tokens) for tokens in found if tokens is not None), None)
+
+
+def _kept_window(config: Any) -> list[int]:
+    """Return the number of positions that Doge's dynamic mask keeps; empty for other models."""
+    window = getattr(config.get_text_config(), "keep_window_size", None)
+    return [] if window is None else [int(window)]
 
 
 def _longrope_limits(config: Any) -> list[int]:
@@ -255,6 +267,7 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
     refuse_lacking(path, sorted(missing))
     aliases = _aliases(module)
     module.eval().requires_grad_(False)
+    clamp_time_steps(module)
     _widen_head(module)
     conversions = find_conversions(module, [n for n in module.state_dict() if n not in aliases])
     unused_names = frozenset(info["unexpected_keys"])
@@ -263,6 +276,51 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
         name for name in tensor_names(path) if any(re.search(p, name) for p in patterns)
     )
     return FallbackWeights(module, aliases, conversions, unused_names, ignored)
+
+
+class _ClampedSoftplus(TorchFunctionMode):
+    """Clamps the results of ``softplus``."""
+
+    def __init__(self, limit: tuple[float, float]) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.clamp(*self._limit) if func is F.softplus else result
+
+
+def clamp_time_steps(module: torch.nn.Module) -> None:
+    """Clamp the time steps of Mamba-2's layers in every forward pass, as in one of many tokens.
+
+    ``transformers`` clamps them to ``time_step_limit`` where it reads several tokens, as trainers
+    do, and not where it reads one, so the log-probs of sampled tokens would differ by up to .07.
+    A time step is the mixer's only ``softplus``.
+    """
+    mixer: Any
+    for mixer in module.modules():
+        limit = getattr(mixer, "time_step_limit", None)
+        if limit is None or (limit[0] <= 0 and limit[1] == math.inf):
+            continue
+        mixer.open_clamps = []  # of the module, so that a copy has its own
+
+        def enter(mixer: Any, _: Any) -> None:
+            clamp: Any = _ClampedSoftplus(mixer.time_step_limit)
+            clamp.__enter__()
+            mixer.open_clamps.append(clamp)
+
+        def leave(mixer: Any, _: Any, __: Any) -> None:
+            if mixer.open_clamps:  # empty if another hook has failed before ``enter``
+                mixer.open_clamps.pop().__exit__(None, None, None)
+
+        mixer.register_forward_pre_hook(enter)
+        mixer.register_forward_hook(leave, always_call=True)
 
 
 @contextmanager
@@ -300,10 +358,11 @@ def _widen_head(module: Any) -> None:
 
 def _aliases(module: Any) -> dict[str, str]:
     """Return the names of tensors that share memory with an earlier name."""
-    names: dict[tuple[int, torch.Size], str] = {}
+    names: dict[object, str] = {}
     aliases = {}
     for name, tensor in module.state_dict().items():
-        first_name = names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        view = (tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape)
+        first_name = names.setdefault(view, name)
         if first_name != name:
             aliases[name] = first_name
     return aliases

@@ -1,13 +1,13 @@
 """Samples one token per row from a step's logits, with its log-prob and requested attachments.
 
-Called by the runners. Rows without options beyond temperature, top-k and top-p take a fast path.
+Called by the runners. Rows with no options but temperature, top-k and top-p are compiled.
 Every draw uses the row's own counter-based random number, independent of the rest of the batch.
 Draws and filters are compiled (``kernels/sampling.py``), with torch as their fallback.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -46,8 +46,8 @@ class RowSampling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a temperature is the only option."""
-        return self.options is None and self.top_k == 0 and self.top_p == 1
+        """Whether temperature, top-k and top-p are the only options."""
+        return self.options is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,11 @@ class TokenAttachments:
     """None if not requested; empty if all tokens were left."""
     hidden_state: bytes = b""
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether no value is NaN; excluded tokens have -inf."""
-        columns = self.raw_logprobs, self.top_logprobs, self.hidden_state
-        values = np.frombuffer(b"".join(columns), np.float32)
-        return not np.isnan(values).any()
+
+def all_finite(attachments: Iterable[TokenAttachments]) -> bool:
+    """Return whether no value is NaN; excluded tokens have -inf."""
+    columns = [c for a in attachments for c in (a.raw_logprobs, a.top_logprobs, a.hidden_state)]
+    return not np.isnan(np.frombuffer(b"".join(columns), np.float32)).any()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def sample_rows(
 ) -> StepOutput:
     """Sample one token per row of ``logits`` [S, V], float32, which may be overwritten.
 
-    With ``native``, rows whose only option is a temperature are sampled by compiled code.
+    With ``native``, rows with only temperature, top-k and top-p are sampled by compiled code.
     """
     if native is None:
         return _sample(logits, sampling)
@@ -167,8 +166,18 @@ def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput
 def _draw_plain(
     logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    temperatures = np.array([params.temperature for params in sampling], np.float32)
-    return native.draw(logits.contiguous(), temperatures, *random_numbers(sampling))
+    return native.draw(logits.contiguous(), *limits(sampling), *random_numbers(sampling))
+
+
+def limits(
+    sampling: Sequence[RowSampling],
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return each row's temperature, top-k and top-p."""
+    return (
+        np.array([params.temperature for params in sampling], np.float32),
+        np.array([params.top_k for params in sampling], np.int64),
+        np.array([params.top_p for params in sampling], np.float32),
+    )
 
 
 def random_numbers(
@@ -180,12 +189,7 @@ def random_numbers(
 
 
 def _columns(sampling: Sequence[RowSampling]) -> _Columns:
-    return _Columns(
-        np.array([params.temperature for params in sampling], np.float32),
-        np.array([params.top_k for params in sampling], np.int64),
-        np.array([params.top_p for params in sampling], np.float32),
-        uniforms(*random_numbers(sampling)),
-    )
+    return _Columns(*limits(sampling), uniforms(*random_numbers(sampling)))
 
 
 def _sample_with_options(
@@ -261,21 +265,14 @@ def _attachments(
     options: Mapping[int, RowOptions],
     raw_logprobs: Mapping[int, bytes],
 ) -> dict[int, TokenAttachments]:
-    attachments = {row: TokenAttachments(value) for row, value in raw_logprobs.items()}
-    for row, (ids, logprobs) in _top_tokens(distribution, options).items():
-        attachments[row] = replace(
-            attachments.get(row, TokenAttachments()),
-            top_ids=ids.tobytes(),
-            top_logprobs=logprobs.tobytes(),
-        )
-    for row, row_options in options.items():
-        if row_options.kept_tokens:
-            kept_ids = distribution.kept(row)
-            attachments[row] = replace(
-                attachments.get(row, TokenAttachments()),
-                kept_ids=b"" if kept_ids is None else kept_ids.numpy().astype(np.int32).tobytes(),
-            )
-    return attachments
+    top = _top_tokens(distribution, options)
+    kept_rows = [row for row, row_options in options.items() if row_options.kept_tokens]
+    kept = dict(zip(kept_rows, distribution.kept(kept_rows), strict=True)) if kept_rows else {}
+    return {
+        row: TokenAttachments(raw_logprobs.get(row, b""), *top.get(row, (b"", b"")), kept.get(row))
+        for row in options
+        if row in raw_logprobs or row in top or row in kept
+    }
 
 
 def hidden_rows(sampling: Sequence[RowSampling]) -> list[int]:
@@ -298,15 +295,18 @@ def with_hidden_states(output: StepOutput, rows: Sequence[int], hidden: torch.Te
 
 def _top_tokens(
     distribution: TokenDistribution, options: Mapping[int, RowOptions]
-) -> dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+) -> dict[int, tuple[bytes, bytes]]:
     """Return the ids and log-probs of the requested number of top tokens, by row."""
     rows = [row for row, row_options in options.items() if row_options.top_logprobs]
     if not rows:
         return {}
     count_max = max(options[row].top_logprobs for row in rows)
-    ids, logprobs = (column.numpy() for column in distribution.likeliest(count_max, rows))
-    counts = [options[row].top_logprobs for row in rows]
-    return {
-        row: (ids[i, :count].astype(np.int32), logprobs[i, :count])
-        for i, (row, count) in enumerate(zip(rows, counts, strict=True))
-    }
+    ids, logprobs = distribution.likeliest(count_max, rows)
+    id_bytes, logprob_bytes = ids.int().numpy().tobytes(), logprobs.numpy().tobytes()
+    starts = range(0, len(id_bytes), 4 * count_max)
+    places = [
+        slice(start, start + 4 * options[row].top_logprobs)
+        for row, start in zip(rows, starts, strict=True)
+    ]
+    pairs = [(id_bytes[place], logprob_bytes[place]) for place in places]
+    return dict(zip(rows, pairs, strict=True))

@@ -32,6 +32,9 @@ class StopStrings:
         self._tail_chars = max(map(len, strings)) - 1
         self._tail = ""
         """End of the output text, as long as a stop string may already have begun in it."""
+        self._unsettled_chars = 0
+        """Number of characters after the tail that were compared already: whole ones, of tokens
+        that end within a character."""
         self._ids = list(prompt_ids[-PROMPT_TOKENS:])
         self._decoded_tokens = len(self._ids)
         """Number of the leading ``_ids`` whose text is already in the tail."""
@@ -43,24 +46,27 @@ class StopStrings:
 
     def completes(self, token_id: int) -> bool:
         """Add a sampled token; return whether a stop string ends within the token's text."""
-        text = self._text_of(token_id)
+        text, is_settled = self._text_of(token_id)
         if not text:
             return False
-        tail, old_chars = self._tail + text, len(self._tail)
-        self._tail = tail[-self._tail_chars :] if self._tail_chars else ""
+        tail, old_chars = self._tail + text, len(self._tail) + self._unsettled_chars
+        self._unsettled_chars = 0 if is_settled else len(text)
+        if is_settled:
+            self._tail = tail[-self._tail_chars :] if self._tail_chars else ""
         return any(tail.find(s, max(0, old_chars - len(s) + 1)) >= 0 for s in self._strings)
 
-    def _text_of(self, token_id: int) -> str:
-        """Return the text that the token adds; empty while a character is incomplete."""
+    def _text_of(self, token_id: int) -> tuple[str, bool]:
+        """Return the whole characters after the tail, and whether they are to be added to it:
+        while a character is incomplete, the tokens of those before it are decoded again."""
         self._ids.append(token_id)
         decoded = self._decode(self._ids[: self._decoded_tokens])
         text = self._decode(self._ids)[len(decoded) :]
         is_incomplete = not text or text.endswith(REPLACEMENT_CHAR)
         if is_incomplete and len(self._ids) - self._decoded_tokens < INCOMPLETE_TOKENS_MAX:
-            return ""
+            return text.rstrip(REPLACEMENT_CHAR), False
         del self._ids[: self._decoded_tokens]
         self._decoded_tokens = len(self._ids)
-        return text
+        return text, True
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return (

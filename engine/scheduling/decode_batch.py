@@ -18,8 +18,8 @@ from tidegate.transport.messages import LENGTH, RUNNING, STOP
 
 
 class DecodeBatch:
-    """The sequences of successive steps that only decode, each with a temperature as its only
-    option."""
+    """The sequences of successive steps that only decode, without options but temperature, top-k
+    and top-p."""
 
     def __init__(self, sequences: Sequence[EngineSequence]) -> None:
         """``sequences`` are planned, and :func:`can_decode_plainly` is true of each."""
@@ -84,7 +84,7 @@ def _next_check(sequence: EngineSequence) -> int:
 
 def can_decode_plainly(sequence: EngineSequence) -> bool:
     """Return whether a sequence that is planned to decode needs nothing but tokens and log-probs,
-    sampled with a temperature only."""
+    sampled with no options but temperature, top-k and top-p."""
     return (
         not sequence.is_prefilling
         and sequence.sampling.is_plain

@@ -621,8 +621,11 @@ class EngineScheduler:
                 rows = base_rows
                 if (adapter := sequence.own_version) is not None:
                     rows = groups.setdefault(adapter, SampledRows())
-            if is_plain and not sequence.drafted and not sequence.is_prefilling:  # nearly every row
-                if rows.add_next(sequence, index, sampled[index]) != RUNNING:
+            if not failures and not sequence.drafted and not sequence.is_prefilling:  # most rows
+                finish = rows.add_next(sequence, index, sampled[index])
+                if not is_plain:
+                    self._add_attachments(sequence, rows, range(index, index + 1), output)
+                if finish != RUNNING:
                     self._finish(sequence, is_whole=True)
                 index += 1
             else:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tidegate.engine.execution.routed_experts import Experts
 from tidegate.engine.execution.step_layout import AdapterVersion
-from tidegate.engine.sampling.sampling import StepOutput, TokenAttachments
+from tidegate.engine.sampling.sampling import StepOutput, TokenAttachments, all_finite
 from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineSequence
 from tidegate.transport.attachments import Attachment, AttachmentName
 from tidegate.transport.messages import Prefill, Step
@@ -111,8 +111,9 @@ def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
     if not output.attachments and math.isfinite(output.logprobs.sum()):  # as nearly always
         return output.failures
     is_finite = np.isfinite(output.logprobs)
-    for index, attachments in output.attachments.items():
-        is_finite[index] &= attachments.is_finite
+    if not all_finite(output.attachments.values()):
+        for index, attachments in output.attachments.items():
+            is_finite[index] &= all_finite([attachments])
     if is_finite.all():
         return output.failures
     reason = (
@@ -168,13 +169,19 @@ class SampledRows:
     ) -> None:
         """Add the attachments of a sequence's newest tokens, which :meth:`add` has accepted."""
         start = sequence.output_tokens - len(tokens)
-        self._add(sequence, start, "raw_logprobs", "float32", [t.raw_logprobs for t in tokens])
-        shape = [top_logprobs]
-        self._add(sequence, start, "top_ids", "int32", [t.top_ids for t in tokens], shape)
-        logprobs = [t.top_logprobs for t in tokens]
-        self._add(sequence, start, "top_logprobs", "float32", logprobs, shape)
-        states = [t.hidden_state for t in tokens]
-        self._add(sequence, start, "hidden_states", "float32", states, [len(states[0]) // 4])
+        first = tokens[0]  # which has what the others have, too
+        if first.raw_logprobs:
+            values = b"".join([t.raw_logprobs for t in tokens])
+            self._add(sequence, start, "raw_logprobs", "float32", values)
+        if first.top_ids:
+            ids, logprobs = [t.top_ids for t in tokens], [t.top_logprobs for t in tokens]
+            shape = [top_logprobs]
+            self._add(sequence, start, "top_ids", "int32", b"".join(ids), shape)
+            self._add(sequence, start, "top_logprobs", "float32", b"".join(logprobs), shape)
+        if first.hidden_state:
+            values = b"".join([t.hidden_state for t in tokens])
+            shape = [len(first.hidden_state) // 4]
+            self._add(sequence, start, "hidden_states", "float32", values, shape)
         kept = [t.kept_ids for t in tokens if t.kept_ids is not None]
         if kept:
             counts = np.array([len(ids) // 4 for ids in kept], "<u4").tobytes()
@@ -189,13 +196,12 @@ class SampledRows:
         start: int,
         name: AttachmentName,
         dtype: Literal["float32", "int32"],
-        entries: Sequence[bytes],
+        values: bytes,
         shape: Sequence[int] = (),
     ) -> None:
-        if values := b"".join(entries):
-            self.attachments.append(
-                Attachment(sequence.handle, name, start, dtype, values, list(shape))
-            )
+        self.attachments.append(
+            Attachment(sequence.handle, name, start, dtype, values, list(shape))
+        )
 
     def add_experts(self, sequence: EngineSequence, experts: Experts) -> None:
         """Add the routed experts [P, L, k] of the sequence's positions that were not reported."""

@@ -2,9 +2,10 @@
 
 The audit's replays call :func:`load_version` for every version. A version may be a part of a set (a
 partial publish or an adapter): then the full set before it is loaded, and the later parts are
-applied in order. Uses `transformers` and `safetensors` and none of the engine's code, so that an
-engine's fault can't hide in its own proof. The caller passes each version's directory. Built on
-``orchestrator/weight_sync/parts.py``, which says what a version consists of.
+applied in order. Uses `transformers` and `safetensors` and, but for ``clamp_time_steps``, none of
+the engine's code, so that an engine's fault can't hide in its own proof. The caller passes each
+version's directory. Built on ``orchestrator/weight_sync/parts.py``, which says what a version
+consists of.
 """
 
 import logging
@@ -21,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from tidegate.engine.models.fallback_weights import clamp_time_steps
 from tidegate.errors import AuditError
 from tidegate.orchestrator.weight_sync.parts import WeightParts
 from tidegate.transport.regular_files import check_regular
@@ -235,6 +237,7 @@ def _overlay_saved(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
         )
     if not is_tied and _is_tied(reloaded):
         _untie(reloaded)
+    clamp_time_steps(reloaded)
     return reloaded.eval()
 
 
@@ -253,17 +256,37 @@ def _possible_names(model: Any, name: str) -> tuple[str, ...]:
     return name, prefix + name, name.removeprefix(prefix)
 
 
+def text_config_of(directory: Path) -> Any:
+    """Return the configuration of a model directory's language model.
+
+    Raises:
+        AuditError: the directory's configuration is missing or damaged.
+    """
+    _refuse_without_config(directory)
+    auto: Any = transformers.AutoConfig
+    try:
+        config = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return config.get_text_config()
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AuditError(f"{directory / 'config.json'} can't be read: {why}") from error
+
+
+def _refuse_without_config(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise AuditError(
+            f"{directory} has no config.json, so it is no model directory; give the directory of "
+            "the run's model"
+        )
+
+
 def load_weights(directory: Path) -> Any:
     """Load a directory with transformers in float32, without progress bars.
 
     Raises:
         AuditError: the directory is missing, damaged, or lacks tensors.
     """
-    if not (directory / "config.json").is_file():
-        raise AuditError(
-            f"{directory} has no config.json, so it is no model directory; give the directory of "
-            "the run's model"
-        )
+    _refuse_without_config(directory)
     auto: Any = transformers.AutoModelForCausalLM
     try:
         with _quiet_transformers():
@@ -286,6 +309,7 @@ def load_weights(directory: Path) -> Any:
             f"{directory} lacks {len(faults)} tensors that its config.json describes, "
             f"{sorted(faults)[0]} first; was a file removed or replaced?"
         )
+    clamp_time_steps(model)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # transformers 5.17's default leaves the cap out
     return model.eval()

@@ -9,6 +9,7 @@ and uses none of the code that made the tags. Built on ``replay_plan.py``, ``rep
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,7 +72,19 @@ TOLERANCES = {"float32": TOLERANCE, "float16": 0.05, "bfloat16": 0.4}
 the engine's rounding: 2**-11 (float16) or 2**-8 (bfloat16) at each step of the sums, and of the
 weights. The report's ``version_power`` shows how many wrong tags such a tolerance hides."""
 
+TOLERANCE_RECURRENT = 2e-3
+"""As :data:`TOLERANCE`, for models with recurrent layers: transformers' gated delta rule in float32
+differs over a whole context by up to 1e-3 from the same rule token by token, and from float64."""
+
 PROBLEMS_SHOWN_MAX = 10
+
+NOT_AUDITED = (
+    "not audited: the rewards that episodes gave (advantages are computed from them again), and "
+    "attachments other than routed experts and kept tokens"
+)
+
+UNROUTED_MIN = 16
+"""Smallest number of unrouted tokens of a version from which their disagreement is judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +155,10 @@ class AuditReport:
     tokens_unarchived: int
     """Tokens sampled by weights that were published just before a process was killed and were
     not archived; they can't be checked."""
+    tokens_unrouted: int
+    """Tokens of mixtures in bfloat16 or float16 that disagree while their routed experts were not
+    recorded. Rounding changes which experts are chosen, so single ones of them say nothing; a
+    version more than half of whose tokens disagree is a problem."""
     spans: int
     spans_mixed: int
     """Number of spans whose tokens attended to KV of several versions."""
@@ -162,7 +179,7 @@ class AuditReport:
     def agrees(self) -> bool:
         """Whether every replayed token agrees with its tag, and there are no problems."""
         accounted = self.tokens_agreeing + self.tokens_unknown
-        accounted += self.tokens_unreplayable + self.tokens_unarchived
+        accounted += self.tokens_unreplayable + self.tokens_unarchived + self.tokens_unrouted
         return not self.problems and accounted == self.tokens
 
     def lines(self) -> list[str]:
@@ -194,6 +211,11 @@ class AuditReport:
                 f"{self.tokens_unarchived} tokens were not replayed: a process was killed before "
                 f"it had archived their weights"
             )
+        if self.tokens_unrouted:
+            lines.append(
+                f"{self.tokens_unrouted} tokens of a rounded mixture disagree, maybe by other "
+                f"experts: record them with routed_experts=True to audit these tokens"
+            )
         if self.worst is not None:
             w = self.worst
             lines.append(
@@ -219,7 +241,7 @@ class AuditReport:
         lines += [str(problem) for problem in self.problems[:PROBLEMS_SHOWN_MAX]]
         if (more := len(self.problems) - PROBLEMS_SHOWN_MAX) > 0:
             lines.append(f"... and {more} more")
-        lines.append(self.verdict)
+        lines += [NOT_AUDITED, self.verdict]
         return lines
 
     @property
@@ -278,12 +300,15 @@ def audit_run(
     rollouts_wanted = _rollouts_wanted(recorded, rollouts_max)
     for part in parts:
         bookkeeping = Bookkeeping(part)
+        config = _text_config(part)
+        vocab_size = None if config is None else config.vocab_size
+        float32_tolerance = _float32_tolerance(config)
         plans_of_part: list[ReplayPlan] = []
         for rollout in read_trajectories_of_one(part):
             bookkeeping.check(rollout)
             # Take `rollouts_wanted` rows, evenly spaced: those at which the count due increases.
             if (row + 1) * rollouts_wanted // recorded > row * rollouts_wanted // recorded:
-                plans_of_part.append(plan_rollout(rollout))
+                plans_of_part.append(plan_rollout(rollout, vocab_size))
             row += 1
         problems += [problem for plan in plans_of_part for problem in plan.problems]
         problems += bookkeeping.problems()
@@ -291,9 +316,10 @@ def audit_run(
         dtypes = _dtypes(part)
         for segment in (segment for replay in planned for segment in replay.segments):
             dtype = dtypes.get(segment.engine, "")
-            dtype_tolerance = TOLERANCES.get(dtype, TOLERANCE)
-            segment.tolerance = dtype_tolerance if tolerance is None else tolerance
-            if dtype_tolerance > TOLERANCE:
+            of_dtype = max(TOLERANCES.get(dtype, TOLERANCE), float32_tolerance)
+            segment.tolerance = of_dtype if tolerance is None else tolerance
+            segment.is_rounded = TOLERANCES.get(dtype, TOLERANCE) > TOLERANCE
+            if segment.is_rounded:
                 other_dtypes[segment.engine] = dtype
         archive = _archive_of(part, planned)
         replayable = _replayable(planned, archive, problems)
@@ -306,7 +332,8 @@ def audit_run(
             _replay(part, archive, [*replayable, *rival_replays], progress, exact=exact)
         replays += replayable
         segments_of_part = [segment for replay in replayable for segment in replay.segments]
-        verdicts += judge_exactly(rivals) if exact else judge(rivals, segments_of_part)
+        judged = [r for r in rivals if not any(part.span.is_unrouted for part in r.parts)]
+        verdicts += judge_exactly(judged) if exact else judge(judged, segments_of_part)
         plans += plans_of_part
     tokens = sum(plan.tokens for plan in plans)
     if not tokens:
@@ -320,8 +347,10 @@ def audit_run(
         )
     segments = [segment for replay in replays for segment in replay.segments]
     agreeing = [int(_agreeing(segment).sum()) for segment in segments]
-    problems += _mismatches(segments)
-    problems += _wrong_kept_sets(segments)
+    routed = [segment for segment in segments if not segment.is_unrouted]
+    problems += _mismatches(routed)
+    problems += _wrong_kept_sets(routed)
+    problems += _unrouted_mismatches(replays)
     problems += _wrong_routes(replays)
     problems += _nearer_rivals(verdicts)
     return AuditReport(
@@ -334,6 +363,7 @@ def audit_run(
         tokens_unknown=sum(plan.tokens_unknown for plan in plans),
         tokens_unreplayable=unreplayable + sum(plan.tokens_unreplayable for plan in plans),
         tokens_unarchived=unarchived,
+        tokens_unrouted=sum(int((~_agreeing(s)).sum()) for s in segments if s.is_unrouted),
         spans=sum(plan.spans for plan in plans),
         spans_mixed=sum(plan.spans_mixed for plan in plans),
         worst=_worst_token(segments),
@@ -485,6 +515,23 @@ def _refuse_without_weights(directory: Path) -> None:
         )
 
 
+def _text_config(directory: Path) -> Any:
+    """Return the configuration of one process's model; None if it has archived no model."""
+    from tidegate.observability.audit.archived_model import text_config_of  # imports torch
+
+    archived = [path for archive in archives(directory) for path in archive.glob("v*")]
+    configured = [path for path in archived if (path / "config.json").is_file()]
+    return text_config_of(min(configured)) if configured else None
+
+
+def _float32_tolerance(config: Any) -> float:
+    """Return the tolerance for engines that computed in float32."""
+    from tidegate.engine.execution.block_cache import has_recurrent_layers  # imports torch
+
+    is_recurrent = config is not None and has_recurrent_layers(config)
+    return TOLERANCE_RECURRENT if is_recurrent else TOLERANCE
+
+
 def _archive_of(directory: Path, replays: Iterable[Replay]) -> _Archive:
     """Return the weights of one process's records, and of the adapters that its replays need."""
     versions = {v for archive in archives(directory) for v in _versions_in(archive)}
@@ -610,6 +657,25 @@ def _mismatches(segments: Iterable[Segment]) -> list[Problem]:
             )
             problems.append(Problem(segment.rollout_id, segment.turn, message))
     return problems
+
+
+def _unrouted_mismatches(replays: Iterable[Replay]) -> Iterator[Problem]:
+    """Yield versions most of whose unrouted tokens disagree: other experts than the replay's are
+    chosen for few tokens of the right weights."""
+    agreeing: defaultdict[tuple[str, int], list[bool]] = defaultdict(list)
+    for replay in replays:
+        for segment in replay.segments:
+            if segment.is_unrouted:
+                agreeing[_weights_of(replay, segment)] += _agreeing(segment).tolist()
+    for (adapter, version), of_version in agreeing.items():
+        wrong = of_version.count(False)
+        if len(of_version) >= UNROUTED_MIN and 2 * wrong > len(of_version):
+            of = f" of adapter {adapter!r}" if adapter else ""
+            message = (
+                f"{wrong} of {len(of_version)} tokens tagged v{version}{of} do not match its "
+                f"weights, more than other experts explain"
+            )
+            yield Problem(-1, -1, message)
 
 
 def _wrong_kept_sets(segments: Iterable[Segment]) -> list[Problem]:

@@ -34,7 +34,7 @@ from tidegate.observability.audit.replay_plan import (
     ReplayedAdapter,
     Segment,
 )
-from tidegate.policies.routing_replay import mixture_layers, replay_routed_experts
+from tidegate.policies.routing_replay import is_mixture, mixture_layers, replay_routed_experts
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -149,7 +149,10 @@ def replay_all(
             version, weights, adapter.name, own_version=own, quantization=quantization
         )
         noise_factor = 1.0
-        is_recurrent = has_recurrent_layers(model)  # computes its states in float32 in any dtype
+        has_routers = is_mixture(model)
+        is_recurrent = has_recurrent_layers(
+            model.config
+        )  # computes its states in float32 in any dtype
         if in_double:
             is_double = not is_recurrent and _computes_in_double(model)
             noise_factor = 1.0 if is_double else FLOAT32_NOISE_FACTOR
@@ -161,9 +164,12 @@ def replay_all(
                 _read_recurrent(model, batch[0], pasts)
             else:
                 _read(model, batch, pasts)
-            for segment in (segment for replay in batch for segment in replay.segments):
-                segment.noise_factor = noise_factor
             for replay in batch:
+                routes = replay.routes
+                for segment in replay.segments:
+                    segment.noise_factor = noise_factor
+                    is_routed = routes is not None and routes.are_known_to(segment)
+                    segment.is_unrouted = has_routers and segment.is_rounded and not is_routed
                 replay.stages_done += 1
                 if replay.stages_done < len(replay.stages):
                     due[_weights_due(replay)].append(replay)

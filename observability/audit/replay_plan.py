@@ -79,6 +79,11 @@ class Segment:
     """Name of the engine that sampled the tokens."""
     tolerance: float = field(init=False, default=0.0)
     """Largest difference at which two log-probs agree; depends on the engine's compute dtype."""
+    is_rounded: bool = field(init=False, default=False)
+    """Whether the engine computed in a shorter type than float32."""
+    is_unrouted: bool = field(init=False, default=False)
+    """Whether a mixture computed the tokens, rounded, and not all of its routed experts are known:
+    then it may have chosen others than the replay, which changes a log-prob by nats."""
     replayed: npt.NDArray[np.float32] = field(init=False)
     """Log-probs that the replay computed, [N]; NaN until replayed."""
     noise_factor: float = field(init=False, default=1.0)
@@ -107,6 +112,11 @@ class RecordedRoutes:
 
     def __post_init__(self) -> None:
         self.errors = np.zeros(len(self.known), np.float32)
+
+    def are_known_to(self, segment: Segment) -> bool:
+        """Whether the experts of all positions that a segment's tokens depend on are known."""
+        end = segment.position - 1 + len(segment.token_ids)
+        return len(self.known) >= end and bool(self.known[:end].all())
 
     def joined_with(self, later: "RecordedRoutes | None", at: int) -> "RecordedRoutes":
         """Return these experts up to position ``at``, and those of ``later`` from it on."""
@@ -196,11 +206,19 @@ class ReplayPlan:
     """Tokens drawn with an unknown logits processor or after media; only their tags are checked."""
 
 
-def plan_rollout(rollout: RecordedRollout) -> ReplayPlan:
-    """Return what to replay to check every token of a rollout."""
+def plan_rollout(rollout: RecordedRollout, vocab_size: int | None = None) -> ReplayPlan:
+    """Return what to replay to check every token of a rollout.
+
+    A rollout with token ids that no model of ``vocab_size`` tokens has is a problem, and is not
+    replayed.
+    """
     plan = ReplayPlan()
     context = np.asarray(rollout.token_ids, dtype=np.int32)
     logprobs = np.asarray(rollout.logprobs, dtype=np.float32)
+    if broken := list(_broken_columns(rollout, vocab_size)):
+        plan.tokens = sum(turn.length for turn in rollout.turns)
+        plan.problems += broken
+        return plan
     for turn_index, turn in enumerate(rollout.turns):
         plan.tokens += turn.length
         plan.spans += len(turn.spans)
@@ -242,6 +260,39 @@ class _TurnContext:
     def has_media(self) -> bool:
         """Whether the turn's context has images, audio or video."""
         return any(turn.media for turn in self.rollout.turns[: self.turn_index + 1])
+
+
+def _broken_columns(rollout: RecordedRollout, vocab_size: int | None) -> Iterator[Problem]:
+    """Yield columns whose values no model can have computed: of other lengths, or with ids outside
+    of the vocabulary."""
+    if len(rollout.logprobs) != len(rollout.token_ids):
+        message = f"it has {len(rollout.logprobs)} log-probs for {len(rollout.token_ids)} tokens"
+        yield Problem(rollout.rollout_id, -1, message)
+
+    def outside(token_ids: Iterable[int], turn: int, what: str) -> Iterator[Problem]:
+        for position, token_id in enumerate(token_ids):
+            if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+                message = (
+                    f"{what} {position} has the id {token_id}, and the model's vocabulary has "
+                    f"{vocab_size} tokens"
+                )
+                yield Problem(rollout.rollout_id, turn, message)
+                return
+
+    yield from outside(rollout.token_ids, -1, "token")
+    for number, turn in enumerate(rollout.turns):
+        if turn.kept_ids is not None:
+            if len(turn.kept_ids) != turn.length:
+                message = f"it has {len(turn.kept_ids)} kept sets for {turn.length} tokens"
+                yield Problem(rollout.rollout_id, number, message)
+            yield from outside(itertools.chain(*turn.kept_ids), number, "kept token")
+        if turn.options is not None:
+            biased = [bias.token_id for bias in turn.options.logit_bias]
+            yield from outside(biased, number, "logit bias")
+            for text in turn.options.logits_processors:
+                if (processor := LogitsProcessor.from_str(text)).name in PROCESSORS_REPLAYED:
+                    listed = processor.arguments.get("token_ids", [])
+                    yield from outside(listed, number, f"token of {processor.name}")
 
 
 def _broken_tables(turn: RecordedTurn, context_tokens: int) -> Iterator[str]:

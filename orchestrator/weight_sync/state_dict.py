@@ -51,17 +51,23 @@ def distinct_tensors(
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield each tensor to publish once, gathered, under its first name.
 
-    Tensors that share their memory, such as tied embeddings, are yielded once.
+    Tensors that share their memory, such as tied embeddings, are yielded once; other views of the
+    same memory, such as a transposed one, are other tensors.
     """
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[object] = set()
     for name, tensor in state_dict.items():
         own = own_part(tensor.detach())
         gathered = whole(tensor.detach())  # gathered even if unused: other ranks take part
-        key = (own.data_ptr(), gathered.shape)
+        key = _view(own, gathered.shape)
         if key in seen and own.numel():
             continue
         seen.add(key)
         yield name, gathered
+
+
+def _view(own: "torch.Tensor", shape: "torch.Size") -> tuple[object, ...]:
+    """Return what is equal for two tensors of one memory and one order of elements."""
+    return own.data_ptr(), own.dtype, own.stride(), shape
 
 
 def named_buffers(state_dict: "Mapping[str, torch.Tensor]") -> list[NamedBuffer]:
@@ -79,11 +85,11 @@ def own_parts(state_dict: "Mapping[str, torch.Tensor]", *, rank: int) -> list[Te
         WeightsRefused: a DTensor holds sums that its ranks have not added up.
     """
     parts: list[TensorPart] = []
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[object] = set()
     for name, tensor in state_dict.items():
         own, start = own_part(tensor.detach()), _start(tensor)
         is_mine = rank == 0 if start is None else own.numel() > 0 and _is_first_holder(tensor)
-        key = (own.data_ptr(), tensor.shape)
+        key = _view(own, tensor.shape)
         if not is_mine or (key in seen and own.numel()):
             continue
         seen.add(key)

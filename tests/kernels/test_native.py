@@ -216,6 +216,7 @@ def test_a_row_alone_comes_out_bit_for_bit_as_in_a_batch() -> None:
     tables, lengths = torch.randint(0, 30, (9, 5)), torch.randint(1, 21, (9,))
     logits, numbers = torch.randn(9, 1000), np.arange(9, dtype=np.uint64)
     ones = np.ones(9, np.float32)
+    no_k, no_p = np.zeros(9, np.int64), np.ones(9, np.float32)
     for row in range(9):
         one = slice(row, row + 1)
         pairs = [
@@ -228,10 +229,12 @@ def test_a_row_alone_comes_out_bit_for_bit_as_in_a_batch() -> None:
                 ),
             ),
             *zip(
-                map(torch.from_numpy, functions.draw(logits, ones, numbers, numbers)),
+                map(torch.from_numpy, functions.draw(logits, ones, no_k, no_p, numbers, numbers)),
                 map(
                     torch.from_numpy,
-                    functions.draw(logits[one], ones[one], numbers[one], numbers[one]),
+                    functions.draw(
+                        logits[one], ones[one], no_k[one], no_p[one], numbers[one], numbers[one]
+                    ),
                 ),
                 strict=True,
             ),
@@ -241,17 +244,20 @@ def test_a_row_alone_comes_out_bit_for_bit_as_in_a_batch() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 7, 512, 513, 3000])
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 4.0])
-def test_a_draw_is_the_samplers(vocab: int, temperature: float) -> None:
+@pytest.mark.parametrize("top_k", [0, 1, 5, 700, 10_000])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999, 1.0])
+def test_a_draw_is_the_samplers(vocab: int, temperature: float, top_k: int, top_p: float) -> None:
     rows = 64
     logits = torch.randn(rows, vocab) * 3
     chance = np.random.default_rng(0)
     seeds, indices = chance.integers(0, 2**64, rows, np.uint64), np.arange(rows, dtype=np.uint64)
     temperatures = np.full(rows, temperature, np.float32)
+    limits = np.full(rows, top_k, np.int64), np.full(rows, top_p, np.float32)
     ids, logprobs = map(
-        torch.from_numpy, compiled(torch.float32).draw(logits, temperatures, seeds, indices)
+        torch.from_numpy,
+        compiled(torch.float32).draw(logits, temperatures, *limits, seeds, indices),
     )
-    none = np.zeros(rows, np.int64), np.ones(rows, np.float32)
-    expected, expected_logprobs = sample(logits, temperatures, *none, uniforms(seeds, indices))
+    expected, expected_logprobs = sample(logits, temperatures, *limits, uniforms(seeds, indices))
     # Where a uniform falls within a rounding of the border of two tokens, either is right.
     assert (ids == expected).sum() >= rows - 1
     same = ids == expected
@@ -273,14 +279,19 @@ def seed_of_almost_one() -> int:
     return (unscrambled((unscrambled(2**64 - 1) - gamma) % 2**64) - gamma) % 2**64
 
 
-def test_extremes_draw_a_token_that_is_possible_and_nothing_crashes() -> None:
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.5), (3, 1.0), (590, 0.9)])
+def test_extremes_draw_a_token_that_is_possible_and_nothing_crashes(
+    top_k: int, top_p: float
+) -> None:
     logits = torch.full((5, 600), -torch.inf)
     logits[0, 599] = logits[1, 0] = logits[2, 300] = 0.0
     logits[3] = torch.nan
     logits[4, 100:] = 3e38
     seeds, first = np.full(5, seed_of_almost_one(), np.uint64), np.zeros(5, np.uint64)
     assert uniforms(seeds, first).tolist() == 5 * [1.0 - 2.0**-53]
-    ids, logprobs = compiled(torch.float32).draw(logits, np.ones(5, np.float32), seeds, first)
+    limits = np.full(5, top_k, np.int64), np.full(5, top_p, np.float32)
+    ones = np.ones(5, np.float32)
+    ids, logprobs = compiled(torch.float32).draw(logits, ones, *limits, seeds, first)
     assert ids[:3].tolist() == [599, 0, 300]
     assert logprobs[:3].tolist() == [0.0, 0.0, 0.0]
     assert np.isnan(logprobs[3])

@@ -22,8 +22,9 @@ from tidegate.engine.device.memory import (
     OffloadedStorages,
 )
 from tidegate.engine.device.runner import DeviceRunner
+from tidegate.engine.device.sampling import HostDraw
 from tidegate.engine.device.weights import DeviceWeights
-from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling, Runner
+from tidegate.engine.execution.runner import DecodeRows, ModelRunner, Row, RowSampling, Runner
 from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import fill_from_directory, load_directory
@@ -303,3 +304,13 @@ def test_adapters_are_refused_and_so_are_another_engines_weights(model: Path) ->
         runner.weights.make_adapter({}, 1.0)
     with pytest.raises(TypeError, match="DeviceRunner, got Weights"):
         runner.swap(cpu_runner(model).weights)
+
+
+def test_rows_in_columns_are_drawn_with_their_own_limits() -> None:
+    sampling = [RowSampling(0.7, 5, 1.0, 3, 1), RowSampling(1.0, 0, 0.6, 4, 2)]
+    rows = [Row(np.array([n], np.int32), 3, [n], each) for n, each in enumerate(sampling)]
+
+    arrays = zip(
+        HostDraw.of_decodes(DecodeRows(rows)).arrays, HostDraw(sampling).arrays, strict=True
+    )
+    assert all(np.array_equal(of_columns, of_rows) for of_columns, of_rows in arrays)

@@ -16,6 +16,7 @@ from tests.models import HYBRID_TYPES, make_model_directory
 from tidegate.engine.execution.fallback import FallbackRunner, probe
 from tidegate.engine.execution.runner import Row, Runner
 from tidegate.engine.execution.served_model import open_model
+from tidegate.engine.models.fallback_weights import load_fallback
 from tidegate.engine.sampling.scoring import Reads, RowScore, RowScoring, join_scores
 from tidegate.errors import ModelError
 
@@ -60,6 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ours but for its activation": ("llama", {"hidden_act": "relu"}),
+    "time steps below their limit": ("nemotron_h", {"time_step_min": 1.4}),
+    "time steps above their limit": ("falcon_h1", {"time_step_limit": [0.01, 0.2]}),
     **HYBRIDS,
 }
 
@@ -291,6 +294,53 @@ def test_a_model_that_does_not_continue_from_keys_and_values_is_found_out(tmp_pa
 
     with pytest.raises(ModelError, match="Forgetful keeps more state of a context"):
         probe(model.eval(), vocab_size=96)
+
+
+class LateForgetful(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-call]
+    """Model that reads single tokens otherwise than a whole context, from position 40 on."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        output = super().forward(input_ids, **options)
+        is_late = options["attention_mask"].shape[1] > 40 and input_ids.shape[1] == 1
+        output.logits = output.logits + is_late * 0.01 * torch.arange(96.0)
+        return output
+
+
+def test_a_difference_at_any_of_many_positions_is_found_out(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "gpt2")
+    model: Any = LateForgetful.from_pretrained(path)
+
+    with pytest.raises(ModelError, match=r"differ by 0\.\d+ on average if .* token by token"):
+        probe(model.eval(), vocab_size=96)
+    assert probe(model, vocab_size=96, context_tokens_max=40).token_bytes > 0
+
+
+def test_contexts_end_where_a_dynamic_mask_would_choose_other_positions(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "doge", keep_window_size=24)
+    model = open_model(path, "float32")
+
+    assert model.context_tokens_max == 24
+    assert model.warning is not None
+    assert "Contexts end at 24 of the 512 tokens that config.json allows" in model.warning
+    assert "chooses other positions" in model.warning
+
+
+def test_copies_of_clamped_weights_compute_beside_each_other(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, "nemotron_h", time_step_min=1.4)
+    first = load_fallback(path, torch.float32)
+    second = first.allocate_copy()
+    seen: list[torch.Tensor] = []
+
+    def nested(*_: Any) -> None:
+        if not seen:
+            seen.append(torch.empty(0))
+            seen[0] = second.module(torch.tensor([[1, 2, 3]])).logits
+
+    mixer = next(m for m in first.module.modules() if hasattr(m, "time_step_limit"))
+    mixer.norm.register_forward_pre_hook(nested)
+    logits = first.module(torch.tensor([[1, 2, 3]])).logits
+    assert torch.equal(logits, seen[0])
+    assert not any(m.open_clamps for m in first.module.modules() if hasattr(m, "open_clamps"))
 
 
 def test_starting_an_engine_with_a_shorter_context_prints_a_warning(tmp_path: Path) -> None:

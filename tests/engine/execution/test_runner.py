@@ -147,9 +147,9 @@ def test_decodes_by_columns_are_one_call_and_have_the_bits_of_decodes_by_rows(
     for prompt, table in zip(prompts, tables, strict=True):
         runner.step([Row(np.array(prompt, np.int32), 0, table, None)])
     rows = [
-        Row(np.array([token], np.int32), len(prompt), table, RowSampling(each, 0, 1.0, 2**63, 5))
+        Row(np.array([token], np.int32), len(prompt), table, RowSampling(*each, 2**63, 5))
         for token, prompt, table, each in zip(
-            (4, 5, 6), prompts, tables, (1.0, 0.0, 0.7), strict=True
+            (4, 5, 6), prompts, tables, ((1.0, 0, 0.5), (0.0, 0, 1.0), (0.7, 3, 1.0)), strict=True
         )
     ]
     called: list[int] = []

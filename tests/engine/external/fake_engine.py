@@ -117,6 +117,9 @@ def _check_columns(rows: DecodeRows) -> None:
     assert len(sampling) == len(rows) > 0
     assert all(one.is_plain for one in sampling)
     assert rows.columns.temperatures.tolist() == [one.temperature for one in sampling]
+    assert rows.columns.top_k.tolist() == [one.top_k for one in sampling]
+    top_p = np.array([one.top_p for one in sampling], np.float32)
+    assert np.array_equal(rows.columns.top_p, top_p)
     assert rows.columns.seeds.tolist() == [one.seed for one in sampling]
     assert rows.columns.draws.tolist() == [one.index for one in sampling]
     assert rows.columns.positions.tolist() == [row.start for row in rows]

@@ -13,6 +13,9 @@ from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.sampling.stop_strings import INCOMPLETE_TOKENS_MAX, StopStrings
 from tidegate.errors import TurnRefused
 
+SPLIT = "NDæ"
+"""Token of two letters and the first byte of 日, as ByteLevel writes it."""
+
 MERGED = ["ab", "abc", "END", "ND", "\n\n", "日é", "日", "</"]
 """Tokens of more than one byte; all others are one byte."""
 
@@ -20,7 +23,8 @@ MERGED = ["ab", "abc", "END", "ND", "\n\n", "日é", "日", "</"]
 def byte_level() -> Tokenizer:
     """Tokenizer of arbitrary bytes, one or a few per token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
+    vocab = {text: n for n, text in enumerate([*alphabet, SPLIT])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MERGED])
     tokenizer.add_special_tokens(["<|im_end|>"])
@@ -74,6 +78,16 @@ def test_a_character_of_many_bytes_counts_once_it_is_whole() -> None:
     assert stops_at(["�"], text) is None
 
 
+def test_a_stop_string_before_a_character_that_has_only_begun_ends_the_turn_at_once() -> None:
+    first, *others = bytes_of("日")
+    split = id_of(SPLIT)
+    assert stops_at(["END"], [*bytes_of("E"), split, *others]) == 1
+    assert stops_at(["D日"], [*bytes_of("E"), split, *others]) == 3
+    assert stops_at(["END", "D日"], [*bytes_of("N"), split, *others]) == 3
+    assert stops_at(["日N"], [first, *others, split]) == 3
+    assert stops_at(["ED"], [*bytes_of("E"), first, split, *others]) is None
+
+
 def test_the_prompts_end_does_not_complete_a_stop_string() -> None:
     assert stops_at(["END"], bytes_of("ND"), bytes_of("long before E")) is None
     assert stops_at(["ND"], bytes_of("ND"), bytes_of("E")) == 1
@@ -102,7 +116,11 @@ def test_invalid_utf8_bytes_do_not_delay_stop_strings_for_ever() -> None:
     assert len(stop._ids) <= 2 * INCOMPLETE_TOKENS_MAX
 
 
-TEXTS = st.text(alphabet="abcEND日é\n</ ", min_size=1, max_size=30)
+BEGUN = "ND日"
+"""Text that :data:`SPLIT` begins."""
+
+PIECES = st.one_of(st.text(alphabet="abcEND日é\n</ ", min_size=1, max_size=6), st.just(BEGUN))
+TEXTS = st.lists(PIECES, min_size=1, max_size=8).map("".join)
 STRINGS = st.lists(st.text(alphabet="abcEND日é\n", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
@@ -118,9 +136,12 @@ def test_a_turn_ends_where_its_whole_text_first_holds_a_stop_string(
     token_ids: list[int] = []
     remaining = text
     while remaining:
-        fitting = [m for m in MERGED if remaining.startswith(m)] + [remaining[0]]
+        fitting = [m for m in [*MERGED, BEGUN] if remaining.startswith(m)] + [remaining[0]]
         piece = data.draw(st.sampled_from(fitting))
-        token_ids += [id_of(piece)] if piece in MERGED else bytes_of(piece)
+        if piece == BEGUN:
+            token_ids += [id_of(SPLIT), *bytes_of("日")[1:]]
+        else:
+            token_ids += [id_of(piece)] if piece in MERGED else bytes_of(piece)
         remaining = remaining[len(piece) :]
     texts = [BYTES.decode(token_ids[:n]) for n in range(1, len(token_ids) + 1)]
     expected = next(

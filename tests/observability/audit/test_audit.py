@@ -1,8 +1,11 @@
 """The audit: passes correct records, and reports each kind of falsified record."""
 
 import dataclasses
+import itertools
+import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import TOLERANCE, AuditReport, audit_run
 from tidegate.observability.audit.replay import kept_set_error, sampled_logprobs
 from tidegate.observability.recording import read_trajectories, weights_path
+from tidegate.transport.sampling import LogitsProcessor
 
 pytestmark = pytest.mark.wire
 
@@ -299,6 +303,58 @@ def test_tokens_of_unknown_history_are_counted_separately(run: Path) -> None:
     assert report.tokens_agreeing == report.tokens - 5
 
 
+@pytest.mark.parametrize("token_id", [-1, sampled_runs.VOCAB, 2**31 - 1])
+@pytest.mark.parametrize("place", ["sampled", "last", "given"])
+def test_a_token_outside_the_vocabulary_is_named(run: Path, place: str, token_id: int) -> None:
+    def lie(row: Row) -> None:
+        position = {"sampled": row["turns"][0]["start"], "last": -1, "given": 0}[place]
+        row["token_ids"][position] = token_id
+
+    edit_rollout(run, ONE_VERSION, lie)
+    report = audit_run(run)
+    assert not report.agrees
+    [(rollout_id, message)] = of_rows(report)
+    assert rollout_id == ONE_VERSION
+    assert f"has the id {token_id}, and the model's vocabulary has 40 tokens" in message
+    assert report.tokens_agreeing == report.tokens - 12
+
+
+def test_biases_and_kept_tokens_outside_the_vocabulary_are_named(
+    run_with_options: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(run_with_options, run)
+
+    def bias(row: Row) -> None:
+        options = json.loads(row["turns"][2]["options"])
+        options["logit_bias"] = [[400, 3.0]]
+        row["turns"][2]["options"] = json.dumps(options)
+
+    def allow(row: Row) -> None:
+        options = json.loads(row["turns"][4]["options"])
+        allowed = LogitsProcessor("allowed_tokens", {"token_ids": [5, -3]})
+        options["logits_processors"] = [allowed.to_str()]
+        row["turns"][4]["options"] = json.dumps(options)
+
+    def keep(row: Row) -> None:
+        row["turns"][0]["kept_ids"] = [[1, 400]] * row["turns"][0]["length"]
+
+    def keep_fewer(row: Row) -> None:
+        row["turns"][0]["kept_ids"] = [[1]]
+
+    edit_rollout(run, 0, bias)
+    edit_rollout(run, 0, allow)
+    edit_rollout(run, 1, keep)
+    edit_rollout(run, 2, keep_fewer)
+    says = [(r, t, m.split(",")[0]) for r, t, m in messages(audit_run(run))]
+    assert says == [
+        (0, 2, "logit bias 0 has the id 400"),
+        (0, 4, "token of allowed_tokens 1 has the id -3"),
+        (1, 0, "kept token 1 has the id 400"),
+        (2, 0, "it has 1 kept sets for 6 tokens"),
+    ]
+
+
 @pytest.fixture(scope="module")
 def booked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run, with metrics.jsonl."""
@@ -380,6 +436,79 @@ def test_a_row_moved_consistently_to_another_batch_is_detected(
     assert not report.agrees
     says = [message for rollout_id, message in of_rows(report) if rollout_id < 0]
     assert any(m.startswith("trained at v3: 4 rollouts with 32 tokens by metrics") for m in says)
+
+
+def of_one_group(run: Path) -> list[int]:
+    """Return the rollouts of a trained group with different rewards."""
+    rows = read_trajectories(run)
+    return next(
+        [a.rollout_id, b.rollout_id]
+        for a, b in itertools.combinations(rows, 2)
+        if a.group_id == b.group_id and a.reward != b.reward
+    )
+
+
+@pytest.mark.parametrize("column", ["reward", "advantage"])
+def test_siblings_whose_rewards_or_advantages_are_swapped_are_detected(
+    booked_run: Path, tmp_path: Path, column: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(booked_run, run)
+    rollouts = of_one_group(run)
+    values = [getattr(r, column) for r in read_trajectories(run) if r.rollout_id in rollouts]
+    for rollout_id, value in zip(rollouts, reversed(values), strict=True):
+        edit_rollout(run, rollout_id, partial(dict.update, **{column: value}))
+
+    [(rollout_id, message)] = of_rows(audit_run(run))
+    assert rollout_id in rollouts
+    assert message.startswith("advantage=")
+    assert "the rewards of its group's 2 trained rollouts make" in message
+
+
+def test_an_advantage_with_the_wrong_sign_is_detected(booked_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(booked_run, run)
+    first, _ = of_one_group(run)
+    edit_rollout(run, first, lambda row: row.update(advantage=-row["advantage"]))
+    assert [rollout_id for rollout_id, _ in of_rows(audit_run(run))] == [first]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "problems"), [(1.5 / 1.0001, 0), (1.2, 1), (float("nan"), 1)]
+)
+def test_the_remainder_of_a_split_group_is_compared_with_what_was_trained_first(
+    run: Path, advantage: float, problems: int
+) -> None:
+    std = 0.5**0.5 + 1e-4
+    edit_rollout(run, 8, lambda row: row.update(reward=0.0, advantage=-0.5 / std))
+    edit_rollout(run, 9, lambda row: row.update(reward=1.0, advantage=0.5 / std))
+    remainder = {"group_id": 90, "index": 0, "reward": 2.0, "advantage": advantage}
+    edit_rollout(run, 10, lambda row: row.update(remainder))
+    found = of_rows(audit_run(run))
+    assert [rollout_id for rollout_id, _ in found] == [10] * problems
+
+
+def test_a_reward_that_is_no_number_is_detected(run: Path) -> None:
+    edit_rollout(run, 8, lambda row: row.update(reward=float("nan")))
+    assert [rollout_id for rollout_id, _ in of_rows(audit_run(run))] == [8]
+
+
+def test_rewards_that_differ_from_the_trained_ones_are_detected_by_the_metrics(
+    booked_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(booked_run, run)
+    first, second = of_one_group(run)
+    for rollout_id in (first, second):  # the same advantages, from other rewards
+        edit_rollout(run, rollout_id, lambda row: row.update(reward=row["reward"] + 1))
+    [(rollout_id, message)] = of_rows(audit_run(run))
+    assert rollout_id == -1
+    assert "by metrics.jsonl" in message
+    assert "mean reward" in message
+
+
+def test_the_report_says_what_no_audit_checks(booked_run: Path) -> None:
+    assert audit_run(booked_run).lines()[-2].startswith("not audited: the rewards that episodes")
 
 
 def test_rows_whose_batches_are_not_in_the_metrics_are_named(

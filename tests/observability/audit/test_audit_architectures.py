@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.models import make_model_directory
+from tests.observability import recorded
 from tests.observability.sampled_runs import KINDS, make_models, one_version, record_run
 from tidegate.observability.audit.audit import TOLERANCE, audit_run
 
@@ -41,3 +43,14 @@ def test_audits_agree_for_every_sampling_mode(model_type: str, tmp_path: Path) -
     assert report.worst is not None
     assert report.worst.difference < TOLERANCE / 10
     assert report.version_power.unnoticed_share < 0.1  # a Gemma is near-certain of some tokens
+
+
+@pytest.mark.wire
+def test_a_run_of_a_model_with_limited_time_steps_agrees(tmp_path: Path) -> None:
+    make_model_directory(tmp_path / "model", "nemotron_h", time_step_min=1.4)
+
+    report = audit_run(recorded.record_run(tmp_path / "run"))
+
+    assert report.agrees, report.lines()
+    assert report.worst is not None
+    assert report.worst.difference < TOLERANCE / 10

@@ -7,7 +7,7 @@ from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
-from tidegate.orchestrator.weight_sync.state_dict import named_buffers
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers, own_parts
 from tidegate.policies.advantages import relative_to_group, relative_to_trained_first
 from tidegate.transport.messages import SamplingParams
 
@@ -152,3 +152,14 @@ def test_a_state_dict_becomes_its_bytes_and_tied_tensors_travel_once() -> None:
     assert (buffers["turned"].dtype, buffers["turned"].shape) == ("bfloat16", (3, 2))
     turned = torch.frombuffer(bytearray(buffers["turned"].data), dtype=torch.bfloat16)
     assert torch.equal(turned.view(3, 2), head.t())
+
+
+def test_a_square_matrix_and_other_views_of_its_memory_travel_each() -> None:
+    square = torch.arange(4, dtype=torch.bfloat16).view(2, 2)
+    state = {"square": square, "turned": square.t(), "bits": square.view(torch.float16)}
+    state["again"] = square.t()
+    assert [buffer.name for buffer in named_buffers(state)] == ["square", "turned", "bits"]
+    parts = own_parts(state, rank=0)
+    assert [part.buffer.name for part in parts] == ["square", "turned", "bits"]
+    sent = torch.frombuffer(bytearray(parts[1].buffer.data), dtype=torch.bfloat16)
+    assert torch.equal(sent.view(2, 2), square.t())
