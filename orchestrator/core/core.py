@@ -354,9 +354,8 @@ class Core:
                 self.are_tasks_exhausted = True
                 return self._hand_over() + self._sync_agents()
             case ev.EvaluationRequested(task=task, index=index, version=version):
-                evaluation = self.groups.evaluate(task, index, version)  # no admission
-                # A pinned evaluation's engine is not paused with those of training.
-                return evaluation if version is not None else self._resume_generation() + evaluation
+                resumed = self._resume_generation() if self.adapter else []
+                return resumed + self.groups.evaluate(task, index, version)  # no admission
             case ev.TasksOffered(episode=episode, curriculum=curriculum, agents=agents):
                 self.agents = agents
                 return self._on_offered(episode, curriculum) + self._sync_agents()
@@ -667,13 +666,12 @@ class Core:
     def _pause_generation(self) -> list[ev.Command]:
         """Pause generation until the version made from a batch is live, if the policy wants that.
 
-        Not during an evaluation: a batch requested ahead may be handed over while the trainer waits
-        for the evaluation, and that pause would never end.
+        An adapter's turns are not taken back during an evaluation of it, which the trainer may wait
+        for before it publishes. Engines run during such calls, see :meth:`Scheduler.evaluate`.
         """
         if not self.policy.pauses_generation or not self.groups.running_groups:
             return []
-        evaluated = (r for r, group in self.groups.running.values() if group.is_evaluation)
-        if any(rollout.pinned_version is None for rollout in evaluated):
+        if self.adapter and any(g.is_evaluation for _, g in self.groups.running.values()):
             return []
         self.is_paused = True
         return self._halt_adapter() if self.adapter else [ev.PauseGeneration(True)]
