@@ -273,7 +273,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Share of versions around which the trainer pauses engines."""
     pause_mode: PauseMode = "keep"
     kv_policy: KvPolicy = "recompute"
-    credit_steps: int = 64
+    credit_steps: Count = 64
     weight_update_timeout_s: float = WEIGHTS_TIMEOUT_S
 
     # ---- engines

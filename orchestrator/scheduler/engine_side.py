@@ -187,6 +187,8 @@ class EngineSide:
             elif isinstance(item.message, TurnsPaused | TurnsResumed):
                 self._record(item.engine, type(item.message).__name__.lower())
             return
+        if type(item) is ev.EngineJoined and item.engine not in self.fleet.engines:
+            return  # it said hello again, and an earlier message of the same read let it leave
         self.handle([item])
         if self._recorder is not None and isinstance(item, ev.StepArrived):
             self._recorder.engine_step(
