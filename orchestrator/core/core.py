@@ -47,14 +47,13 @@ def check(core: "Core") -> None:
         AssertionError: an invariant is broken, which is a bug of Tidegate.
     """
     for ledger in (core.ledger, core.evaluation_ledger):
-        snapshot = ledger.snapshot()
-        assert snapshot.error == 0, f"ledger is off by {snapshot.error} tokens: {snapshot}"
+        assert not ledger.error, f"ledger is off by {ledger.error} tokens: {ledger.snapshot()}"
     limit = core.policy.outstanding_groups_ceiling
     assert core.outstanding_groups <= limit, f"{core.outstanding_groups} groups > {limit}"
     oldest, bound = max(core.trained.staleness, default=0), core.policy.guaranteed_bound
     assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
-    running = (r for r, g in core.groups.running.values() if not g.is_evaluation)
-    in_flight = sum(rollout.sampled_tokens for rollout in running)
+    running = core.groups.running.values()
+    in_flight = sum([r.sampled_tokens for r, group in running if not group.is_evaluation])
     assert in_flight == core.ledger.in_flight, f"{in_flight} != {core.ledger.in_flight}"
     for trained in core.trained_adapters.values():
         check(trained)
