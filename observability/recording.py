@@ -4,7 +4,7 @@
     metrics.jsonl         one line per batch
     evaluations.jsonl     one line per evaluation, if there was one
     trajectories.arrows   Arrow IPC stream: one row per rollout, appended as rollouts end
-    trajectories.parquet  the same rows, with the provenance of each token; complete after close()
+    trajectories.parquet  the same rows, with the provenance of each token; written by close()
     trace.json            Chrome trace for ui.perfetto.dev; written by close()
     weights/v00012/       one directory per version; a full set loads with transformers
     weights/adapters/     NAME/v00003/ of adapters that count their own versions

@@ -64,10 +64,14 @@ class RunFiles:
         )
         self.failure: RecordingFailed | None = None
         """The first failure; None if every job succeeded."""
-        for name in (TRAJECTORIES_FILE, METRICS_FILE, STREAM_FILE):
+        for name in (METRICS_FILE, STREAM_FILE):
             make_private_file(directory / name)
+        (directory / TRAJECTORIES_FILE).unlink(missing_ok=True)
         self._stream = RolloutStream(directory / STREAM_FILE)
-        self._parquet = pq.ParquetWriter(directory / TRAJECTORIES_FILE, SCHEMA, compression="zstd")
+        self._parquet: pq.ParquetWriter | None = None
+        """Writer of the Parquet file's draft, from the first full row group on: a killed run leaves
+        no file that looks like its records and can't be read."""
+        self._parquet_draft = directory / f"{TRAJECTORIES_FILE}.draft"
         self._is_parquet_whole = True
         self._metrics: IO[bytes] = (directory / METRICS_FILE).open("wb", buffering=0)
         self._row_group: list[pa.RecordBatch] = []
@@ -160,22 +164,29 @@ class RunFiles:
         if self._row_group and self._is_parquet_whole:
             table = pa.Table.from_batches(self._row_group, schema=SCHEMA)
             self._is_parquet_whole = False
-            self._parquet.write_table(table)
+            self._open_parquet().write_table(table)
             self._is_parquet_whole = True
         self._row_group = []
         self._row_group_rollouts = self._row_group_tokens = 0
 
+    def _open_parquet(self) -> pq.ParquetWriter:
+        if self._parquet is None:
+            make_private_file(self._parquet_draft)
+            self._parquet = pq.ParquetWriter(self._parquet_draft, SCHEMA, compression="zstd")
+        return self._parquet
+
     def _close_trajectories(self) -> None:
         """Close both files, and delete the redundant one: the stream if the Parquet file is
-        complete, else the Parquet file."""
-        is_whole, self._is_parquet_whole = self._is_parquet_whole, False
+        complete, else the Parquet file's draft."""
+        redundant = self._parquet_draft
         try:
-            self._parquet.close()
-            self._is_parquet_whole = is_whole
+            self._open_parquet().close()
+            if self._is_parquet_whole:
+                os.replace(self._parquet_draft, self._directory / TRAJECTORIES_FILE)
+                redundant = self._directory / STREAM_FILE
         finally:
             self._stream.close()
-            broken = TRAJECTORIES_FILE if not self._is_parquet_whole else STREAM_FILE
-            (self._directory / broken).unlink(missing_ok=True)
+            redundant.unlink(missing_ok=True)
 
     def _work(self) -> None:
         while (queued := self._jobs.get()) is not None:

@@ -40,8 +40,9 @@ class OverSampling(StalenessPolicy):
 
     These are active partial rollouts (APRIL, arXiv:2509.18521): when B groups have ended,
     generation pauses, running turns are aborted, and they continue from their tokens under the next
-    version, before any new group. Use it if engines and trainer share devices. It does not bound
-    staleness: a slow group can be carried over again and again.
+    version, before any new group. Use it if engines and trainer share devices: they are paused
+    until the version is live, except while the trainer waits for an evaluation or for scores. It
+    does not bound staleness: a slow group can be carried over again and again.
     """
 
     factor: float = 2.0

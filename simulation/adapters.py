@@ -106,6 +106,8 @@ class SimulatedAdapters:
 
     def release_ended(self) -> None:
         """Uncount the turns that have ended since the last call."""
+        if not self._used:
+            return
         running = self._turns.started_handles
         ended = [handle for handle in self._used if handle not in running]
         for handle in ended:

@@ -346,6 +346,8 @@ class SimulatedEngine:
             if self.turns.running:
                 self._coverage.record(CoverageMark.NO_CREDIT)
             return
+        if not (self.turns.running or self.turns.waiting):
+            return
         work = self.turns.plan()
         if not work.chunks:
             return

@@ -10,6 +10,7 @@ engine is detected by computing the token again.
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Protocol
 
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill
@@ -59,11 +60,13 @@ def sample(state: int, *, seed: int, index: int, content: int, engine: str) -> S
     return Sampled(2 + x % (VOCAB_SIZE - 2), logprob)
 
 
+@cache
 def _engine_offset(engine: str) -> int:
     """Return an engine's offset in log-probs, because ``hash(str)`` differs between processes."""
     return sum(engine.encode()) * 4096
 
 
+@lru_cache(maxsize=1024)
 def output_tokens(seed: int) -> int:
     """Return the output length of a turn that is not cut off, Pareto-distributed over seeds."""
     chance = ((seed * 0x9E3779B97F4A7C15 & _BITS) >> 11) / (1 << 53)
@@ -111,9 +114,11 @@ def check_turn(
             state, seed=turn.sampling.seed, index=index, content=content, engine=engine
         )
         actual = Sampled(context[position], logprobs[position])
-        token = f"rollout {turn.rollout_id}, output token {index}"
-        assert expected == actual, f"{token} tagged {tag} would be {expected}, but it is {actual}"
-        assert tag.kv == kv, f"{token} tagged {tag} attended to KV of {kv}"
+        if expected != actual or tag.kv != kv:
+            token = f"rollout {turn.rollout_id}, output token {index}"
+            raise AssertionError(
+                f"{token} tagged {tag} would be {expected} with KV of {kv}, but it is {actual}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

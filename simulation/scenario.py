@@ -273,7 +273,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Share of versions around which the trainer pauses engines."""
     pause_mode: PauseMode = "keep"
     kv_policy: KvPolicy = "recompute"
-    credit_steps: int = 64
+    credit_steps: Count = 64
     weight_update_timeout_s: float = WEIGHTS_TIMEOUT_S
 
     # ---- engines
@@ -441,8 +441,19 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
             ),
         )
 
+    @cached_property
+    def _scripts(self) -> dict[tuple[int, int], Script]:
+        """Scripts drawn so far, by task and index; the checks read them again and again."""
+        return {}
+
     def script(self, task: int, index: int) -> Script:
-        """Draw the script of one rollout's episode. Tasks below 0 are for evaluation."""
+        """Return the script of one rollout's episode. Tasks below 0 are for evaluation."""
+        script = self._scripts.get((task, index))
+        if script is None:
+            script = self._scripts[task, index] = self._draw_script(task, index)
+        return script
+
+    def _draw_script(self, task: int, index: int) -> Script:
         script = draw_script(self.work, self.chance("episode", task, index))
         if not self.work.is_plain:
             add_habits(script, self.work, self.chance("habits", task, index))

@@ -50,7 +50,7 @@ class SimulatedScores:
 
     def take_replies(self) -> list[ScoreResult | ScoreFailed]:
         """Remove the requests that are computed, and return their answers."""
-        if self._turns.pause_mode is not None or self._turns.is_held:
+        if not self._requests or self._turns.pause_mode is not None or self._turns.is_held:
             return []
         now_s = self._loop.time()
         due = [message for due_s, message in self._requests.values() if due_s <= now_s]

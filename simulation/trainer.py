@@ -40,6 +40,10 @@ from tidegate.transport.sleep_messages import MEMORY_TAGS
 PUBLISH_TIMEOUT_MAX_S = 0.3
 """Longest time after which the trainer cancels a publish, in seconds."""
 
+QUICK_REQUESTS = 32
+"""Requests for one batch after which the trainer waits twice as long before each next one. Else
+nine of ten such requests would be made while nothing happens but that an episode hangs."""
+
 DISCARD_REASONS = ("too_long", "too_stale")
 """Reasons that the trainer reports for rows that it discards."""
 
@@ -263,9 +267,10 @@ class SimulatedTrainer:
     async def _next_batch(self, scheduler: Scheduler) -> _BatchOutcome:
         if not self._scenario.look_ahead:
             self.activity = "waiting for a batch"
+        timeout_s, timeouts = self._scenario.batch_timeout_s, 0
         while True:
             try:
-                async with asyncio.timeout(self._scenario.batch_timeout_s):
+                async with asyncio.timeout(timeout_s):
                     batch = await receive(
                         scheduler, self._scenario.batch_poll_delay_s, self._batch_poll_chance
                     )
@@ -274,6 +279,9 @@ class SimulatedTrainer:
                 return _BatchOutcome.PUBLISH_FIRST
             except TimeoutError:
                 self._context.coverage.record(CoverageMark.STOPPED_WAITING)
+                timeouts += 1
+                if timeout_s is not None and timeouts > QUICK_REQUESTS:
+                    timeout_s *= 2
                 continue
             except (EngineLagging, WeightsRefused, PublishDropped) as error:
                 check_refusal(str(error))

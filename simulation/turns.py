@@ -376,7 +376,8 @@ class SimulatedTurns:
 
     def _start_waiting(self) -> None:
         """Start waiting turns in order of rank, while a free block per running turn remains."""
-
+        if not self.waiting:
+            return
         spec = self._spec
         free = math.inf if spec.blocks is None else spec.blocks
         free -= sum(self._blocks_needed(turn) for turn in self.running)
@@ -398,7 +399,9 @@ def _rows_of(
 ) -> StepRows:
     """Return the rows of a step message of these weights, a new one for the first row."""
     key = ("", None) if weights is None else (weights.adapter, weights.version)
-    return by_weights.setdefault(key, StepRows(adapter=key[0], version=key[1]))
+    if key not in by_weights:
+        by_weights[key] = StepRows(adapter=key[0], version=key[1])
+    return by_weights[key]
 
 
 def _rank(turn: SimulatedTurn) -> tuple[int, int]:

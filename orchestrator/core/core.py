@@ -47,14 +47,13 @@ def check(core: "Core") -> None:
         AssertionError: an invariant is broken, which is a bug of Tidegate.
     """
     for ledger in (core.ledger, core.evaluation_ledger):
-        snapshot = ledger.snapshot()
-        assert snapshot.error == 0, f"ledger is off by {snapshot.error} tokens: {snapshot}"
+        assert not ledger.error, f"ledger is off by {ledger.error} tokens: {ledger.snapshot()}"
     limit = core.policy.outstanding_groups_ceiling
     assert core.outstanding_groups <= limit, f"{core.outstanding_groups} groups > {limit}"
     oldest, bound = max(core.trained.staleness, default=0), core.policy.guaranteed_bound
     assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
-    running = (r for r, g in core.groups.running.values() if not g.is_evaluation)
-    in_flight = sum(rollout.sampled_tokens for rollout in running)
+    running = core.groups.running.values()
+    in_flight = sum([r.sampled_tokens for r, group in running if not group.is_evaluation])
     assert in_flight == core.ledger.in_flight, f"{in_flight} != {core.ledger.in_flight}"
     for trained in core.trained_adapters.values():
         check(trained)
@@ -354,9 +353,8 @@ class Core:
                 self.are_tasks_exhausted = True
                 return self._hand_over() + self._sync_agents()
             case ev.EvaluationRequested(task=task, index=index, version=version):
-                evaluation = self.groups.evaluate(task, index, version)  # no admission
-                # A pinned evaluation's engine is not paused with those of training.
-                return evaluation if version is not None else self._resume_generation() + evaluation
+                resumed = self._resume_generation() if self.adapter else []
+                return resumed + self.groups.evaluate(task, index, version)  # no admission
             case ev.TasksOffered(episode=episode, curriculum=curriculum, agents=agents):
                 self.agents = agents
                 return self._on_offered(episode, curriculum) + self._sync_agents()
@@ -667,13 +665,12 @@ class Core:
     def _pause_generation(self) -> list[ev.Command]:
         """Pause generation until the version made from a batch is live, if the policy wants that.
 
-        Not during an evaluation: a batch requested ahead may be handed over while the trainer waits
-        for the evaluation, and that pause would never end.
+        An adapter's turns are not taken back during an evaluation of it, which the trainer may wait
+        for before it publishes. Engines run during such calls, see :meth:`Scheduler.evaluate`.
         """
         if not self.policy.pauses_generation or not self.groups.running_groups:
             return []
-        evaluated = (r for r, group in self.groups.running.values() if group.is_evaluation)
-        if any(rollout.pinned_version is None for rollout in evaluated):
+        if self.adapter and any(g.is_evaluation for _, g in self.groups.running.values()):
             return []
         self.is_paused = True
         return self._halt_adapter() if self.adapter else [ev.PauseGeneration(True)]

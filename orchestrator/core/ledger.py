@@ -56,6 +56,12 @@ class Ledger:
         self.trained = 0
         self.discarded: Counter[str] = Counter()
 
+    @property
+    def error(self) -> int:
+        """As :attr:`LedgerSnapshot.error`."""
+        accounts = self.trained + self.buffered + self.in_flight
+        return self.generated - accounts - sum(self.discarded.values())
+
     def sample(self, tokens: int) -> None:
         """Count tokens sampled for a running rollout."""
         self.generated += tokens

@@ -49,6 +49,8 @@ class TokenCache:
         """
         if isinstance(content, str):
             return self._of_text(content)
+        if isinstance(content, array) and content.typecode == "i":
+            return content
         if type(content) is not list:
             return token_array(content)
         if content != self._list:  # comparing takes a sixth of the time of making the array

@@ -311,7 +311,7 @@ class EpisodeRunner:
         on_over: Callable[[Rollout], None] = lambda rollout: None,
         *,
         parking: Callable[[Rollout], Parking],
-        score: Callable[[Sequence[ScoreQuery]], Awaitable[list[Score]]],
+        score: Callable[[Rollout, Sequence[ScoreQuery]], Awaitable[list[Score]]],
         context_tokens_max: Callable[[], int] = lambda: 0,
         tracer: EpisodeTracer | None = None,
     ) -> None:
@@ -640,7 +640,7 @@ class EpisodeRunner:
     def score(self, rollout: Rollout, queries: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
         """Have the run's engines score the queries' tokens."""
         self._refuse_if_given_up(rollout)
-        return self._score(queries)
+        return self._score(rollout, queries)
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Make another row for this row's episode, with an empty context."""

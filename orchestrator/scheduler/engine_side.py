@@ -187,6 +187,8 @@ class EngineSide:
             elif isinstance(item.message, TurnsPaused | TurnsResumed):
                 self._record(item.engine, type(item.message).__name__.lower())
             return
+        if type(item) is ev.EngineJoined and item.engine not in self.fleet.engines:
+            return  # it said hello again, and an earlier message of the same read let it leave
         self.handle([item])
         if self._recorder is not None and isinstance(item, ev.StepArrived):
             self._recorder.engine_step(
@@ -304,15 +306,15 @@ class EngineSide:
     # ------------------------------------------------------------ engines kept for evaluations
 
     def keep_for_evaluation(self) -> None:
-        """Keep as many engines for evaluations as the settings say; the newest joined first."""
-        turns = self.core.turns.engines
-        kept = sum(each.is_for_evaluation and not each.is_draining for each in turns.values())
-        for name in reversed([*turns]):
-            if kept >= self._settings.fleet.evaluation_engines:
-                return
-            if not (turns[name].is_for_evaluation or turns[name].is_draining):
-                self.handle([ev.EvaluationEngineChosen(name, True)])
-                kept += 1
+        """Keep as many engines for evaluations as the settings say, but one at least for training;
+        the newest joined first."""
+        here = {n: e for n, e in self.core.turns.engines.items() if not e.is_draining}
+        kept = sum(engine.is_for_evaluation for engine in here.values())
+        training = [n for n, e in here.items() if not (e.is_for_evaluation or e.is_away)]
+        while kept < self._settings.fleet.evaluation_engines and len(training) > 1:
+            self.handle([ev.EvaluationEngineChosen(training.pop(), True)])
+            kept += 1
+        self._pending.notify()  # an evaluation may wait for the engine
 
     async def pin(self, version: int) -> list[str]:
         """Keep engines at ``version`` until :meth:`unpin`, while others take newer ones.

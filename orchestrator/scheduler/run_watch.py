@@ -172,23 +172,24 @@ class RunWatch:
 
     def _check_trainer(self, core: Core) -> None:
         watchdog = self._watchdog
-        if core.are_tasks_exhausted or core.running_groups:
+        if (core.are_tasks_exhausted or core.running_groups) and not core.is_paused:
             return
         of_adapter = f" of adapter {core.adapter!r}" if core.adapter else ""
         name = f"the iterator of tasks{of_adapter}"
-        is_waiting = bool(core.batch_requests and core.admissible_groups)
+        is_waiting = bool(core.batch_requests and core.admissible_groups and not core.is_paused)
         if is_waiting and watchdog.is_stuck("tasks", name, core.groups.next_group_id):
             watchdog.report(
                 "tasks", name, f"{core.admissible_groups} groups may start, but it yields no task"
             )
         unpublished = core.handed.unpublished_groups
         progress = (core.handed.count, core.trainer_version)
-        holds_all = bool(unpublished and not core.admissible_groups)
+        holds_all = bool(unpublished and (core.is_paused or not core.admissible_groups))
         trainer = f"the trainer{of_adapter}"
         if holds_all and watchdog.is_stuck("trainer", trainer, progress, TRAINER_TIME_FACTOR):
+            waits = "generation is paused until" if core.is_paused else "no other may start before"
             where = (
                 f"it holds {unpublished} groups and has published no weights since; "
-                f"{core.buffered_groups} are buffered, and no other may start before it publishes"
+                f"{core.buffered_groups} are buffered, and {waits} it publishes"
             )
             watchdog.report("trainer", trainer, where)
 

@@ -9,7 +9,7 @@ episodes.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tidegate.errors import ConfigError, JournalError, TurnRefused
@@ -23,6 +23,7 @@ from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, resolve
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.fleet.wire import Wire
 from tidegate.orchestrator.journal.run_journal import RunJournal
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
@@ -86,6 +87,10 @@ class Scheduler:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group: asyncio.TaskGroup | None = None
         self._is_ending = False
+        self._engine_calls = 0
+        """Number of the trainer's calls that need engines to run, see :meth:`_unpaused`."""
+        self._is_halted = False
+        """Whether engines were last told to pause for the staleness policy."""
         self._watch: RunWatch | None = None
         self._pending = PendingFutures()
         self.engines = EngineSide(
@@ -139,7 +144,7 @@ class Scheduler:
             self.fail,
             self.engines.sessions.rollout_ended,
             parking=lambda rollout: self.trainers[rollout.adapter].parking,
-            score=self.scores.submit_all,
+            score=self._score_for,
             context_tokens_max=lambda: self.fleet.context_tokens_max,
             tracer=tracer,
         )
@@ -388,8 +393,8 @@ class Scheduler:
                 pass  # the request fails with that error
             case ev.HandOver() | ev.EndBatches() | ev.RefuseBatch() | ev.RequeueTask():
                 self.trainers[command.adapter].carry_out(command)
-            case ev.PauseGeneration(is_paused=is_paused, adapter=""):
-                self._pause_generation(is_paused)
+            case ev.PauseGeneration(adapter=""):
+                self._pause_generation()
             case ev.PauseGeneration(is_paused=is_paused, adapter=adapter):
                 self._episodes.hold(adapter, is_paused)
 
@@ -400,9 +405,26 @@ class Scheduler:
         else:
             self._journal.when_safe(action)
 
-    def _pause_generation(self, is_paused: bool) -> None:
-        if self._group is not None and not self._is_ending:  # engines end with the run
-            self._group.create_task(self.control.halt_engines(is_paused))
+    def _pause_generation(self) -> None:
+        is_halted = self.core.is_paused and not self._engine_calls
+        if self._group is None or self._is_ending or is_halted == self._is_halted:
+            return  # engines end with the run
+        self._is_halted = is_halted
+        self._group.create_task(self.control.halt_engines(is_halted))
+
+    @contextlib.contextmanager
+    def _unpaused(self) -> Iterator[None]:
+        """Lift the pause by which the staleness policy stops engines until the next publish.
+
+        For the trainer's calls that need engines: the trainer waits for them before it publishes.
+        """
+        self._engine_calls += 1
+        self._pause_generation()
+        try:
+            yield
+        finally:
+            self._engine_calls -= 1
+            self._pause_generation()
 
     # ------------------------------------------------------------ the trainer's requests
 
@@ -491,11 +513,24 @@ class Scheduler:
         """
         trainer = self.trainers[adapter]
         if version is None:
-            futures = trainer.start_evaluation(tasks, episode, None)
-            return [await future for future in futures]
-        names = await self.engines.pin(version)
+            with self._unpaused():
+                futures = trainer.start_evaluation(tasks, episode, None)
+                return [await future for future in futures]
+        with self._unpaused():  # afterwards the pinned engines run, whatever the others do
+            names = await self.engines.pin(version)
         futures = trainer.start_evaluation(tasks, episode, version)
         ended = asyncio.gather(*futures, return_exceptions=True)
         ended.add_done_callback(lambda _: self.engines.unpin(names))
         await asyncio.shield(ended)  # if cancelled, the engines stay pinned until the turns end
         return [future.result() for future in futures]
+
+    async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
+        """Score for the trainer, or for an evaluation."""
+        with self._unpaused():
+            return await self.scores.submit_all(queries)
+
+    async def _score_for(self, rollout: Rollout, queries: Sequence[ScoreQuery]) -> list[Score]:
+        """Score for an episode."""
+        if rollout.group_id < 0:  # an evaluation's
+            return await self.score(queries)
+        return await self.scores.submit_all(queries)

@@ -113,7 +113,7 @@ class LocalRequests(RunRequests):
 
     @override
     async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
-        return await self.do(lambda scheduler: scheduler.scores.submit_all(queries))
+        return await self.do(lambda scheduler: scheduler.score(queries))
 
     @override
     async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:

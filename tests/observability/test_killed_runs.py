@@ -119,6 +119,7 @@ def test_a_killed_run_has_the_rollouts_statistics_and_curve_of_each_acknowledged
     assert facts.wall_s > 0
     assert len(read_metrics(killed)) == 3
     assert audit_run(killed).agrees
+    assert not list(killed.rglob("trajectories.parquet*"))
 
 
 def test_each_command_reads_a_killed_run(killed: Path, finished: Path) -> None:

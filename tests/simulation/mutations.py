@@ -451,6 +451,6 @@ def a_drained_engine_ends_before_it_has_handed_back_its_turns(patch: pytest.Monk
     patch.setattr(Drains, "_end_time", Drains._leave)
 
 
-@mutation(seed=29)
+@mutation(seed=150)
 def a_drained_process_that_has_lost_its_connection_joins_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "retire", lambda self, name: None)

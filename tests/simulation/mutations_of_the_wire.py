@@ -203,13 +203,6 @@ def an_answer_to_an_earlier_start_of_a_version_counts(patch: pytest.MonkeyPatch)
     patch.setattr(_Engine, "is_outdated", lambda self, version: False)
 
 
-@mutation(seed=21327)
-def a_publish_that_raises_an_earlier_failure_does_not_count_as_failed(
-    patch: pytest.MonkeyPatch,
-) -> None:
-    patch.setattr(WeightControl, "_refuse_publish", lambda self, c, e: self._end(c, error=e))
-
-
 @mutation(seed=158)
 def the_kv_of_a_turn_that_moves_is_taken_from_its_former_engine(patch: pytest.MonkeyPatch) -> None:
     right = provenance.spans_of

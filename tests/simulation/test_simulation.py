@@ -34,6 +34,25 @@ MUTANT_SEEDS_MAX = 1000
 """Each planted bug has to be caught within so many."""
 
 
+FAILED_ONCE = {
+    "a policy paused the engines that an evaluation of one version waited for": (
+        '{"seed":7000251,"policy":"over-sampling","engines":2,"tasks":2,"look_ahead":1,'
+        '"evaluation_tasks":1,"pins_evaluations":true}'
+    ),
+    "each engine was kept for evaluations when it joined, and none trained": (
+        '{"seed":7000407,"group_size":2,"engines":2,"step_s":0.015,"output_tokens_max":20,'
+        '"deadly_turns":0.05,"evaluation_engines":1,"faults":[{"kind":"drain","at_s":2.0355}]}'
+    ),
+    "a drained engine whose hello was read with its last answer joined again": (
+        '{"seed":7001404,"max_staleness":2,"pausing":0.15,"credit_steps":1,"step_s":0.03,'
+        '"latency_s":0.02,"tasks":3,"are_tasks_async":true,"turns_max":2,"giving_up_turns":0.2,'
+        '"train_s":0.3,"evaluation_tasks":1,"evaluates_beside":true,'
+        '"faults":[{"kind":"garble","after_swap":2},{"kind":"drain","at_s":1.4912}]}'
+    ),
+}
+"""Smallest scenarios of failures that a sweep has found."""
+
+
 @pytest.fixture(scope="module")
 def reports() -> list[SimulationReport]:
     return [simulate(seed) for seed in range(SEEDS)]
@@ -53,6 +72,11 @@ def test_the_sweep_reaches_every_coverage_mark(reports: list[SimulationReport]) 
     assert max(report.oldest_staleness for report in reports) >= 2
     assert sum(report.trained_tokens for report in reports) > 10 * SEEDS
     assert len({report.digest for report in reports}) == SEEDS
+
+
+@pytest.mark.parametrize("what", FAILED_ONCE)
+def test_a_scenario_that_failed_once_holds_every_invariant(what: str) -> None:
+    assert run_scenario(read_scenario(FAILED_ONCE[what])).failure is None
 
 
 # ---------------------------------------------------------------- the same each time
@@ -206,7 +230,11 @@ def test_the_smallest_scenario_is_the_shortest_and_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"rain": 1}', '{"engines": "two"}', '{"max_staleness": -1}']
+    "text",
+    [
+        *("", "[]", '{"rain": 1}', '{"engines": "two"}', '{"max_staleness": -1}'),
+        '{"credit_steps": 0}',
+    ],
 )
 def test_an_invalid_scenario_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):

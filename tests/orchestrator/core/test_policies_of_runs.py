@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,62 @@ async def test_generation_continues_after_a_rollback_of_a_run_that_pauses_by_its
         await anext(batches)
         await rollouts.rollback({}, first_bad=1)
         await anext(batches)
+
+
+async def one_scored_turn(episode: tidegate.Episode, task: int) -> float:
+    await one_turn(episode, task)
+    return float(len(await episode.score([[1, 2, 3]])))
+
+
+CALLS: dict[str, Callable[[tidegate.Rollouts], Awaitable[Any]]] = {
+    "evaluation": lambda run: run.evaluate([1, 2], episode=one_turn),
+    "evaluation of a version": lambda run: run.evaluate(
+        [1, 2], episode=one_turn, version=run.version
+    ),
+    "scored evaluation of a version": lambda run: run.evaluate(
+        [1, 2], episode=one_scored_turn, version=run.version
+    ),
+    "scores": lambda run: run.score([[1, 2, 3]]),
+}
+"""Calls of a trainer that need engines to run."""
+
+
+@pytest.mark.parametrize("evaluation_engines", [0, 1])
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_policy_that_pauses_engines_lets_them_run_for_calls_that_the_trainer_waits_for(
+    tidegate_serve: ServeInTests,
+    tidegate_engine: Engine,
+    call: str,
+    is_ahead: bool,
+    evaluation_engines: int,
+) -> None:
+    engines = [tidegate_engine(), tidegate_engine()]
+    async with tidegate_serve(
+        engines=engines,
+        staleness_policy=tidegate.OverSampling(groups_per_batch=2, factor=2.0),
+        group_size=2,
+        evaluation_engines=evaluation_engines,
+    ) as rollouts:
+        await rollouts.offer(itertools.count(), episode=one_turn)
+        for _ in range(3):
+            ahead = asyncio.create_task(rollouts.next_batch())
+            await asyncio.sleep(5.0)
+            assert ahead.done()
+            sampled = sum(engine.tokens for engine in engines)
+            await asyncio.sleep(60.0)
+            assert sum(engine.tokens for engine in engines) == sampled
+            if is_ahead:
+                await rollouts.publish({})
+                ahead = asyncio.create_task(rollouts.next_batch())
+            async with asyncio.timeout(60.0):
+                await CALLS[call](rollouts)
+            await ahead
+            await asyncio.sleep(5.0)
+            sampled = sum(engine.tokens for engine in engines)
+            await asyncio.sleep(60.0)
+            assert sum(engine.tokens for engine in engines) == sampled  # paused again
+            await rollouts.publish({})
 
 
 def test_a_run_whose_policy_could_not_be_made_again_keeps_no_journal(tmp_path: Path) -> None:

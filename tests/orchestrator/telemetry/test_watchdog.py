@@ -25,6 +25,8 @@ from tidegate.orchestrator.scheduler import loop_watch
 from tidegate.orchestrator.scheduler.run_watch import RunWatch
 from tidegate.orchestrator.settings.config import FleetSettings, SamplingSettings
 from tidegate.orchestrator.telemetry.watchdog import STUCK_MAX, Stuck, Watchdog
+from tidegate.policies.rounds import OverSampling
+from tidegate.policies.staleness import StalenessPolicy
 from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
 from tidegate.simulation.virtual_time import run_in_virtual_time
 from tidegate.transport.messages import (
@@ -101,8 +103,8 @@ def test_of_very_many_the_longest_are_kept() -> None:
 class Watched:
     """A core, a fleet and weight control, watched on a virtual clock."""
 
-    def __init__(self) -> None:
-        self.driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
+    def __init__(self, policy: StalenessPolicy | None) -> None:
+        self.driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1, policy=policy)
         self.fleet = Fleet(
             FleetSettings(
                 heartbeat_interval_s=1.0,
@@ -139,9 +141,12 @@ class Watched:
         return [(stuck.kind, stuck.name) for stuck in self.watch.stuck]
 
 
-def watched(story: "Callable[[Watched], object]") -> Watched:
+def watched(
+    story: "Callable[[Watched], object]",
+    policy: StalenessPolicy | None = None,
+) -> Watched:
     """Run a story under a watchdog, in virtual time."""
-    run = Watched()
+    run = Watched(policy)
 
     async def report_twice() -> None:
         watching = asyncio.create_task(run.watch.run())
@@ -270,6 +275,22 @@ def test_a_trainer_that_holds_its_batches_while_all_else_is_done_is_named_after_
     (stuck,) = run.watch.stuck
     assert stuck.kind == "trainer"
     assert "holds 1 groups and has published no weights since; 1 are buffered" in stuck.where
+
+
+def test_a_trainer_for_whose_publish_generation_is_paused_is_named_though_groups_run() -> None:
+    async def story(run: Watched) -> None:
+        run.join("engine-0")
+        run.driver.fill()
+        run.driver.return_reward(next(iter(run.driver.running.values())))
+        run.driver.do(ev.BatchRequested())
+        for rollout in run.driver.running.values():
+            run.driver.ask_turn(rollout)
+        await asyncio.sleep(6 * STUCK_AFTER_S)
+
+    run = watched(story, OverSampling(groups_per_batch=1, factor=2.0))
+    assert run.driver.core.running_groups == 1
+    (stuck,) = [stuck for stuck in run.watch.stuck if stuck.kind == "trainer"]
+    assert "0 are buffered, and generation is paused until it publishes" in stuck.where
 
 
 def test_an_iterator_that_gives_no_task_while_the_trainer_waits_is_named() -> None:

@@ -117,6 +117,20 @@ async def test_an_engine_that_is_lost_fails_its_pinned_evaluation_and_nothing_wa
         await run.publish({})
 
 
+async def test_the_only_engine_trains_and_evaluations_wait_until_another_joins(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    tags, engines = Tags(), [tidegate_engine(), tidegate_engine(joins_at_s=50.0)]
+    async with tidegate_serve(engines=engines, evaluation_engines=1, **SMALL) as run:
+        evaluation = asyncio.create_task(run.evaluate(["x"], episode=tags.solve, version=0))
+        async with asyncio.timeout(40.0):
+            await anext(run.batches(range(8), episode=tags.solve))
+        assert [engine.name for engine in run.engines] == ["engine-0"]
+        async with asyncio.timeout(60.0):
+            assert (await evaluation).failures == 0
+    assert tags.engines == {"train": {"engine-0"}, "test": {"engine-1"}}
+
+
 @pytest.mark.wire
 async def test_a_real_run_evaluates_beside_training_and_its_audit_and_journal_agree(
     tmp_path: Path,
