@@ -4,9 +4,7 @@ from tidegate.errors import ContextFull
 from tidegate.serving.api_errors import AnthropicErrors, OpenAIErrors
 
 
-def test_a_full_context_is_answered_in_the_words_by_which_harnesses_compact_their_messages() -> (
-    None
-):
+def test_a_full_context_is_answered_in_the_words_by_which_harnesses_compact_messages() -> None:
     full = ContextFull(tokens=1100, tokens_max=1024)
     openai = OpenAIErrors().answer_to(full)
     assert openai.status == 400

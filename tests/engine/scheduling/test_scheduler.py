@@ -178,7 +178,7 @@ def test_a_cancelled_turn_leaves_the_others_in_their_order() -> None:
     ],
 )
 def test_a_turn_ends_by_its_length_where_the_context_or_the_kv_cache_ends(
-    limits: dict[str, int], sampled: int
+    limits: dict[str, Any], sampled: int
 ) -> None:
     for max_tokens in (sampled - 1, sampled, sampled + 1, 2**40):
         engine = FakeEngine(**limits)
