@@ -46,6 +46,7 @@ from tidegate.orchestrator.episodes.tool_calls import (
     ReplyFormat,
     end_of_call,
     resembles_call,
+    with_well_formed_texts,
 )
 from tidegate.transport.media import Media
 from tidegate.transport.sampling import LogitsProcessor
@@ -78,7 +79,8 @@ def _plain(message: object, number: int) -> dict[str, Any]:
     calls = plain.pop("tool_calls", None)
     if calls:
         plain["tool_calls"] = _plain_calls(calls, number)
-    return plain
+    cleaned: dict[str, Any] = with_well_formed_texts(plain)
+    return cleaned
 
 
 def _text(content: object, number: int) -> str | list[dict[str, Any]]:

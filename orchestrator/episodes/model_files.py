@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tidegate.errors import ModelError
 from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
-from tidegate.orchestrator.episodes.tool_calls import kept_special_tokens
+from tidegate.orchestrator.episodes.tool_calls import kept_special_tokens, well_formed
 from tidegate.orchestrator.settings.hub import missing_model_hint
 from tidegate.transport.regular_files import check_all_regular, read_regular
 
@@ -59,7 +59,8 @@ class TokenCache:
     def _of_text(self, text: str) -> "array[int]":
         tokens = self._texts.get(text)
         if tokens is None:
-            tokens = token_array(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            encoding = self._tokenizer.encode(well_formed(text), add_special_tokens=False)
+            tokens = token_array(encoding.ids)
             if len(text) <= TEXT_CHARACTERS_MAX:
                 self._texts[text] = tokens
             if len(self._texts) > TEXTS_CACHED_MAX:
@@ -126,7 +127,9 @@ def _hidden_token_ids(tokenizer: Tokenizer) -> frozenset[int] | None:
 def encode_text(tokenizer: Tokenizer, text: str, adds_special_tokens: bool = False) -> list[int]:
     """Return a text as tokens, encoded in the calling thread."""
     # A batch of one, because the library holds the GIL while it encodes a single text.
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+    (encoding,) = tokenizer.encode_batch_fast(
+        [well_formed(text)], add_special_tokens=adds_special_tokens
+    )
     ids: list[int] = encoding.ids
     return ids
 

@@ -46,6 +46,44 @@ class ParsedReply:
 # ---------------------------------------------------------------- calls as JSON
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character beyond U+FFFF: no text has it, but JSON's escapes can write it alone."""
+
+
+def well_formed(text: str) -> str:
+    """Return a text in which U+FFFD replaces lone surrogates, which tokenizers and UTF-8 refuse.
+
+    They come from a model's ``"\\ud83d"``, and from file names and bytes that Python has decoded
+    with ``surrogateescape``.
+    """
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def with_well_formed_texts(value: Any) -> Any:
+    """Return a value of JSON with :func:`well_formed` texts, keys of objects included.
+
+    Values nested too deep for Python's stack are returned as they are.
+    """
+    with contextlib.suppress(RecursionError):
+        return _with_well_formed_texts(value)
+    return value
+
+
+def _with_well_formed_texts(value: Any) -> Any:
+    match value:
+        case str():
+            return well_formed(value)
+        case dict():
+            return {
+                _with_well_formed_texts(k): _with_well_formed_texts(v) for k, v in value.items()
+            }
+        case list() | tuple():
+            return [_with_well_formed_texts(each) for each in value]
+    return value
+
+
 def _json(text: str) -> object:
     try:
         return json.loads(text)
@@ -59,7 +97,9 @@ def _call(value: object, arguments_key: str) -> ToolCall | None:
     arguments = value.get(arguments_key, {})
     if isinstance(arguments, str):  # some models write JSON in JSON
         arguments = _json(arguments)
-    return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(well_formed(value["name"]), with_well_formed_texts(arguments))
 
 
 def _reply(content: str, calls: Sequence[ToolCall | None]) -> ParsedReply | None:
@@ -305,7 +345,7 @@ def _plain_value(text: str) -> object:
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             value: object = read(text)
             if value is not None:
-                return value
+                return with_well_formed_texts(value)
     return None
 
 

@@ -517,3 +517,31 @@ async def test_a_response_template_that_is_none_is_refused_by_name(tmp_path: Pat
     with pytest.raises(ModelError, match=r"response_template in .*tokenizer_config\.json"):
         await talk.say("Yes.<|im_end|>", [user("q")])
     read_chat_template.cache_clear()
+
+
+# ---------------------------------------------------------------- text that is no Unicode
+
+
+@pytest.mark.parametrize("form", ["hermes", "coder", "glm", "minimax", "kimi", "harmony"])
+def test_half_a_character_in_a_call_is_replaced_in_every_form(form: str) -> None:
+    arguments = {"query": "half \ud83d", "filter": {"\udce9": ["\ud83d\ude00"]}}
+    escaped = WRITERS[form](ToolCall("search", arguments))
+    text = escaped.encode("utf-16", "surrogatepass").decode("utf-16", "backslashreplace")
+    [call] = parse_reply(text, SCHEMAS).tool_calls
+    json.dumps(call.arguments, ensure_ascii=False).encode()
+    if "\\ud83d" in text.partition("filter")[0]:  # forms of JSON, not of plain text
+        assert call.arguments["query"] == "half \ufffd"
+        assert call.arguments["filter"] == {"\ufffd": ["😀"]}
+
+
+async def test_half_a_character_in_messages_or_given_text_ends_no_episode(tmp_path: Path) -> None:
+    """As from ``os.fsdecode``: a name of a file that is no UTF-8."""
+    talk = Talk(tmp_path, "qwen_coder")
+    messages = [user("caf\udce9")]
+    message = await talk.say(SAID["qwen_coder"], messages, tools=TOOLS)
+    messages += [message, *answers(message, "caf\udce9.txt")]
+    await talk.say(ANSWERED["qwen_coder"], messages, tools=TOOLS)
+    assert not talk.episode.branches
+    talk.episode.append("caf\udce9.txt")
+    assert await talk.episode.encode("caf\udce9") == talk.model.encode("caf\ufffd")
+    assert talk.model.encode("\udce9" * 40_000) == talk.model.encode("\ufffd" * 40_000)
