@@ -29,7 +29,7 @@ class GeneratedTurn:
 
     def __init__(self, turn: Turn, tokenizer: Tokenizer) -> None:
         self._turn = turn
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.given_reward: float | None = None
         """The value of :attr:`reward` without the property's cost: every turn is read."""
         self.teacher_scores: TokenScores | None = None
@@ -41,7 +41,7 @@ class GeneratedTurn:
     @cached_property
     def text(self) -> str:
         """Decoded text, without special tokens."""
-        return self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        return self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
 
     @cached_property
     def token_ids(self) -> list[int]:
