@@ -412,6 +412,7 @@ class Conversation(Generic[Row]):
         if schemas and (reply.tool_calls or resembles_call(text, schemas)):
             self._model.call_counts.count(text, is_parsed=bool(reply.tool_calls))
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
+        turn.invalid_tool_calls = reply.invalid_tool_calls
         [message] = plain_messages([turn.message])
         if prepared.continues_final_message:
             *messages, begun = messages

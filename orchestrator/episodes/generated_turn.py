@@ -15,6 +15,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.provenance import VersionSpan
 from tidegate.orchestrator.core.rollout import Turn
 from tidegate.orchestrator.core.token_attachments import RoutedExperts, newest_experts
+from tidegate.orchestrator.episodes.tool_calls import InvalidToolCall
 from tidegate.orchestrator.fleet.scores import TokenScores
 
 REWARD_TYPES = (float, int)
@@ -37,6 +38,9 @@ class GeneratedTurn:
         self.message: dict[str, Any] | None = None
         """The turn as an OpenAI message, to be sent back with the next messages; None unless the
         turn was generated from messages."""
+        self.invalid_tool_calls: tuple[InvalidToolCall, ...] = ()
+        """Malformed tool calls of a turn generated from messages, with what is wrong with each, so
+        that the episode can tell the model. Their tokens are in the context like all others."""
 
     @cached_property
     def text(self) -> str:
