@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
-from tidegate.simulation.engine_spec import CONTEXT_TOKENS_MAX, SimulatedEngineSpec
+from tidegate.simulation.engine_spec import CONTEXT_TOKENS_MAX, TEMPERATURE_MAX, SimulatedEngineSpec
 from tidegate.simulation.model import HashedContext, TurnModel
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import (
@@ -172,6 +172,8 @@ class SimulatedTurns:
         spec = self._spec
         if unsupported := sorted({each.kind for each in message.media} - {*spec.media}):
             return f"it was sent media that it doesn't read: {', '.join(unsupported)}"
+        if message.sampling.temperature > TEMPERATURE_MAX:
+            return f"a temperature of {message.sampling.temperature:g} is above {TEMPERATURE_MAX:g}"
         left = CONTEXT_TOKENS_MAX - len(tokens)
         if spec.blocks is not None:
             left = min(left, spec.blocks * spec.block_tokens - len(tokens))
