@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from tidegate.errors import (
     ChatRefused,
     ConfigError,
+    ContextFull,
     RunClosed,
     ScoreRefused,
     TidegateError,
@@ -132,9 +135,19 @@ class OpenAIErrors(ErrorForm):
                 return ApiError(410, str(error))
             case TurnTimeout():
                 return ApiError(504, str(error))
+            case ContextFull():
+                return self._context_full(error)
             case TidegateError() | ValueError() | OverflowError() | TypeError():
                 return ApiError(400, str(error))
         return None
+
+    def _context_full(self, error: ContextFull) -> ApiError:
+        """Return the answer by which agents know that they must compact their messages."""
+        message = (
+            f"This model's maximum context length is {error.tokens_max} tokens. However, your "
+            f"messages resulted in {error.tokens} tokens. Please reduce the length of the messages."
+        )
+        return ApiError(400, message, param="messages", code="context_length_exceeded")
 
 
 class AnthropicErrors(OpenAIErrors):
@@ -154,6 +167,11 @@ class AnthropicErrors(OpenAIErrors):
         default = "api_error" if error.status >= 500 else "invalid_request_error"
         kind = self.KINDS.get(error.status, default)
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+    @override
+    def _context_full(self, error: ContextFull) -> ApiError:
+        why = f"prompt is too long: {error.tokens} tokens > {error.tokens_max} maximum"
+        return ApiError(400, why)
 
 
 class VllmErrors(ErrorForm):

@@ -13,6 +13,9 @@ from tidegate.transport.sleep_messages import SleepLevel
 
 CONTEXT_TOKENS_MAX = 1 << 20
 
+TEMPERATURE_MAX = 1e6
+"""Largest temperature; a turn with a higher one is refused, as by real engines."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngineSpec:

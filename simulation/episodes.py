@@ -17,6 +17,7 @@ from tidegate.errors import EngineLost, InfrastructureFailed, RunClosed, TurnRef
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.simulation.context import SimulationContext
 from tidegate.simulation.coverage_marks import CoverageMark
+from tidegate.simulation.engine_spec import TEMPERATURE_MAX
 from tidegate.simulation.scenario import Scenario
 from tidegate.simulation.script import ScriptedTurn
 from tidegate.simulation.turns import DEADLY_TOKEN
@@ -183,7 +184,7 @@ class SimulatedEpisodes:
                 self._coverage.record(CoverageMark.TURN_REFUSED)
                 with contextlib.suppress(TurnRefused):
                     episode.append(TOO_LONG)
-                await episode.generate(max_tokens=1 << 30)
+                await episode.generate(max_tokens=4, temperature=2 * TEMPERATURE_MAX)
             case "ends engines":
                 episode.append([DEADLY_TOKEN])
                 await episode.generate(max_tokens=4)

@@ -12,8 +12,10 @@ from array import array
 from bisect import insort
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
-from tidegate.simulation.engine_spec import CONTEXT_TOKENS_MAX, SimulatedEngineSpec
+from tidegate.simulation.engine_spec import CONTEXT_TOKENS_MAX, TEMPERATURE_MAX, SimulatedEngineSpec
 from tidegate.simulation.model import HashedContext, TurnModel
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import (
@@ -167,14 +169,19 @@ class SimulatedTurns:
         assert message.turn not in self._handles, f"handle {message.turn} was used before"
         self._handles.add(message.turn)
         tokens = array("i", message.token_ids)
-        tokens_max = len(tokens) + message.sampling.max_tokens
         spec = self._spec
         if unsupported := sorted({each.kind for each in message.media} - {*spec.media}):
             return f"it was sent media that it doesn't read: {', '.join(unsupported)}"
-        if tokens_max > CONTEXT_TOKENS_MAX:
-            return f"{tokens_max} tokens are more than the context's {CONTEXT_TOKENS_MAX}"
-        if spec.blocks is not None and spec.blocks_for(tokens_max) > spec.blocks:
-            return f"{tokens_max} tokens never fit {spec.blocks} blocks of {spec.block_tokens}"
+        if message.sampling.temperature > TEMPERATURE_MAX:
+            return f"a temperature of {message.sampling.temperature:g} is above {TEMPERATURE_MAX:g}"
+        left = CONTEXT_TOKENS_MAX - len(tokens)
+        if spec.blocks is not None:
+            left = min(left, spec.blocks * spec.block_tokens - len(tokens))
+        if left < 1:
+            return f"a context of {len(tokens)} tokens leaves none to sample"
+        if message.sampling.max_tokens > left:
+            sampling = msgspec.structs.replace(message.sampling, max_tokens=left)
+            message = msgspec.structs.replace(message, sampling=sampling)
         self._arrivals += 1
         rank = (message.priority, self._arrivals)
         context = HashedContext(tokens)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS_TOKEN = "<|end|>"
 EOS_TOKEN_ID = 0
@@ -187,3 +187,35 @@ def _save_tokenizer(path: Path, vocab_size: int) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS_TOKEN}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN_MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+"""Added tokens of Qwen's tokenizers that are not special."""
+
+
+def byte_level_tokenizer(*marks: str, splits_digits: bool = False) -> Tokenizer:
+    """Make a tokenizer of Qwen's kind: bytes and some merges, with added tokens of both kinds.
+
+    ``marks``: added tokens beside Qwen's. ``splits_digits``: as SmolLM2's.
+    """
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the"), ("Ã", "©"), ("{", '"'), ('"', ":")]
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={w: n for n, w in enumerate(words)}, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        if splits_digits
+        else byte_level
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in QWEN_SPECIAL])
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in (*QWEN_MARKS, *marks)])
+    return tokenizer

@@ -15,7 +15,7 @@ from tidegate.engine.external.adapter import (
     GenerationRequest,
     VersionLabel,
 )
-from tidegate.engine.scheduling.sequences import EngineLimits, read_prompt
+from tidegate.engine.scheduling.sequences import EngineLimits, fitted, read_prompt
 from tidegate.errors import TurnRefused
 from tidegate.transport.attachments import ATTACHMENTS, Attachment
 from tidegate.transport.messages import KvSpan, Prefill, SamplingParams, SubmitTurn
@@ -166,6 +166,7 @@ def read_turn(
         TurnRefused: it can never be served as asked.
     """
     tokens = read_prompt(message, limits).tolist()
+    message = fitted(message, limits)
     if unsupported := sorted({medium.kind for medium in message.media} - capabilities.media):
         raise TurnRefused(
             f"{capabilities.engine} reads no {', '.join(unsupported)} with this model; leave them "

@@ -9,6 +9,7 @@ dependency. A turn may sample one of its stop tokens exactly where the grammar i
 
 import json
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from tidegate.engine.sampling.grammar_compiler import (
     COMPILE_WALL_S,
@@ -28,6 +30,7 @@ from tidegate.engine.sampling.grammar_compiler import (
     tokens_of,
 )
 from tidegate.engine.sampling.logits import ProcessorSetup, TurnLogitsProcessor, TurnTokens
+from tidegate.transport.sampling import with_bounded_space
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -68,11 +71,11 @@ class Grammars:
 
     def json_schema(self, arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
         """Make a processor that constrains the output to JSON that fits ``schema``."""
-        return self._make_processor(_schema_text(arguments), setup)
+        return self._make_processor(_schema_text, arguments, setup)
 
     def grammar(self, arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
         """Make a processor that constrains the output to the Lark grammar ``lark``."""
-        return self._make_processor(_lark_text(arguments), setup)
+        return self._make_processor(_lark_text, arguments, setup)
 
     def prepare(
         self, name: str, arguments: dict[str, Any], setup: ProcessorSetup
@@ -85,12 +88,20 @@ class Grammars:
         text = {"json_schema": _schema_text, "grammar": _lark_text}.get(name)
         if text is None:
             return None
-        return self._compiler.compile(_vocabulary(setup), text(arguments))
+        vocabulary = _vocabulary(setup)
+        return self._compiler.compile(vocabulary, text(arguments, vocabulary.tokenizer))
 
-    def _make_processor(self, text: str, setup: ProcessorSetup) -> TurnLogitsProcessor:
-        compiled = self._compiler.compile(_vocabulary(setup), text)
+    def _make_processor(
+        self,
+        text: Callable[[dict[str, Any], Tokenizer], str],
+        arguments: dict[str, Any],
+        setup: ProcessorSetup,
+    ) -> TurnLogitsProcessor:
+        vocabulary = _vocabulary(setup)
+        grammar = text(arguments, vocabulary.tokenizer)
+        compiled = self._compiler.compile(vocabulary, grammar)
         matcher = compiled.result(HELPER_START_S + COMPILE_WALL_S)
-        is_small = len(text) <= INLINE_GRAMMAR_BYTES
+        is_small = len(grammar) <= INLINE_GRAMMAR_BYTES
         return _GrammarProcessor(matcher, setup, None if is_small else self._masks)
 
     def close(self) -> None:
@@ -99,13 +110,37 @@ class Grammars:
         self._masks.close()
 
 
-def _schema_text(arguments: dict[str, Any]) -> str:
+def _schema_text(arguments: dict[str, Any], _tokenizer: Tokenizer) -> str:
     schema = msgspec.convert(arguments, _SchemaArguments).schema
-    return library().grammar_from_json_schema(json.dumps(schema))
+    bounded = with_bounded_space(schema) if isinstance(schema, dict) else schema
+    return library().grammar_from_json_schema(json.dumps(bounded))
 
 
-def _lark_text(arguments: dict[str, Any]) -> str:
-    return library().grammar_from_lark(msgspec.convert(arguments, _LarkArguments).lark)
+def _lark_text(arguments: dict[str, Any], tokenizer: Tokenizer) -> str:
+    lark = msgspec.convert(arguments, _LarkArguments).lark
+    return library().grammar_from_lark(_with_token_ids(lark, tokenizer))
+
+
+_LARK_PART = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(?P<token><[^<>\[\]\s"]+>)'
+)
+"""String, comment, regular expression, or token in angle brackets of a Lark grammar."""
+
+
+def _with_token_ids(lark: str, tokenizer: Tokenizer) -> str:
+    """Return a Lark grammar that names added tokens by id where they are not special, such as
+    Qwen's ``<think>``: llguidance knows only special tokens by their names."""
+    text_tokens = {
+        token.content: token_id
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if not token.special
+    }
+
+    def named(part: re.Match[str]) -> str:
+        token_id = text_tokens.get(part["token"] or "")
+        return part[0] if token_id is None else f"<[{token_id}]>"
+
+    return _LARK_PART.sub(named, lark) if text_tokens else lark
 
 
 def _vocabulary(setup: ProcessorSetup) -> Vocabulary:

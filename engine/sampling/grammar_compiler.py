@@ -30,6 +30,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from tidegate.errors import TurnRefused
+from tidegate.transport.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -267,32 +268,47 @@ def library() -> "type[LLMatcher]":
 
 @lru_cache(maxsize=2)  # an engine has one tokenizer; reading 150,000 tokens takes a second
 def tokens_of(vocabulary: Vocabulary) -> "LLTokenizer":
-    """Convert a vocabulary to llguidance's form."""
+    """Convert a vocabulary to llguidance's form.
+
+    llguidance reads tokenizers by itself, too, but takes every added token as special: a text with
+    Qwen's ``<think>`` would be forced as that token, and then refused.
+    """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    tokenizer, vocab_size, eos_token_id = vocabulary
-    try:
-        return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=eos_token_id)
-    except ValueError:  # a decoder unknown to llguidance: decode each token on its own
-        wrapper = TokenizerWrapper(_SingleTokens(tokenizer, vocab_size, eos_token_id))
-        return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id)
+    wrapper = TokenizerWrapper(_ExactTokens(vocabulary))
+    return LLTokenizer(wrapper, n_vocab=vocabulary.vocab_size, eos_token=vocabulary.eos_token_id)
 
 
-class _SingleTokens:
-    """Tokenizer adapter for llguidance in which each token has the same text at every position."""
+class _ExactTokens:
+    """Tokenizer for llguidance: bytes of each token, and canonical tokens of forced text.
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = eos_token_id
+    Only special tokens are apart from the text. Other added tokens are text, such as ``<think>``.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokenizer, vocab_size, self.eos_token_id = vocabulary
         self.bos_token_id = None
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = [token_id for token_id, token in added.items() if token.special]
-        self.tokens = [
-            self._tokenizer.decode([token_id]).encode() for token_id in range(vocab_size)
-        ]
+        token_bytes = TokenBytes(tokenizer)
+        self.tokens = [token_bytes[token_id] for token_id in range(vocab_size)]
+        self._plain = Tokenizer.from_str(tokenizer.to_str())
+        self._plain.encode_special_tokens = True
+        self._plain.no_truncation()
+        self._plain.no_padding()
 
     def __call__(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Return a text's tokens; none where the tokenizer changes the text, so nothing is
+        forced."""
+        for before in ("", "\n"):  # some tokenizers write a space before a text's first word
+            ids = self._plain.encode(before + text, add_special_tokens=False).ids
+            written = b"".join(self.tokens[token_id] for token_id in ids)
+            expected = text.encode()
+            while len(written) > len(expected):
+                written = written[len(self.tokens[ids.pop(0)]) :]
+            if written == expected:
+                return list(ids)
+        return []
 
 
 def _limits() -> "LLParserLimits":

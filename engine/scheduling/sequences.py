@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -358,6 +359,7 @@ def admit(
         TurnRefused: it can never be served as asked.
     """
     prompt = read_prompt(message, limits)
+    message = fitted(message, limits)
     if message.media:
         raise TurnRefused(
             "this engine reads tokens only: no images, audio or video; serve such models by vLLM "
@@ -369,7 +371,7 @@ def admit(
 
 
 def read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int32]:
-    """Validate a submission's handle, tokens, sampling and lengths; return its token ids.
+    """Validate a submission's handle, tokens and sampling; return its token ids.
 
     Raises:
         TurnRefused: it can never be served as asked.
@@ -383,7 +385,6 @@ def read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int
             f"sampled_before must be in [0, {len(prompt)}], because it counts tokens at the end of "
             f"token_ids, got {message.sampled_before}"
         )
-    _check_room(len(prompt), message.sampling.max_tokens, limits)
     return prompt
 
 
@@ -435,18 +436,33 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise TurnRefused(f"top_p must be in (0, 1] (1 keeps all tokens), got {sampling.top_p}")
 
 
-def _check_room(prompt_tokens: int, max_tokens: int, limits: EngineLimits) -> None:
-    tokens = prompt_tokens + max_tokens
-    if tokens > limits.context_tokens_max:
+def fitted(message: SubmitTurn, limits: EngineLimits) -> SubmitTurn:
+    """Return a submission whose ``max_tokens`` ends at the end of the model's context, or of the KV
+    cache if that holds less: the turn then ends by its length, as in vLLM's server.
+
+    Raises:
+        TurnRefused: its context leaves no token to sample.
+    """
+    prompt_tokens = len(message.token_ids) // 4
+    if prompt_tokens >= limits.context_tokens_max:
         raise TurnRefused(
-            f"prompt of {prompt_tokens} tokens plus max_tokens={max_tokens} is more than the "
-            f"model's context of {limits.context_tokens_max} tokens; shorten the prompt or lower "
-            f"max_tokens"
+            f"a context of {prompt_tokens} tokens leaves none of the model's "
+            f"{limits.context_tokens_max} to sample; shorten the prompt"
         )
     # The last token sampled is never fed back, so its KV is never needed.
-    blocks = limits.blocks_for(tokens - 1)
-    if blocks > limits.num_blocks:
-        error = OutOfBlocks(
-            blocks_needed=blocks, blocks_total=limits.num_blocks, block_tokens=limits.block_tokens
+    kv_tokens = limits.num_blocks * limits.block_tokens
+    if prompt_tokens > kv_tokens:
+        raise TurnRefused(
+            str(
+                OutOfBlocks(
+                    blocks_needed=limits.blocks_for(prompt_tokens),
+                    blocks_total=limits.num_blocks,
+                    block_tokens=limits.block_tokens,
+                )
+            )
         )
-        raise TurnRefused(str(error)) from error
+    left = min(limits.context_tokens_max, kv_tokens + 1) - prompt_tokens
+    if message.sampling.max_tokens <= left:
+        return message
+    sampling = msgspec.structs.replace(message.sampling, max_tokens=left)
+    return msgspec.structs.replace(message, sampling=sampling)

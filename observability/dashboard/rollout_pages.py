@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
+from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
 from tidegate.orchestrator.episodes.tool_calls import parse_reply
 
 TOKENS_SHOWN_MAX = 20_000
@@ -86,24 +87,12 @@ def token_texts(
 ) -> list[str]:
     """Return the text that each token adds. A character that several tokens encode is added by the
     last of them."""
-    ids = list(token_ids[max(0, start - CONTEXT_TOKENS) : end])
     if tokenizer is None:
         return [f"{token_id} " for token_id in token_ids[start:end]]
-    texts, pending = [], 0
-    for index in range(len(ids)):
-        first = max(0, index - CONTEXT_TOKENS)
-        before = tokenizer.decode(ids[first : index - pending], skip_special_tokens=False)
-        through_token = tokenizer.decode(ids[first : index + 1], skip_special_tokens=False)
-        is_partial = through_token.endswith("\ufffd") and pending < CONTEXT_TOKENS - 1
-        if is_partial and index + 1 < len(ids):
-            texts.append("")
-            pending += 1
-            continue
-        pending = 0
-        texts.append(
-            through_token[len(before) :] if through_token.startswith(before) else through_token
-        )
-    return texts[len(texts) - (end - start) :]
+    texts = TokenTexts(tokenizer)
+    for token_id in token_ids[max(0, start - CONTEXT_TOKENS) : start]:
+        texts.add(token_id)
+    return [each.text for each in texts.all(token_ids[start:end])]
 
 
 def _turn(

@@ -39,13 +39,14 @@ from tidegate.orchestrator.episodes.media_parts import (
     refuse_if_written_out,
     text_of,
 )
-from tidegate.orchestrator.episodes.model_files import ModelFiles
+from tidegate.orchestrator.episodes.model_files import BREAK, ModelFiles
 from tidegate.orchestrator.episodes.tool_calls import (
     OPEN_REASONING,
     ParsedReply,
     ReplyFormat,
     end_of_call,
     resembles_call,
+    with_well_formed_texts,
 )
 from tidegate.transport.media import Media
 from tidegate.transport.sampling import LogitsProcessor
@@ -78,7 +79,8 @@ def _plain(message: object, number: int) -> dict[str, Any]:
     calls = plain.pop("tool_calls", None)
     if calls:
         plain["tool_calls"] = _plain_calls(calls, number)
-    return plain
+    cleaned: dict[str, Any] = with_well_formed_texts(plain)
+    return cleaned
 
 
 def _text(content: object, number: int) -> str | list[dict[str, Any]]:
@@ -321,11 +323,11 @@ class Conversation(Generic[Row]):
         cache = RenderCache()
 
         def work() -> None:
-            request = _Request(self._plain(messages), tools, rendering, cache)
+            request = _Request(self._plain(messages), self._escaped(tools), rendering, cache)
             prompt = self._rendered(request, request.messages)
             digests = prefix_digests(request.messages)
             text = self._continuation_of(request, digests, prompt).text
-            cache.tokens[text] = self._model.encode(text)
+            cache.tokens[text] = self._model.encode_prompt(text)
 
         await in_thread(work)
         return cache
@@ -353,7 +355,7 @@ class Conversation(Generic[Row]):
         if tool_choice == "none":
             tools = None
         schemas = tool_schemas(tools)
-        request = _Request(plain, tools, rendering, cache)
+        request = _Request(plain, self._escaped(tools), rendering, cache)
         prompt = self._rendered(request, plain)
         is_reasoning_open = prompt.rstrip().endswith(OPEN_REASONING)
         forced, call_end = None, ""
@@ -371,7 +373,7 @@ class Conversation(Generic[Row]):
             self._template.separates_reasoning,
             is_reasoning_open,
             self._template.response_template,
-            prompt,
+            _unbroken(prompt),
         )
         return Prepared(row, plain, prompt, continues, reply_format, forced, call_end)
 
@@ -391,13 +393,30 @@ class Conversation(Generic[Row]):
 
     def _plain(self, messages: object) -> list[dict[str, Any]]:
         """Return messages in normal form, with the reasoning that the client has omitted."""
-        plain = plain_messages(messages)
+        plain = [self._escaped_message(each) for each in plain_messages(messages)]
         if self._generated_without_reasoning:
             for message, digest in zip(plain, prefix_digests(_unreasoned(plain)), strict=True):
                 generated = self._generated_without_reasoning.get(digest)
                 if generated is not None and "reasoning_content" not in message:
-                    message["reasoning_content"] = generated.reasoning
+                    message["reasoning_content"] = self._escaped(generated.reasoning)
         return plain
+
+    def _escaped_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a plain message whose text has no special token, except in references to media."""
+        content = message["content"]
+        if isinstance(content, list):
+            content = [
+                {**part, "text": self._escaped(part["text"])} if part["type"] == "text" else part
+                for part in content
+            ]
+        else:
+            content = self._escaped(content)
+        others = {k: v for k, v in message.items() if k not in ("role", "content")}
+        return {"role": message["role"], "content": content, **self._escaped(others)}
+
+    def _escaped(self, value: Any) -> Any:
+        escaper = self._model.text_escaper
+        return value if escaper is None else escaper.escape(value)
 
     async def generate_from(
         self, prepared: "Prepared[Row]", options: Mapping[str, Any]
@@ -415,7 +434,9 @@ class Conversation(Generic[Row]):
         if schemas and (reply.tool_calls or resembles_call(text, schemas)):
             self._model.call_counts.count(text, is_parsed=bool(reply.tool_calls))
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
-        [message] = plain_messages([turn.message])
+        turn.invalid_tool_calls = reply.invalid_tool_calls
+        [plain] = plain_messages([turn.message])
+        message = self._escaped_message(plain)
         if prepared.continues_final_message:
             *messages, begun = messages
             message["content"] = text_of(begun["content"]) + message["content"]
@@ -461,11 +482,11 @@ class Conversation(Generic[Row]):
         """Return these messages' tokens as a new context; ``in_thread`` runs the computation."""
 
         def rendered() -> str:
-            return self._template.prompt(plain_messages(messages), tools, rendering)
+            return self._template.prompt(self._plain(messages), self._escaped(tools), rendering)
 
         if in_thread is None:
-            return await self._model.encoded(rendered())
-        ids: list[int] = await in_thread(lambda: self._model.encode(rendered()))
+            in_thread = asyncio.to_thread
+        ids: list[int] = await in_thread(lambda: self._model.encode_prompt(rendered()))
         return ids
 
     def _rendered(self, request: _Request, messages: list[dict[str, Any]]) -> str:
@@ -483,20 +504,33 @@ class Conversation(Generic[Row]):
     def _row_for(self, request: _Request, prompt: str) -> Row:
         digests = prefix_digests(request.messages)
         continuation = self._continuation_of(request, digests, prompt)
+        self._count_escaped(request.messages, digests)
         self._requested_digests.update(digests)
         ids = request.cache.tokens.get(continuation.text)
         if ids is None:
-            ids = self._model.encode(continuation.text)
+            ids = self._model.encode_prompt(continuation.text)
         if continuation.generated is not None:
             return self._continue_row(continuation.generated, ids, continuation.media)
         return self._begin_row(ids, continuation.why, continuation.media)
+
+    def _count_escaped(self, messages: list[dict[str, Any]], digests: list[bytes]) -> None:
+        """Count the new messages of which text was escaped."""
+        if (escaper := self._model.text_escaper) is None:
+            return
+        for message, digest in zip(messages, digests, strict=True):
+            if digest not in self._requested_digests:
+                escaper.escaped += BREAK in text_of(message["content"])
 
     def _continuation_of(
         self, request: _Request, digests: list[bytes], prompt: str
     ) -> _Continuation[Row]:
         messages, why = request.messages, self._fork_reason(digests)
         cut = self._generated.get(digests[-1]) if request.rendering.continue_final_message else None
-        if cut is not None and self._is_open(cut) and prompt == cut.prompt + cut.shown:
+        if (
+            cut is not None
+            and self._is_open(cut)
+            and _unbroken(prompt) == _unbroken(cut.prompt + cut.shown)
+        ):
             return _Continuation(cut, "", [], "")
         for index in range(len(messages) - 2, -1, -1):
             generated = self._generated.get(digests[index])
@@ -691,9 +725,14 @@ def _common(one: str, other: str) -> str:
     return one[:length]
 
 
+def _unbroken(text: str) -> str:
+    """Return a text in which no special token's text is broken."""
+    return text.replace(BREAK, "")
+
+
 def _squeezed(text: str) -> str:
     """Remove whitespace, because templates trim messages and break lines around them."""
-    return "".join(text.split())
+    return "".join(_unbroken(text).split())
 
 
 __all__ = ["Conversation", "Message", "Tools"]

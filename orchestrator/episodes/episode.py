@@ -185,14 +185,6 @@ class ReplayCursor:
         self.tokens = turn.start + turn.length
 
 
-def too_long(tokens: int) -> ContextFull:
-    """Return the error for a context that fits no message to an engine."""
-    return ContextFull(
-        f"a context has at most {CONTEXT_TOKENS_MAX} tokens, because one message to an engine "
-        f"holds it, got {tokens}; shorten the prompt, or what is appended to it"
-    )
-
-
 def refuse_too_large(
     rollout: Rollout,
     sampling: SamplingParams,
@@ -201,7 +193,7 @@ def refuse_too_large(
 ) -> None:
     """Refuse a turn that no engine reads, or that does not fit one message.
 
-    ``context_tokens_max``: longest context that an engine of the run reads; 0 if unknown.
+    ``context_tokens_max``: longest context that engines of the run read; 0 if unknown.
 
     Raises:
         ContextFull: its context is too long.
@@ -210,14 +202,11 @@ def refuse_too_large(
     context = rollout.token_ids
     tokens = len(context)
     if context_tokens_max and tokens >= context_tokens_max:
-        raise ContextFull(
-            f"a context of {tokens} tokens, where engines read {context_tokens_max} "
-            f"together with what they sample; shorten the prompt"
-        )
+        raise ContextFull(tokens=tokens, tokens_max=context_tokens_max)
     if tokens <= SMALL_CONTEXT_TOKENS and not media and not rollout.may_have_media:
         return
     if tokens > CONTEXT_TOKENS_MAX:
-        raise too_long(tokens)
+        raise ContextFull(tokens=tokens, tokens_max=CONTEXT_TOKENS_MAX)
     turn = SubmitTurn(
         turn=0, token_ids=context.tobytes(), sampling=sampling, media=[*rollout.media, *media]
     )
@@ -393,7 +382,7 @@ class Episode:
 
         Raises:
             ConfigError: the media are too many, or too large.
-            TurnRefused: the context is too long for any turn after it.
+            ContextFull: the context is too long for any turn after it.
         """
         if self._is_over:
             self._refuse_if_over()
@@ -403,7 +392,7 @@ class Episode:
             )
         appended = self._model.token_cache.of(content)
         if (tokens := self.num_tokens + len(appended)) > CONTEXT_TOKENS_MAX:
-            raise too_long(tokens)
+            raise ContextFull(tokens=tokens, tokens_max=CONTEXT_TOKENS_MAX)
         if media:
             self._add_media(media)
         if self._replay is not None:
@@ -529,7 +518,9 @@ class Episode:
 
         Raises:
             TurnTimeout: it took longer than ``timeout_s``.
-            TurnRefused: no engine could ever serve this, e.g. the context is too long.
+            ContextFull: the context is as long as engines read. Before that, ``max_tokens`` ends at
+                the end of the engines' context, and the turn by its length.
+            TurnRefused: no engine could ever serve this.
             RuntimeError: a turn of this episode is being generated, or the context is empty.
         """
         if messages is not None:

@@ -15,6 +15,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.provenance import VersionSpan
 from tidegate.orchestrator.core.rollout import Turn
 from tidegate.orchestrator.core.token_attachments import RoutedExperts, newest_experts
+from tidegate.orchestrator.episodes.tool_calls import InvalidToolCall
 from tidegate.orchestrator.fleet.scores import TokenScores
 
 REWARD_TYPES = (float, int)
@@ -29,7 +30,7 @@ class GeneratedTurn:
 
     def __init__(self, turn: Turn, tokenizer: Tokenizer) -> None:
         self._turn = turn
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.given_reward: float | None = None
         """The value of :attr:`reward` without the property's cost: every turn is read."""
         self.teacher_scores: TokenScores | None = None
@@ -37,11 +38,14 @@ class GeneratedTurn:
         self.message: dict[str, Any] | None = None
         """The turn as an OpenAI message, to be sent back with the next messages; None unless the
         turn was generated from messages."""
+        self.invalid_tool_calls: tuple[InvalidToolCall, ...] = ()
+        """Malformed tool calls of a turn generated from messages, with what is wrong with each, so
+        that the episode can tell the model. Their tokens are in the context like all others."""
 
     @cached_property
     def text(self) -> str:
         """Decoded text, without special tokens."""
-        return self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        return self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
 
     @cached_property
     def token_ids(self) -> list[int]:

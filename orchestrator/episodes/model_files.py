@@ -7,18 +7,19 @@ cached. Built on the ``tokenizers`` library, ``tool_calls.py`` and ``core/token_
 
 import asyncio
 import json
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from tidegate.errors import ModelError
+from tidegate.errors import ChatRefused, ModelError
 from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
-from tidegate.orchestrator.episodes.tool_calls import kept_special_tokens
+from tidegate.orchestrator.episodes.tool_calls import kept_special_tokens, well_formed
 from tidegate.orchestrator.settings.hub import missing_model_hint
 from tidegate.transport.regular_files import check_all_regular, read_regular
 
@@ -61,12 +62,74 @@ class TokenCache:
     def _of_text(self, text: str) -> "array[int]":
         tokens = self._texts.get(text)
         if tokens is None:
-            tokens = token_array(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            encoding = self._tokenizer.encode(well_formed(text), add_special_tokens=False)
+            tokens = token_array(encoding.ids)
             if len(text) <= TEXT_CHARACTERS_MAX:
                 self._texts[text] = tokens
             if len(self._texts) > TEXTS_CACHED_MAX:
                 del self._texts[next(iter(self._texts))]
         return tokens
+
+
+BREAK = "\ufdd0"
+"""Noncharacter of Unicode by which :class:`TextEscaper` breaks the texts of special tokens."""
+
+
+class TextEscaper:
+    """Keeps the special tokens of chat templates apart from the same texts in messages.
+
+    A user's or a tool's ``<|im_end|>`` would otherwise be encoded as the token that ends a turn,
+    and what follows could forge another. :meth:`escape` breaks such texts before the template is
+    rendered, and :meth:`ModelFiles.encode_prompt` encodes the pieces apart, as plain text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = {
+            token.content
+            for token in tokenizer.get_added_tokens_decoder().values()
+            if token.special and len(token.content) > 1
+        }
+        self._special = re.compile(_pattern_of(special)) if special else None
+        self.escaped = 0
+        """Number of new messages whose text had a special token's."""
+
+    def escape(self, value: Any) -> Any:
+        """Return a JSON value with broken texts of special tokens.
+
+        Raises:
+            ChatRefused: it is nested too deep.
+        """
+        if self._special is None:
+            return value
+        try:
+            return self._escape(value, self._special)
+        except RecursionError:
+            raise ChatRefused("a message or a tool is nested too deep for Python's stack") from None
+
+    def _escape(self, value: Any, special: re.Pattern[str]) -> Any:
+        match value:
+            case str():
+                while special.search(value):  # again, because one may overlap another
+                    value = special.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+            case Mapping():
+                return {
+                    self._escape(k, special): self._escape(v, special) for k, v in value.items()
+                }
+            case list() | tuple():
+                return [self._escape(each, special) for each in value]
+        return value
+
+
+def _pattern_of(texts: Collection[str]) -> str:
+    """Return a pattern of texts as a tree by their characters, because many begin alike: a plain
+    alternation tries hundreds of texts at each ``<|``."""
+    rests: dict[str, set[str]] = {}
+    for text in filter(None, texts):
+        rests.setdefault(text[0], set()).add(text[1:])
+    branches = [re.escape(first) + _pattern_of(rest) for first, rest in sorted(rests.items())]
+    if "" in texts:
+        return f"(?:{'|'.join(branches)})?" if branches else ""
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
 LONG_CHARACTERS = 32 * 1024
@@ -83,6 +146,10 @@ class ModelFiles:
     """Tokens that end a turn unless ``generate`` is given others."""
     dtype: str = ""
     """Dtype of the weights by config.json, such as ``float32``; empty if it has none."""
+    special_tokens_in_messages: bool = False
+    """Whether the texts of special tokens in messages become the tokens."""
+    text_escaper: TextEscaper | None = field(init=False, compare=False, repr=False)
+    """Breaks special tokens' texts in messages; None if they are encoded as special tokens."""
     token_cache: TokenCache = field(init=False, compare=False, repr=False)
     """Cached tokens of texts that episodes append."""
     call_counts: ToolCallCounts = field(init=False, compare=False, repr=False)
@@ -92,6 +159,8 @@ class ModelFiles:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_cache", TokenCache(self.tokenizer))
+        escaper = None if self.special_tokens_in_messages else TextEscaper(self.tokenizer)
+        object.__setattr__(self, "text_escaper", escaper)
         object.__setattr__(self, "call_counts", ToolCallCounts())
         object.__setattr__(self, "hidden_token_ids", _hidden_token_ids(self.tokenizer))
 
@@ -109,6 +178,15 @@ class ModelFiles:
         if len(text) < LONG_CHARACTERS:
             return self.token_cache.of(text).tolist()
         return await asyncio.to_thread(self.encode, text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return a rendered prompt as tokens: texts that :class:`TextEscaper` has broken are plain
+        text, all others as the tokenizer reads them."""
+        if BREAK not in text:
+            return self.encode(text)
+        parts = [well_formed(part) for part in text.split(BREAK)]
+        encodings = self.tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+        return [token_id for encoding in encodings for token_id in encoding.ids]
 
     def encode(self, text: str) -> list[int]:
         """Return a text as tokens, without special tokens, encoded in the calling thread."""
@@ -128,13 +206,17 @@ def _hidden_token_ids(tokenizer: Tokenizer) -> frozenset[int] | None:
 def encode_text(tokenizer: Tokenizer, text: str, adds_special_tokens: bool = False) -> list[int]:
     """Return a text as tokens, encoded in the calling thread."""
     # A batch of one, because the library holds the GIL while it encodes a single text.
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+    (encoding,) = tokenizer.encode_batch_fast(
+        [well_formed(text)], add_special_tokens=adds_special_tokens
+    )
     ids: list[int] = encoding.ids
     return ids
 
 
-def read_model_files(path: Path) -> ModelFiles:
+def read_model_files(path: Path, *, special_tokens_in_messages: bool = False) -> ModelFiles:
     """Read the tokenizer and the stop tokens of a model directory.
+
+    ``special_tokens_in_messages``: whether texts of special tokens in messages become the tokens.
 
     Raises:
         ModelError: the directory, config.json or tokenizer.json is missing or damaged.
@@ -155,7 +237,7 @@ def read_model_files(path: Path) -> ModelFiles:
     dtypes = (part.get(name) for part in configs for name in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, dtypes), "")).removeprefix("torch.")
     tokenizer = read_tokenizer(path / "tokenizer.json")
-    return ModelFiles(path, tokenizer, stop_token_ids, dtype)
+    return ModelFiles(path, tokenizer, stop_token_ids, dtype, special_tokens_in_messages)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Reader of a model's replies: splits a turn's text into reasoning, content and tool calls.
 
 :class:`Conversation`, the gateway's streams and the dashboard use it. :data:`FORMATS` has one
-record for each form of calls that model families are trained on. A text in none of them, or with a
-call that can't be parsed, stays in the content unchanged: whether that is an error is the agent's
-decision. Standard library only, but for templates of ``transformers`` (:class:`ReplyFormat`).
+record for each form of calls that model families are trained on. A text in none of them stays in
+the content unchanged. A malformed call is listed with its error, so that the episode can tell the
+model, and the calls beside it are read. Standard library only, but for templates of
+``transformers`` (:class:`ReplyFormat`).
 """
 
 import ast
@@ -31,19 +32,69 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class InvalidToolCall:
+    """A call that the model has begun in a known form, and that can't be parsed."""
+
+    text: str
+    """The call as the model wrote it."""
+    error: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParsedReply:
     """Parts of a turn's text."""
 
     content: str
+    """Text beside the calls; all of the text if no call could be parsed."""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     """Reasoning of a model whose template takes it apart from the content; else empty."""
     shown: str = field(default="", compare=False)
     """Text before the first call as the model wrote it, reasoning included; without a call, all of
     the text. A template that shows the reply again shows this text unchanged."""
+    invalid_tool_calls: tuple[InvalidToolCall, ...] = field(default=(), compare=False)
 
 
 # ---------------------------------------------------------------- calls as JSON
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character beyond U+FFFF: no text has it, but JSON's escapes can write it alone."""
+
+
+def well_formed(text: str) -> str:
+    """Return a text in which U+FFFD replaces lone surrogates, which tokenizers and UTF-8 refuse.
+
+    They come from a model's ``"\\ud83d"``, and from file names and bytes that Python has decoded
+    with ``surrogateescape``.
+    """
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def with_well_formed_texts(value: Any) -> Any:
+    """Return a value of JSON with :func:`well_formed` texts, keys of objects included.
+
+    Values nested too deep for Python's stack are returned as they are.
+    """
+    with contextlib.suppress(RecursionError):
+        return _with_well_formed_texts(value)
+    return value
+
+
+def _with_well_formed_texts(value: Any) -> Any:
+    match value:
+        case str():
+            return well_formed(value)
+        case dict():
+            return {
+                _with_well_formed_texts(k): _with_well_formed_texts(v) for k, v in value.items()
+            }
+        case list() | tuple():
+            return [_with_well_formed_texts(each) for each in value]
+    return value
 
 
 def _json(text: str) -> object:
@@ -53,27 +104,126 @@ def _json(text: str) -> object:
         return None
 
 
-def _call(value: object, arguments_key: str) -> ToolCall | None:
+ReadCall = ToolCall | InvalidToolCall
+
+
+def _call(value: object, arguments_key: str, text: str) -> ReadCall:
+    """Return the call of a JSON object that was read from ``text``."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
+        return InvalidToolCall(text, 'a call must be a JSON object with a string "name"')
     arguments = value.get(arguments_key, {})
     if isinstance(arguments, str):  # some models write JSON in JSON
         arguments = _json(arguments)
-    return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return InvalidToolCall(text, f'"{arguments_key}" must be a JSON object')
+    return ToolCall(well_formed(value["name"]), with_well_formed_texts(arguments))
 
 
-def _reply(content: str, calls: Sequence[ToolCall | None]) -> ParsedReply | None:
-    """Return a reply with these calls; None if there are none, or one can't be parsed."""
-    parsed = tuple(call for call in calls if call is not None)
-    return ParsedReply(content, parsed) if parsed and len(parsed) == len(calls) else None
+def _reply(content: str, calls: Sequence[ReadCall]) -> ParsedReply | None:
+    """Return a reply with these calls; None if there are none."""
+    if not calls:
+        return None
+    valid = tuple(call for call in calls if isinstance(call, ToolCall))
+    invalid = tuple(call for call in calls if isinstance(call, InvalidToolCall))
+    return ParsedReply(content, valid, invalid_tool_calls=invalid)
 
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+@dataclass(frozen=True, slots=True)
+class _JsonBlock:
+    """A JSON value with the mark after it."""
+
+    value: object
+    error: str
+    """Why it can't be read; else empty."""
+    end: int
+    """Index after the mark; where the mark is missing, after the value."""
+
+
+_decoder = json.JSONDecoder()
+
+
+def _json_block(text: str, start: int, *marks: str, before: str = "") -> _JsonBlock:
+    """Read the JSON value at ``start``, and the mark that ends it, which its strings may have, too.
+
+    A value that can't be read reaches up to the next of the marks. ``before``: text that may
+    follow in place of a mark.
+    """
+    start = _after_space(text, start)
+    try:
+        value, end = _decoder.raw_decode(text, start)
+        end = _after_space(text, end)
+        mark = next((each for each in marks if text.startswith(each, end)), None)
+        if mark is not None:
+            return _JsonBlock(value, "", end + len(mark))
+        if end == len(text) or (before and text.startswith(before, end)):
+            return _JsonBlock(value, "", end)
+        error = f"its JSON is followed by {text[end : end + 20]!r}"
+    except json.JSONDecodeError as cause:
+        error = f"its JSON can't be read: {cause.msg} at {text[cause.pos : cause.pos + 20]!r}"
+    except (ValueError, RecursionError) as cause:
+        error = f"its JSON can't be read: {cause}"
+    closings = [at + len(each) for each in marks if (at := text.find(each, start)) >= 0]
+    return _JsonBlock(None, error, min(closings, default=len(text)))
+
+
+def _after_space(text: str, start: int) -> int:
+    """Return the index of the first character from ``start`` on that is no white space."""
+    found = _NO_SPACE.search(text, start)
+    return found.start() if found else len(text)
+
+
+_NO_SPACE = re.compile(r"\S")
+
+_HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
 
 
 def _hermes(text: str, tools: OfferedTools) -> ParsedReply | None:
-    calls = [_call(_json(block), "arguments") for block in _HERMES.findall(text)]
-    return _reply(_HERMES.sub("", text).strip(), calls)
+    content, position = "", 0
+    calls: list[ReadCall] = []
+    while (start := text.find(_HERMES_BEGIN, position)) >= 0:
+        content += text[position:start]
+        block = _json_block(text, start + len(_HERMES_BEGIN), _HERMES_END)
+        position = block.end
+        calls.append(_call_of(block, text[start:position]))
+    return _reply((content + text[position:]).strip(), calls)
+
+
+def _call_of(block: _JsonBlock, text: str) -> ReadCall:
+    """Return the call that a block has whole, with its name; ``text`` is the block as written."""
+    if block.error:
+        return InvalidToolCall(text, block.error)
+    return _call(block.value, "arguments", text)
+
+
+def _call_with(name: str, block: _JsonBlock, text: str) -> ReadCall:
+    """Return the call of ``name`` whose arguments are a block."""
+    if block.error:
+        return InvalidToolCall(text, block.error)
+    return _call({"name": name, "arguments": block.value}, "arguments", text)
+
+
+def _sections(
+    text: str,
+    section: tuple[str, str],
+    begin: str,
+    read: Callable[[str, int], tuple[ReadCall, int]],
+) -> ParsedReply | None:
+    """Parse calls within marked sections. ``begin`` begins a call; ``read`` parses the call at an
+    index, and returns the call and its end."""
+    content, position = "", 0
+    calls: list[ReadCall] = []
+    opens, closes = section
+    while (start := text.find(opens, position)) >= 0:
+        content += text[position:start]
+        position = start + len(opens)
+        while True:
+            following, closing = text.find(begin, position), text.find(closes, position)
+            if following < 0 or 0 <= closing < following:
+                break
+            call, position = read(text, following)
+            calls.append(call)
+        position = len(text) if closing < 0 else closing + len(closes)
+    return _reply((content + text[position:]).strip(), calls)
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -83,11 +233,15 @@ PYTHON_TAG = "<|python_tag|>"
 def _llama(text: str, tools: OfferedTools) -> ParsedReply | None:
     """Parse a turn that is one JSON object, if its ``name`` is an offered tool's: other JSON may be
     the model's answer."""
-    stripped = text.strip().removeprefix(PYTHON_TAG).strip()
-    if not stripped.startswith("{"):
+    stripped = text.strip()
+    body = stripped.removeprefix(PYTHON_TAG).strip()
+    if not body.startswith("{"):
         return None
-    call = _call(_json(stripped), "parameters")
-    return ParsedReply("", (call,)) if call is not None and call.name in tools else None
+    value = _json(body)
+    call = _call(value, "parameters", text)
+    if isinstance(call, ToolCall):
+        return ParsedReply("", (call,)) if call.name in tools else None
+    return _reply("", [call]) if stripped.startswith(PYTHON_TAG) else None
 
 
 def _deepseek_mark(name: str) -> str:
@@ -101,23 +255,30 @@ _CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR = DEEPSEEK_MARKS = tuple(
         ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep"),
     )
 )
-_DEEPSEEK_CALLS = re.compile(rf"{_CALLS}(.*?)(?:{_CALLS_END}|\Z)", re.DOTALL)
-_DEEPSEEK_CALL = re.compile(rf"{_CALL}(.*?){_SEPARATOR}(.*?)(?:{_CALL_END}|\Z)", re.DOTALL)
-_JSON_BLOCK = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
+_FENCED_NAME = re.compile(r"\s*(\S+)\s*```json")
 
 
 def _deepseek(text: str, tools: OfferedTools) -> ParsedReply | None:
-    pairs = [p for block in _DEEPSEEK_CALLS.findall(text) for p in _DEEPSEEK_CALL.findall(block)]
-    calls = [_deepseek_call(before.strip(), after) for before, after in pairs]
-    return _reply(_DEEPSEEK_CALLS.sub("", text).strip(), calls)
+    return _sections(text, (_CALLS, _CALLS_END), _CALL, _deepseek_call)
 
 
-def _deepseek_call(before: str, after: str) -> ToolCall | None:
+def _deepseek_call(text: str, start: int) -> tuple[ReadCall, int]:
     """Parse one call: V3.1 has ``NAME`` and JSON around the separator; V3 and R1 have a type before
     it, and ``NAME`` with a fenced JSON block after it."""
-    block = _JSON_BLOCK.fullmatch(after)
-    name, arguments = (before, after) if block is None else (block[1], block[2])
-    return _call({"name": name, "arguments": _json(arguments)}, "arguments")
+    separator = text.find(_SEPARATOR, start)
+    if separator < 0:
+        return InvalidToolCall(text[start:], f"it has no {_SEPARATOR}"), len(text)
+    name, after = text[start + len(_CALL) : separator], separator + len(_SEPARATOR)
+    fenced = _FENCED_NAME.match(text, after)
+    if fenced is None:
+        block = _json_block(text, after, _CALL_END, before=_CALLS_END)
+    else:
+        name, block = fenced[1], _json_block(text, fenced.end(), "```")
+    end = block.end
+    closing = _after_space(text, end)
+    if text.startswith(_CALL_END, closing):
+        end = closing + len(_CALL_END)
+    return _call_with(name.strip(), block, text[start:end]), end
 
 
 MISTRAL_MARK = "[TOOL_CALLS]"
@@ -125,14 +286,16 @@ MISTRAL_MARK = "[TOOL_CALLS]"
 
 def _mistral(text: str, tools: OfferedTools) -> ParsedReply | None:
     """Parse ``[TOOL_CALLS] [...]``, or a bare JSON list if each item calls an offered tool."""
-    content, mark, payload = text.rpartition(MISTRAL_MARK)
-    values = _json(payload.strip())
+    start = text.find(MISTRAL_MARK)
+    begin = 0 if start < 0 else start + len(MISTRAL_MARK)
+    values = _json(text[begin:].strip())
     if not isinstance(values, list) or not values:
+        error = "the mark must be followed by a JSON list of calls, and nothing else"
+        return None if start < 0 else _reply(text, [InvalidToolCall(text[start:], error)])
+    calls = [_call(value, "arguments", json.dumps(value)) for value in values]
+    if start < 0 and not all(isinstance(c, ToolCall) and c.name in tools for c in calls):
         return None
-    reply = _reply(content.strip(), [_call(value, "arguments") for value in values])
-    if reply is None or not (mark or all(call.name in tools for call in reply.tool_calls)):
-        return None
-    return reply
+    return _reply(text[: max(start, 0)].strip(), calls)
 
 
 KIMI_MARKS = (
@@ -142,29 +305,29 @@ KIMI_MARKS = (
     "<|tool_call_argument_begin|>",
     "<|tool_call_end|>",
 )
-_KIMI_SECTION = re.compile(
-    r"<\|tool_calls_section_begin\|>(.*?)(?:<\|tool_calls_section_end\|>|\Z)", re.DOTALL
-)
-_KIMI_CALL = re.compile(
-    r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
-    re.DOTALL,
-)
 _KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+):\d+")
 
 
 def _kimi(text: str, tools: OfferedTools) -> ParsedReply | None:
-    pairs = [p for block in _KIMI_SECTION.findall(text) for p in _KIMI_CALL.findall(block)]
-    calls = [_kimi_call(call_id.strip(), arguments) for call_id, arguments in pairs]
-    return _reply(_KIMI_SECTION.sub("", text).strip(), calls)
+    begin, end, call_begin, _, _ = KIMI_MARKS
+    return _sections(text, (begin, end), call_begin, _kimi_call)
 
 
-def _kimi_call(call_id: str, arguments: str) -> ToolCall | None:
+def _kimi_call(text: str, start: int) -> tuple[ReadCall, int]:
     """Parse one call, whose id is ``functions.NAME:NUMBER``."""
+    _, section_end, call_begin, arguments_begin, call_end = KIMI_MARKS
+    separator = text.find(arguments_begin, start)
+    if separator < 0:
+        return InvalidToolCall(text[start:], f"it has no {arguments_begin}"), len(text)
+    block = _json_block(text, separator + len(arguments_begin), call_end, before=section_end)
+    written = text[start : block.end]
+    call_id = text[start + len(call_begin) : separator].strip()
     named = _KIMI_ID.fullmatch(call_id)
     if named is None:
-        return None
-    call = _call({"name": named["name"], "arguments": _json(arguments)}, "arguments")
-    return None if call is None else replace(call, call_id=call_id)
+        why = f"its id must be functions.NAME:NUMBER, got {call_id[:40]!r}"
+        return InvalidToolCall(written, why), block.end
+    call = _call_with(named["name"], block, written)
+    return replace(call, call_id=call_id) if isinstance(call, ToolCall) else call, block.end
 
 
 # ---------------------------------------------------------------- calls as tags
@@ -190,19 +353,29 @@ class _Tags:
     def read(self, text: str, tools: OfferedTools) -> ParsedReply | None:
         """Parse all calls of a text."""
         content, position = "", 0
-        calls: list[ToolCall] = []
+        calls: list[ReadCall] = []
         begin, end = self.wrapper
         while (opening := self.call.search(text, position)) is not None:
             before = text[position : opening.start()]
             content += before.rstrip().removesuffix(begin)
             arguments, position = self._arguments(text, opening.end(), opening[1], tools)
             if arguments is None:
-                return None
-            calls.append(ToolCall(opening[1], arguments))
+                why = f"cut off, or malformed at {text[position : position + 20]!r}"
+                position = self._end_of_malformed(text, opening.end())
+                calls.append(InvalidToolCall(text[opening.start() : position], why))
+            else:
+                calls.append(ToolCall(opening[1], arguments))
             closing = len(text) - len(text[position:].lstrip())
             if end and text.startswith(end, closing):
                 position = closing + len(end)
         return _reply((content + text[position:]).strip(), calls)
+
+    def _end_of_malformed(self, text: str, start: int) -> int:
+        """Return where a malformed call ends: after its end tag, or where the next call begins."""
+        following = self.call.search(text, start)
+        end = len(text) if following is None else following.start()
+        closing = text.find(self.call_end, start, end)
+        return end if closing < 0 else closing + len(self.call_end)
 
     def _arguments(
         self, text: str, position: int, tool: str, tools: OfferedTools
@@ -305,7 +478,7 @@ def _plain_value(text: str) -> object:
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             value: object = read(text)
             if value is not None:
-                return value
+                return with_well_formed_texts(value)
     return None
 
 
@@ -341,24 +514,37 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 
 def _harmony(text: str, tools: OfferedTools) -> ParsedReply:
     """Parse gpt-oss' channels: analysis is reasoning, a message to a recipient is a call, and all
-    others are content, with a call that can't be parsed."""
-    content, reasoning, shown = "", "", ""
-    calls: list[ToolCall] = []
-    for message in _HARMONY_MESSAGE.finditer(text):
+    others are content."""
+    content, malformed, reasoning, position = "", "", "", 0
+    calls: list[ReadCall] = []
+    first_call = len(text)
+    while (message := _HARMONY_MESSAGE.search(text, position)) is not None:
+        position = message.end()
         channel, recipient = (p.search(message["header"]) for p in (_CHANNEL, _RECIPIENT))
         if recipient is not None and tools:
-            arguments = _json(message["body"]) if message["body"].strip() else {}
-            call = _call({"name": recipient[1], "arguments": arguments}, "arguments")
-            if call is None:
-                content += message[0]
-                continue
-            shown = shown if calls else text[: message.start()]
+            start = message.start("body")
+            if not message["body"].strip():
+                block = _JsonBlock({}, "", position)
+            else:
+                block = _json_block(text, start, *HARMONY_MARKS[4:], before=HARMONY_MARKS[0])
+            if not block.error:  # its strings may have the marks of messages
+                position = block.end
+            written = text[message.start() : position]
+            call = _call_with(recipient[1], block, written)
+            if isinstance(call, InvalidToolCall):
+                malformed += written
+            else:
+                first_call = min(first_call, message.start())
             calls.append(call)
         elif channel is not None and channel[1] == "analysis":
             reasoning += message["body"]
         else:
             content += message["body"]
-    return ParsedReply(content, tuple(calls), reasoning, shown if calls else text)
+    reply = _reply(content, calls)
+    if reply is None or not reply.tool_calls:
+        invalid = () if reply is None else reply.invalid_tool_calls
+        return ParsedReply(content + malformed, (), reasoning, text, invalid)
+    return replace(reply, reasoning=reasoning, shown=text[:first_call])
 
 
 def _harmony_settled(text: str) -> str:
@@ -452,18 +638,25 @@ def parse_reply(
     """
     if _is_harmony(text):
         return _harmony(text, tools)
-    head, reasoning = "", ""
-    if separates_reasoning:
-        head, reasoning = _reasoning(text, is_open=is_reasoning_open)
+    head, reasoning = _reasoning(text, is_open=is_reasoning_open)
     rest = text[len(head) :]
+    if not tools or head == text:
+        replies = []  # an open reasoning has no calls yet
+    else:
+        replies = [r for each in FORMATS if (r := each.read(rest, tools)) is not None]
+    replies.sort(key=lambda reply: not reply.tool_calls)  # of the forms that share a mark
+    invalid = replies[0].invalid_tool_calls if replies else ()
     if separates_reasoning and head:
         rest = rest.lstrip("\n")
-    reply = None
-    if tools:
-        reply = next((r for each in FORMATS if (r := each.read(rest, tools)) is not None), None)
-    if reply is None:
-        return ParsedReply(rest, (), reasoning, text)
-    return replace(reply, reasoning=reasoning, shown=head + reply.content)
+    if not replies or not replies[0].tool_calls:
+        content = rest if separates_reasoning else text
+        return ParsedReply(content, (), reasoning if separates_reasoning else "", text, invalid)
+    reply = replies[0]
+    if separates_reasoning:
+        return replace(reply, reasoning=reasoning, shown=head + reply.content)
+    gap = rest[: len(rest) - len(rest.lstrip())] if head else ""
+    content = (head + gap + reply.content).strip()
+    return replace(reply, content=content, shown=content)
 
 
 def settled_text(
@@ -481,15 +674,20 @@ def settled_text(
     """
     if _is_harmony(text) or (text and any(mark.startswith(text) for mark in HARMONY_MARKS)):
         return _before_mark(_harmony_settled(text), stops)
+    head, _ = _reasoning(text, is_open=is_reasoning_open)
     if separates_reasoning:
-        head, _ = _reasoning(text, is_open=is_reasoning_open)
         begun = text.lstrip()
         if head == text or OPEN_REASONING.startswith(begun):
             return ""
-        text = text[len(head) :].lstrip("\n") if head else text
+        text, head = text[len(head) :].lstrip("\n") if head else text, ""
     if tools and (text[:1] in _BEGIN_CALLS or text[:1].isspace()):
         return ""  # all of it may be a call, or be trimmed for one that follows
-    settled = _before_mark(text, (*stops, *_MARKS) if tools else tuple(stops))
+    rest = text[len(head) :]
+    if tools and rest.lstrip()[:1] in _BEGIN_CALLS:  # calls may follow a reasoning without a mark
+        settled = head
+    else:
+        settled = head + (_before_mark(rest, _MARKS) if tools else rest)
+    settled = min(settled, _before_mark(text, stops), key=len)
     return settled.rstrip() if tools else settled
 
 
@@ -593,12 +791,15 @@ def _by_response_template(
         return ParsedReply(text, shown=text)  # text that is not of the template's form
     listed = message.get("tool_calls") or []
     functions = [each.get("function", each) if isinstance(each, dict) else None for each in listed]
-    calls = [_call(function, "arguments") for function in functions]
+    calls = [_call(function, "arguments", json.dumps(function)) for function in functions]
     content = str(message.get("content") or "")
     reasoning = str(message.get("reasoning_content") or message.get("thinking") or "")
     reply = _reply(content, calls)
-    if reply is None:
-        return ParsedReply(text if calls else content, (), "" if calls else reasoning, text)
+    if reply is None or not reply.tool_calls:
+        invalid = () if reply is None else reply.invalid_tool_calls
+        return ParsedReply(
+            text if calls else content, (), "" if calls else reasoning, text, invalid
+        )
     return replace(reply, reasoning=reasoning, shown=_up_to_call(text, reply))
 
 

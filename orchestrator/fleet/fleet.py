@@ -258,7 +258,8 @@ class Fleet:
         self._vocab_size_min = VOCAB_SIZE_UNKNOWN
         """Smallest vocabulary of any engine so far."""
         self.context_tokens_max = 0
-        """Longest context that any engine so far reads; 0 before the first has joined."""
+        """Longest context that every engine of the run reads and holds, because a turn may move to
+        any of them; 0 before the first has joined."""
         self._have_valid_tokens = False
         """Whether all token ids and log-probs of the steps being handled are in range."""
         self._reply_limiter = RateLimiter(replies_max=ANSWERS_PER_S_MAX, interval_s=1.0)
@@ -455,7 +456,6 @@ class Fleet:
         held = _handles(hello)
         if hello.vocab_size < self._vocab_size_min:
             self._vocab_size_min, self._have_valid_tokens = hello.vocab_size, False
-        self.context_tokens_max = max(self.context_tokens_max, hello.context_tokens_max)
         known = self.engines.get(hello.engine)
         if known is not None and known.hello.epoch != hello.epoch:
             received += self.lose(hello.engine, "came back as a new process")
@@ -469,6 +469,7 @@ class Fleet:
         engine = Engine(hello, window, now_s, hello.weight_version)
         engine.is_draining = self._retired.get(hello.engine) == hello.epoch
         self.engines[hello.engine] = engine
+        self.context_tokens_max = min(map(_context_tokens_max, self.engines.values()))
         self.departed.pop(hello.engine, None)
         welcome = Welcome(
             heartbeat_interval_s=self._settings.heartbeat_interval_s,
@@ -526,6 +527,12 @@ def _name(peer: bytes) -> str:
         return peer.decode()
     except UnicodeDecodeError:
         raise BadFrame(f"a peer's name is UTF-8, got {peer!r}") from None
+
+
+def _context_tokens_max(engine: Engine) -> int:
+    """Return the length of the longest context that an engine reads and has KV blocks for."""
+    hello = engine.hello
+    return min(hello.context_tokens_max, hello.num_kv_blocks * hello.block_tokens)
 
 
 def _handles(hello: Hello) -> tuple[int, ...]:

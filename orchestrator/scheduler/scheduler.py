@@ -121,6 +121,7 @@ class Scheduler:
             self._link(name, sampled.union(core.agents))
         self._episodes = self._new_episodes(model, tracer)
         self._tool_calls = model.call_counts
+        self._text_escaper = model.text_escaper
 
     def _new_trainer(self, adapter: str) -> TrainerSide:
         return TrainerSide(
@@ -203,6 +204,12 @@ class Scheduler:
     def tool_calls(self) -> ToolCallCounts:
         """Counts of turns that resemble tool calls."""
         return self._tool_calls
+
+    @property
+    def escaped_messages(self) -> int:
+        """Number of messages in which a special token's text was kept apart from the token."""
+        escaper = self._text_escaper
+        return 0 if escaper is None else escaper.escaped
 
     @property
     def parked_episodes(self) -> int:

@@ -232,6 +232,10 @@ class EpisodeSettings(SettingsRecord):
     newer weights, while other episodes use the engines. The time then starts again. None parks an
     episode only when it calls ``Episode.park``. Set it for long agent episodes that would otherwise
     grow older than the bound (``staleness_from_generation``); less than ``episode_timeout_s``."""
+    special_tokens_in_messages: bool = False
+    """Whether the text of a special token in a message, such as ``<|im_end|>``, becomes that token.
+    By default it stays text, because a user or a tool could forge turns with it. Set it if your
+    messages write special tokens on purpose, such as placeholders of images."""
     failure_policy: InstanceOf[FailurePolicy] = FailurePolicy()
     """Decides what becomes of failed episodes, by cause. ``FailurePolicy(reward=0.0)`` trains on
     those that the model failed, with that reward; the default discards them. Those that
@@ -786,6 +790,7 @@ class RunOptions(TypedDict, total=False):
     # episodes
     episode_timeout_s: float
     episode_park_after_s: float | None
+    special_tokens_in_messages: bool
     failure_policy: FailurePolicy
     # fleet
     engines: int

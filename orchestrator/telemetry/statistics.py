@@ -206,6 +206,9 @@ class RunStatistics:
     began."""
     parsed_tool_call_turns: int = 0
     """Number of ``tool_call_turns`` whose calls were parsed."""
+    escaped_messages: int = 0
+    """Number of messages with the text of a special token, which was encoded as plain text; since
+    this process began."""
     episode_failures: tuple[FailureStatistics, ...] = ()
     """Failed episodes of training by cause, reason and outcome."""
     groups_kept_at_limit: int = 0

@@ -203,6 +203,7 @@ class MeasuredHandle(ABC):
             batch_callback_errors=self._batch_callback_errors,
             tool_call_turns=scheduler.tool_calls.turns,
             parsed_tool_call_turns=scheduler.tool_calls.parsed_turns,
+            escaped_messages=scheduler.escaped_messages,
             episode_failures=failure_statistics(core.groups.failures),
             groups_kept_at_limit=core.prompts.kept_at_limit,
             tasks_drawn=sum(len(record.statistics) for record in core.task_records.all),

@@ -88,7 +88,10 @@ class Run:
         with contextlib.ExitStack() as undo:
             if parts.observers is not None:
                 undo.callback(parts.observers.close)
-            self.model = read_model_files(settings.model)
+            self.model = read_model_files(
+                settings.model,
+                special_tokens_in_messages=settings.episodes.special_tokens_in_messages,
+            )
             # After everything that wrong settings can break, because a new journal stays on disk.
             self._journal = open_run_journal(settings, resume)
             undo.callback(self._journal.close)

@@ -149,12 +149,6 @@ class ActiveCompletion:
             return str((turn.message or {}).get("content", ""))
         return turn.text
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of a single token, for the names in log-probs."""
-        if self.request.return_tokens_as_token_ids:
-            return f"token_id:{token_id}"
-        return self.session.episode.decode([token_id])
-
 
 def begin(
     session: "Session",
@@ -226,7 +220,6 @@ class CompletionForm(AnswerForm):
             active.finished,
             name=active.name,
             created_s=active.created_s,
-            text_of=active.token_text,
         )
 
     def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
@@ -251,9 +244,7 @@ class CompletionForm(AnswerForm):
         request = active.request
         head: dict[str, Any] = {"name": active.name, "created_s": active.created_s}
         for index, answer in enumerate(active.finished):
-            yield stream_event(
-                last_chunk(request, index, answer, text_of=active.token_text, **head)
-            )
+            yield stream_event(last_chunk(request, index, answer, **head))
         if (request.stream_options or {}).get("include_usage"):
             yield stream_event(usage_chunk(request, active.finished, **head))
         yield DONE_EVENT

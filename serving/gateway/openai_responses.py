@@ -366,7 +366,7 @@ class ResponsesForm(AnswerForm):
         items = [_reasoning_item(active, reasoning)] if reasoning else []
         text = active.content(active.choices[0])
         if text or self._has_text_item or not turn.tool_calls:
-            found = chat_logprobs(active.request, turn, active.token_text)
+            found = chat_logprobs(active.request, turn)
             items.append(_text_item(active, text, (found or {}).get("content", [])))
         for call in turn.tool_calls:
             items.append(

@@ -4,16 +4,14 @@ Pure functions from :class:`GeneratedTurn` to dicts, called by :mod:`completions
 forms of other APIs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
 from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
-from tidegate.serving.vllm_server.response_bodies import as_ids
-
-TokenText = Callable[[int], str]
-"""Returns the text of a single token."""
+from tidegate.serving.vllm_server.response_bodies import as_ids, as_text, completion_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +30,9 @@ def completion(
     *,
     name: str,
     created_s: int,
-    text_of: TokenText,
 ) -> dict[str, Any]:
     """Return the body of the whole answer."""
-    choices = [_choice(request, n, answer, text_of) for n, answer in enumerate(answers)]
+    choices = [_choice(request, n, answer) for n, answer in enumerate(answers)]
     body = {
         **_head(request, name, created_s),
         "choices": choices,
@@ -56,7 +53,6 @@ def generated_tokens(
     *,
     name: str,
     created_s: int,
-    text_of: TokenText,
 ) -> dict[str, Any]:
     """Return the body that answers ``/inference/v1/generate``, as vLLM writes it."""
     return {
@@ -71,9 +67,7 @@ def generated_tokens(
 
 
 def _generated_choice(request: GatewayRequest, index: int, turn: GeneratedTurn) -> dict[str, Any]:
-    tops = turn.top_logprobs or [{}] * len(turn.token_ids)
-    rows = zip(turn.token_ids, turn.logprobs, tops, strict=True)
-    content = [as_ids(i, p, {i: p, **top}, likeliest=top) for i, p, top in rows]
+    content = [as_ids(i, p, {i: p, **top}, likeliest=top) for i, p, top in _rows(turn)]
     return {
         "index": index,
         "finish_reason": turn.finish_reason,
@@ -105,9 +99,7 @@ def _head(
     }
 
 
-def _choice(
-    request: GatewayRequest, index: int, answer: FinishedChoice, text_of: TokenText
-) -> dict[str, Any]:
+def _choice(request: GatewayRequest, index: int, answer: FinishedChoice) -> dict[str, Any]:
     turn = answer.turn
     choice: dict[str, Any] = {"index": index, "finish_reason": _finish_reason(turn)}
     if isinstance(request, GatewayChatRequest):
@@ -115,10 +107,10 @@ def _choice(
         if message.get("tool_calls") and not message.get("content"):
             message["content"] = None
         choice["message"] = message
-        choice["logprobs"] = chat_logprobs(request, turn, text_of)
+        choice["logprobs"] = chat_logprobs(request, turn)
     else:
         choice["text"] = turn.text
-        choice["logprobs"] = _plain_logprobs(request, turn, text_of)
+        choice["logprobs"] = _plain_logprobs(request, turn)
     return choice | _tokens(request, turn)
 
 
@@ -142,41 +134,28 @@ def weight_versions(turn: GeneratedTurn) -> list[dict[str, Any]]:
     ]
 
 
-def chat_logprobs(
-    request: GatewayRequest, turn: GeneratedTurn, text_of: TokenText
-) -> dict[str, Any] | None:
+def chat_logprobs(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any] | None:
     """Return the log-probs of a chat's turn in OpenAI's form; None unless requested."""
     if request.num_top_logprobs is None:
         return None
-    tops = turn.top_logprobs or [{}] * len(turn.token_ids)
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = text_of(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    content = [
-        {**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in top.items()]}
-        for token, logprob, top in zip(turn.token_ids, turn.logprobs, tops, strict=True)
-    ]
+    texts = TokenTexts(turn.tokenizer)
+    shows_ids = request.return_tokens_as_token_ids
+    content = [as_text(texts, *row, shows_ids=shows_ids) for row in _rows(turn)]
     return {"content": content, "refusal": None}
 
 
-def _plain_logprobs(
-    request: GatewayRequest, turn: GeneratedTurn, text_of: TokenText
-) -> dict[str, Any] | None:
+def _plain_logprobs(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any] | None:
     if request.num_top_logprobs is None:
         return None
+    texts = TokenTexts(turn.tokenizer)
+    shows_ids = request.return_tokens_as_token_ids
+    return completion_logprobs(texts, _rows(turn), shows_ids=shows_ids)
+
+
+def _rows(turn: GeneratedTurn) -> list[tuple[int, float, Mapping[int, float]]]:
+    """Return each token, its log-prob, and those of the likeliest."""
     tops = turn.top_logprobs or [{}] * len(turn.token_ids)
-    texts = [text_of(token) for token in turn.token_ids]
-    offsets = [0]
-    for text in texts[:-1]:
-        offsets.append(offsets[-1] + len(text))
-    return {
-        "tokens": texts,
-        "token_logprobs": turn.logprobs,
-        "top_logprobs": [{text_of(token): p for token, p in top.items()} for top in tops],
-        "text_offset": offsets if texts else [],
-    }
+    return list(zip(turn.token_ids, turn.logprobs, tops, strict=True))
 
 
 # ---------------------------------------------------------------- chunks of a stream
@@ -213,10 +192,9 @@ def last_chunk(
     *,
     name: str,
     created_s: int,
-    text_of: TokenText,
 ) -> dict[str, Any]:
     """Return the chunk that ends a choice: tool calls, log-probs and finish reason."""
-    whole = _choice(request, index, answer, text_of)
+    whole = _choice(request, index, answer)
     if isinstance(request, GatewayChatRequest):
         message = whole.pop("message")
         calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", []))]

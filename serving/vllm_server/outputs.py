@@ -15,14 +15,16 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from tidegate.orchestrator.episodes.incremental_detokenizer import (
-    HALF_A_CHARACTER,
     IncrementalDetokenizer,
+    TokenTexts,
+    token_name,
 )
 from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, encode_text
 from tidegate.serving.api_errors import ApiError
 from tidegate.serving.http_server import off_loop
 from tidegate.serving.vllm_server.active_requests import ActiveChoice
 from tidegate.serving.vllm_server.model_info import VersionLabels
+from tidegate.transport.token_bytes import TokenBytes
 
 TEXT_CHARACTERS_MAX = 4 * 1024 * 1024
 """Largest number of characters of a text to tokenise, which takes a thread up to 8 s."""
@@ -63,15 +65,15 @@ class OutputTokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
+        self._token_bytes = TokenBytes(tokenizer)
 
     def token(self, token_id: int) -> str:
-        """Return the text of a single token; empty if it ends within a character."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self.decode([token_id], skips_special_tokens=False)
-            text = self._texts[token_id] = "" if text.endswith(HALF_A_CHARACTER) else text
-        return text
+        """Return the text of a single token, or its bytes if it ends within a character."""
+        return token_name(self._token_bytes[token_id])
+
+    def token_texts(self) -> TokenTexts:
+        """Return the texts of an output's tokens, which are to be added in order."""
+        return TokenTexts(self.tokenizer, self._token_bytes)
 
     def decode(self, token_ids: Sequence[int], *, skips_special_tokens: bool) -> str:
         """Return the text of a sequence of tokens."""

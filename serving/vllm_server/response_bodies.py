@@ -7,7 +7,7 @@ The gateway's response bodies are built from them, too. Depends on :mod:`outputs
 import base64
 import io
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
 from tidegate.serving.openai_requests import CompletionRequest
 from tidegate.serving.vllm_server.outputs import Output, OutputTokenizer
 from tidegate.serving.vllm_server.requests import GenerateRequest, Prompt, VllmChatRequest
 
 PromptLogprobs = list[dict[str, Any] | None]
 
-_LogprobRow = tuple[int, float | None, dict[int, float] | None]
+_LogprobRow = tuple[int, float | None, Mapping[int, float] | None]
 """A token, its log-prob, and those of the likeliest tokens; None for a prompt's first token."""
 
 
@@ -70,6 +71,14 @@ class ResponseBodies:
 
     def __init__(self, facts: RequestFacts) -> None:
         self.facts = facts
+        self._token_texts: dict[int, TokenTexts] = {}
+        """Texts of the tokens reported so far, by choice."""
+
+    def _texts(self, index: int) -> TokenTexts:
+        """Return the texts of a choice's tokens, of which its log-probs report one by one."""
+        if index not in self._token_texts:
+            self._token_texts[index] = self.facts.tokenizer.token_texts()
+        return self._token_texts[index]
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the whole answer, of the outputs of all choices."""
@@ -155,8 +164,8 @@ class GenerateBodies(ResponseBodies):
         if self._request.sampling_params.logprobs is None:
             return None
         if self._request.output_mode == "text":
-            tokenizer = self.facts.tokenizer
-            return {"content": [_as_text(tokenizer, *one) for one in _rows(output)]}
+            texts = self._texts(output.index)
+            return {"content": [as_text(texts, *one) for one in _rows(output)]}
         rows = zip(_rows(output), output.tops, strict=True)
         return {"content": [as_ids(*row, likeliest) for row, likeliest in rows]}
 
@@ -214,14 +223,62 @@ def as_ids(
     return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
 
 
-def _as_text(
-    tokenizer: OutputTokenizer, token: int, logprob: float, top: dict[int, float]
+def as_text(
+    texts: TokenTexts,
+    token: int,
+    logprob: float,
+    top: Mapping[int, float],
+    *,
+    shows_ids: bool | None = False,
 ) -> dict[str, Any]:
-    def entry_of(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.token(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    """Return the log-prob entry of an output's next token as OpenAI's chat has it.
 
-    return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
+    ``top``: likeliest tokens to list. ``shows_ids``: whether tokens are named by their ids.
+    """
+    sampled = texts.add(token)
+
+    def entry(token: int, name: str, logprob: float, raw: bytes) -> dict[str, Any]:
+        name = f"token_id:{token}" if shows_ids else name
+        return {"token": name, "logprob": logprob, "bytes": list(raw)}
+
+    tops = [
+        entry(each, name, p, sampled.raw if each == token else texts.raw(each))
+        for name, (each, p) in zip(texts.names(token, sampled, top), top.items(), strict=True)
+    ]
+    return {**entry(token, sampled.text, logprob, sampled.raw), "top_logprobs": tops}
+
+
+def completion_logprobs(
+    texts: TokenTexts,
+    rows: Sequence[_LogprobRow],
+    *,
+    start: int = 0,
+    shows_ids: bool | None = False,
+    is_end: bool = True,
+) -> dict[str, Any]:
+    """Return the log-probs of an output's next tokens as OpenAI's completions have them.
+
+    ``start``: characters before the first one. ``shows_ids``: whether tokens are named by ids.
+    ``is_end``: whether these are the output's last tokens.
+    """
+    names: list[str] = []
+    tops: list[dict[str, float] | None] = []
+    for number, (token, _, top) in enumerate(rows, 1):
+        sampled = texts.add(token, is_last=is_end and number == len(rows))
+        names.append(f"token_id:{token}" if shows_ids else sampled.text)
+        if top is None:
+            tops.append(None)
+            continue
+        listed = texts.names(token, sampled, top)
+        if shows_ids:
+            listed = [f"token_id:{each}" for each in top]
+        tops.append(dict(zip(listed, top.values(), strict=True)))
+    return {
+        "text_offset": list(itertools.accumulate(map(len, names), initial=start))[:-1],
+        "token_logprobs": [logprob for _, logprob, _ in rows],
+        "tokens": names,
+        "top_logprobs": tops,
+    }
 
 
 # ---------------------------------------------------------------- OpenAI's
@@ -312,20 +369,18 @@ class CompletionBodies(ResponseBodies):
         rows: list[_LogprobRow] = self._prompt_rows(output) if self._echoes(output) else []
         if not self._request.is_prompt_only:
             rows += _rows(output)
-        texts = [self._text(token) for token, _, _ in rows]
-        start = self._next_offsets.get(output.index, 0)
-        *offsets, self._next_offsets[output.index] = itertools.accumulate(
-            map(len, texts), initial=start
+        index = output.index
+        start = self._next_offsets.get(index, 0)
+        shows_ids = self._request.return_tokens_as_token_ids
+        found = completion_logprobs(
+            self._texts(index),
+            rows,
+            start=start,
+            shows_ids=shows_ids,
+            is_end=output.finish_reason is not None,
         )
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [logprob for _, logprob, _ in rows],
-            "tokens": texts,
-            "top_logprobs": [
-                None if top is None else {self._text(token): p for token, p in top.items()}
-                for _, _, top in rows
-            ],
-        }
+        self._next_offsets[index] = start + sum(map(len, found["tokens"]))
+        return found
 
     def _prompt_rows(self, output: Output) -> "list[_LogprobRow]":
         """Return the prompt's tokens as :func:`_rows` does; the first has no log-probs."""
@@ -340,11 +395,6 @@ class CompletionBodies(ResponseBodies):
             tops = {int(i): of["logprob"] for i, of in itertools.islice(entry.items(), most)}
             rows.append((token, tops[token], tops))
         return rows
-
-    def _text(self, token: int) -> str:
-        if self._request.return_tokens_as_token_ids:
-            return f"token_id:{token}"
-        return self.facts.tokenizer.token(token)
 
 
 class ChatBodies(ResponseBodies):
@@ -443,11 +493,14 @@ class ChatBodies(ResponseBodies):
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
-        return {"content": [self._logprob(*row) for row in _rows(output)]}
-
-    def _logprob(self, token: int, logprob: float, top: dict[int, float]) -> dict[str, Any]:
-        entry = _as_text(self.facts.tokenizer, token, logprob, top)
-        entry["top_logprobs"] = entry["top_logprobs"][: self._request.top_logprobs or 0]
-        if self._request.return_tokens_as_token_ids:
-            entry["token"] = f"token_id:{token}"
-        return entry
+        texts = self._texts(output.index)
+        shows_ids = self._request.return_tokens_as_token_ids
+        most = self._request.top_logprobs or 0
+        return {
+            "content": [
+                as_text(
+                    texts, token, p, dict(itertools.islice(top.items(), most)), shows_ids=shows_ids
+                )
+                for token, p, top in _rows(output)
+            ]
+        }

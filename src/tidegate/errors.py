@@ -123,7 +123,15 @@ class TurnRefused(TidegateError, ValueError):
 
 
 class ContextFull(TurnRefused):
-    """A turn's context is longer than any engine reads, or than a message to an engine holds."""
+    """A turn's context is as long as engines read, or longer than a message to an engine holds."""
+
+    def __init__(self, *, tokens: int, tokens_max: int) -> None:
+        self.tokens = tokens
+        self.tokens_max = tokens_max
+        super().__init__(
+            f"a context of {tokens} tokens, where engines read {tokens_max} together with what "
+            "they sample; shorten the prompt, or what is appended to it"
+        )
 
 
 class ScoreRefused(TidegateError, ValueError):

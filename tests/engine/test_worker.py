@@ -91,7 +91,7 @@ def test_a_cancelled_turn_ends_at_once_and_says_so(engine: Orchestra) -> None:
         ([1], SamplingParams(max_tokens=1, top_p=1.5), "got 1.5"),
         ([1], SamplingParams(max_tokens=1, top_k=-2), "top_k must be in [0, 2147483647]"),
         ([1], SamplingParams(max_tokens=1, top_k=2**63), "got 9223372036854775808"),
-        ([1], SamplingParams(max_tokens=2**40), "context of 512 tokens"),
+        ([1] * 512, SamplingParams(max_tokens=1), "none of the model's 512"),
         ([1], SamplingParams(max_tokens=1, min_p=2.0), "min_p must be in [0, 1]"),
         ([1], SamplingParams(max_tokens=1, stop_strings=[""]), "1 to 1000 characters, got 0"),
         ([1], SamplingParams(max_tokens=1, logits_processors=["{}"]), "is no processor"),

@@ -126,10 +126,16 @@ def test_what_an_engine_does_otherwise_is_refused_by_name(engine: Orchestra) -> 
         (SamplingParams(max_tokens=3, logits_processors=["{}"]), "logits_processors"),
         (SamplingParams(max_tokens=3, adapter="a"), "adapter"),
         (SamplingParams(max_tokens=3, top_logprobs=21), "20 top_logprobs at most"),
-        (SamplingParams(max_tokens=1000), "max_tokens=1000 is more than"),
     ):
         engine.submit(PROMPT, sampling)
         assert named in engine.await_one(TurnFailed).message
+
+
+def test_a_turn_ends_by_its_length_at_the_end_of_the_models_context(engine: Orchestra) -> None:
+    context = [5] * 240
+    turn = engine.generate(context, SamplingParams(max_tokens=1000))
+    assert turn.finish == LENGTH
+    assert len(turn.token_ids) == 256 - len(context)
 
 
 def test_kept_and_recomputed_turns_continue_with_a_prefill_by_the_new_weights(

@@ -170,18 +170,28 @@ def test_a_cancelled_turn_leaves_the_others_in_their_order() -> None:
 # ---------------------------------------------------------------- the door
 
 
-def test_a_turn_larger_than_the_whole_cache_is_refused_with_what_to_do() -> None:
-    engine = FakeEngine(num_blocks=3)
-    engine.submit([1] * 6, 7)  # 12 positions, for the last token is never fed back
+@pytest.mark.parametrize(
+    ("limits", "sampled"),
+    [
+        ({"num_blocks": 3}, 7),  # 12 positions, for the last token is never fed back
+        ({"context_tokens_max": 10}, 4),
+    ],
+)
+def test_a_turn_ends_by_its_length_where_the_context_or_the_kv_cache_ends(
+    limits: dict[str, Any], sampled: int
+) -> None:
+    for max_tokens in (sampled - 1, sampled, sampled + 1, 2**40):
+        engine = FakeEngine(**limits)
+        engine.submit([1] * 6, max_tokens)
+        [sequence] = engine.scheduler._turns.values()
+        assert sequence.length_max - 6 == min(sampled, max_tokens)
+
+
+def test_a_context_that_leaves_no_token_is_refused_with_what_to_do() -> None:
     with pytest.raises(TurnRefused, match=r"needs 4 KV blocks of 4 tokens but the .* has 3"):
-        engine.submit([1] * 6, 8)
-
-
-def test_a_turn_longer_than_the_context_is_refused() -> None:
-    engine = FakeEngine(context_tokens_max=10)
-    engine.submit([1] * 6, 4)
-    with pytest.raises(TurnRefused, match=r"6 tokens plus max_tokens=5 is more than .* 10 tokens"):
-        engine.submit([1] * 6, 5)
+        FakeEngine(num_blocks=3).submit([1] * 13, 1)
+    with pytest.raises(TurnRefused, match=r"10 tokens leaves none of the model's 10"):
+        FakeEngine(context_tokens_max=10).submit([1] * 10, 1)
 
 
 def test_a_handle_in_use_is_refused() -> None:

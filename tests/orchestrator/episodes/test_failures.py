@@ -106,7 +106,7 @@ CLASSES = [
     (PolicyFailed(), POLICY, "gave_up"),
     (InfrastructureFailed("search is down"), INFRA, "tool_failed"),
     (InfrastructureFailed("container lost", reason="sandbox_lost"), INFRA, "sandbox_lost"),
-    (ContextFull("300 tokens"), POLICY, "context_full"),
+    (ContextFull(tokens=300, tokens_max=300), POLICY, "context_full"),
     (TurnRefused("no such adapter"), CODE, "turn_refused"),
     (EpisodeTimedOut("600 s"), POLICY, "episode_timeout"),
     (EpisodeTimedOut("600 s", lacked_engine=True), INFRA, "no_engine"),
@@ -134,8 +134,8 @@ def test_an_error_is_classed_by_its_cause(
 
 def test_a_model_that_has_sampled_nothing_is_not_to_blame() -> None:
     nothing = rollout_with(0)
-    assert classify(ContextFull("a long prompt"), nothing).cause is CODE
-    assert classify(ContextFull("a long prompt"), nothing).reason == "prompt_too_long"
+    assert classify(ContextFull(tokens=300, tokens_max=300), nothing).cause is CODE
+    assert classify(ContextFull(tokens=300, tokens_max=300), nothing).reason == "prompt_too_long"
     assert classify(EpisodeTimedOut("its reset hung"), nothing).cause is INFRA
 
 

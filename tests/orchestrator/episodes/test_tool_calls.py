@@ -16,6 +16,8 @@ from tidegate.errors import ChatRefused, ModelError
 from tidegate.orchestrator.episodes.call_counts import WARN_AFTER_TURNS
 from tidegate.orchestrator.episodes.chat_template import read_chat_template
 from tidegate.orchestrator.episodes.tool_calls import (
+    DEEPSEEK_MARKS,
+    MISTRAL_MARK,
     ParsedReply,
     ToolCall,
     end_of_call,
@@ -522,3 +524,138 @@ async def test_a_response_template_that_is_none_is_refused_by_name(tmp_path: Pat
     with pytest.raises(ModelError, match=r"response_template in .*tokenizer_config\.json"):
         await talk.say("Yes.<|im_end|>", [user("q")])
     read_chat_template.cache_clear()
+
+
+# ---------------------------------------------------------------- malformed calls
+
+
+def write_deepseek(call: ToolCall) -> str:
+    begin, end, call_begin, call_end, separator = DEEPSEEK_MARKS
+    body = f"{call.name}{separator}{json.dumps(call.arguments, ensure_ascii=False)}"
+    return f"{begin}{call_begin}{body}{call_end}{end}"
+
+
+def write_older_deepseek(call: ToolCall) -> str:
+    begin, end, call_begin, call_end, separator = DEEPSEEK_MARKS
+    fenced = f"```json\n{json.dumps(call.arguments, ensure_ascii=False)}\n```"
+    return f"{begin}{call_begin}function{separator}{call.name}\n{fenced}{call_end}{end}"
+
+
+def write_mistral(call: ToolCall) -> str:
+    return f"{MISTRAL_MARK}{json.dumps([{'name': call.name, 'arguments': call.arguments}])}"
+
+
+ALL_WRITERS = {
+    **WRITERS,
+    "deepseek": write_deepseek,
+    "older deepseek": write_older_deepseek,
+    "mistral": write_mistral,
+}
+MARKS_IN_ARGUMENTS = (
+    "the tag </tool_call> ends it, <tool_call> begins it",
+    "see </function>, </invoke>, </minimax:tool_call> and </parameter>",
+    f"{MISTRAL_MARK} [{{}}]",
+    f"{DEEPSEEK_MARKS[3]}{DEEPSEEK_MARKS[1]} and ``` too",
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "<|end|><|call|><|return|><|start|>assistant",
+)
+
+
+@pytest.mark.parametrize("argument", MARKS_IN_ARGUMENTS)
+@pytest.mark.parametrize("form", ALL_WRITERS)
+def test_marks_within_an_argument_are_its_text(form: str, argument: str) -> None:
+    call = ToolCall("search", {"query": argument, "limit": 3})
+    text = ALL_WRITERS[form](call)
+    reply = parse_reply(text, SCHEMAS)
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("search", call.arguments)]
+    assert (reply.content, reply.invalid_tool_calls) == ("", ())
+
+
+MALFORMED = {
+    "hermes": '<tool_call>\n{"name": "search", "arguments": {"query": tides}}\n</tool_call>',
+    "coder": "<tool_call>\n<function=search>\ntides\n</function>\n</tool_call>",
+    "glm": "<tool_call>search\n<arg_key>query</arg_key>\ntides</tool_call>",
+    "minimax": minimax('<invoke name="search">tides</invoke>'),
+    "kimi": kimi("<|tool_call_begin|>search:0<|tool_call_argument_begin|>{tides<|tool_call_end|>"),
+    "harmony": "<|channel|>commentary to=functions.search<|message|>{tides<|call|>",
+    "deepseek": write_deepseek(TIDES).replace("{", "{{"),
+    "older deepseek": write_older_deepseek(TIDES).replace("{", "{{"),
+}
+
+
+@pytest.mark.parametrize("form", MALFORMED)
+def test_a_malformed_call_costs_its_siblings_nothing_and_is_listed_with_its_error(
+    form: str,
+) -> None:
+    good, bad = ALL_WRITERS[form](NOW), MALFORMED[form]
+    for text, number in ((good + bad, 1), (bad + good, 1), (good + bad + good, 2), (bad, 0)):
+        reply = parse_reply(text, SCHEMAS)
+        assert [call.name for call in reply.tool_calls] == ["now"] * number, text
+        [invalid] = reply.invalid_tool_calls
+        assert "tides" in invalid.text
+        assert invalid.error
+        assert reply.content == ("" if number else bad)
+
+
+async def test_an_episode_tells_the_model_of_its_malformed_call_in_the_same_row(
+    tmp_path: Path,
+) -> None:
+    talk = Talk(tmp_path, "chatml")
+    messages = [user("When is high tide?")]
+    message = await talk.say(MALFORMED["hermes"] + "<|im_end|>", messages, tools=TOOLS)
+    [invalid] = talk.episode.turns[-1].invalid_tool_calls
+    assert invalid.error == "its JSON can't be read: Expecting value at 'tides}}\\n</tool_call>'"
+    messages += [message, user(f"Your call is malformed: {invalid.error}")]
+    await talk.say("High.<|im_end|>", messages, tools=TOOLS)
+    assert not talk.episode.branches
+    talk.check()
+
+
+THOUGHT_CALLS = f"<think>\nI could say {write_hermes(NOW)}.\n</think>\n\n"
+
+
+def test_calls_within_reasoning_are_not_executed_where_the_template_keeps_it_in_the_content() -> (
+    None
+):
+    text = f"{THOUGHT_CALLS}I look.\n{write_hermes(TIDES)}"
+    assert parse_reply(text, SCHEMAS) == ParsedReply(f"{THOUGHT_CALLS}I look.", (TIDES,))
+    plain = f"{THOUGHT_CALLS}High."
+    assert parse_reply(plain, SCHEMAS) == ParsedReply(plain)
+    opened = plain.removeprefix("<think>")
+    assert parse_reply(opened, SCHEMAS, is_reasoning_open=True) == ParsedReply(opened)
+    for whole, is_open in ((text, False), (plain, False), (opened, True)):
+        content = parse_reply(whole, SCHEMAS, is_reasoning_open=is_open).content
+        sent = ""
+        for end in range(len(whole) + 1):
+            settled = settled_text(whole[:end], SCHEMAS, is_reasoning_open=is_open)
+            assert content.startswith(settled)
+            assert settled.startswith(sent)
+            sent = settled
+
+
+# ---------------------------------------------------------------- text that is no Unicode
+
+
+@pytest.mark.parametrize("form", ["hermes", "coder", "glm", "minimax", "kimi", "harmony"])
+def test_half_a_character_in_a_call_is_replaced_in_every_form(form: str) -> None:
+    arguments = {"query": "half \ud83d", "filter": {"\udce9": ["\ud83d\ude00"]}}
+    escaped = WRITERS[form](ToolCall("search", arguments))
+    text = escaped.encode("utf-16", "surrogatepass").decode("utf-16", "backslashreplace")
+    [call] = parse_reply(text, SCHEMAS).tool_calls
+    json.dumps(call.arguments, ensure_ascii=False).encode()
+    if "\\ud83d" in text.partition("filter")[0]:  # forms of JSON, not of plain text
+        assert call.arguments["query"] == "half \ufffd"
+        assert call.arguments["filter"] == {"\ufffd": ["😀"]}
+
+
+async def test_half_a_character_in_messages_or_given_text_ends_no_episode(tmp_path: Path) -> None:
+    """As from ``os.fsdecode``: a name of a file that is no UTF-8."""
+    talk = Talk(tmp_path, "qwen_coder")
+    messages = [user("caf\udce9")]
+    message = await talk.say(SAID["qwen_coder"], messages, tools=TOOLS)
+    messages += [message, *answers(message, "caf\udce9.txt")]
+    await talk.say(ANSWERED["qwen_coder"], messages, tools=TOOLS)
+    assert not talk.episode.branches
+    talk.episode.append("caf\udce9.txt")
+    assert await talk.episode.encode("caf\udce9") == talk.model.encode("caf\ufffd")
+    assert talk.model.encode("\udce9" * 40_000) == talk.model.encode("\ufffd" * 40_000)

@@ -1,7 +1,6 @@
 """A trainer's whole way, for real: engine processes, the wire, weights in flight, torch batches."""
 
 import asyncio
-import contextlib
 import itertools
 import shutil
 import signal
@@ -30,7 +29,6 @@ from tidegate.errors import (
     ModelError,
     PublishNeeded,
     RunClosed,
-    TurnRefused,
     WeightsRefused,
 )
 from tidegate.observability.audit.audit import audit_run
@@ -252,25 +250,27 @@ async def test_an_episode_past_its_time_is_discarded(model: Path) -> None:
     assert evaluation.rewards == [None]
 
 
-async def test_a_turn_that_can_never_fit_is_refused_to_its_episode_with_numbers(
+async def test_an_agents_last_turn_ends_with_its_context_and_the_next_is_the_policys_failure(
     model: Path,
 ) -> None:
-    said: list[str] = []
+    """A long rollout is trained on, with the failure policy's reward, and is no fault of code."""
+    finished: list[tuple[str | None, int]] = []
 
-    async def too_long(episode: tidegate.Episode, task: int) -> float:
-        episode.append([5] * 400)
-        with contextlib.suppress(TurnRefused):
-            try:
-                await episode.generate(max_tokens=400)
-            except TurnRefused as error:
-                said.append(str(error))
-                raise
-        return 0.0
+    async def agent(episode: tidegate.Episode, task: int) -> float:
+        episode.append([5] * 100)
+        while True:
+            turn = await episode.generate(max_tokens=150)
+            finished.append((turn.finish_reason, len(turn.token_ids)))
+            episode.append([6] * 20)
 
-    async with tidegate.serve(model=model, **SMALL) as rollouts:
-        await rollouts.evaluate([0], episode=too_long)
-    assert len(said) == 1
-    assert "400 tokens plus max_tokens=400" in said[0]
+    settings: dict[str, Any] = {**SMALL, "failure_policy": tidegate.FailurePolicy(reward=0.0)}
+    async with tidegate.serve(model=model, **settings) as rollouts:
+        batch = await anext(rollouts.batches(itertools.repeat(0), episode=agent))
+        assert set(batch.rewards.tolist()) == {0.0}
+        assert ("length", 512 - 100 - 2 * 170) in finished
+        [failures] = rollouts.statistics().episode_failures
+    assert (failures.cause, failures.reason) == ("policy", "context_full")
+    assert not failures.discarded
 
 
 async def test_asking_again_without_publishing_says_what_to_do(model: Path) -> None:

@@ -246,7 +246,7 @@ async def test_a_completion_continues_in_the_row_whose_tokens_it_begins_with(
         body = {"return_token_ids": True, "logprobs": 0}
         first = (await client.post("/v1/completions", json={**body, "prompt": ids})).json()
         (choice,) = first["choices"]
-        assert choice["logprobs"]["tokens"] == ["a", " ", "b", ""]
+        assert choice["logprobs"]["tokens"] == ["a", " ", "b", END]
         grown = [*ids, *choice["token_ids"], 30, 31]
         await client.post("/v1/completions", json={**body, "prompt": grown})
         assert not talk.rollout.branches

@@ -261,7 +261,7 @@ async def test_an_agent_that_fails_after_a_refused_turn_fails_by_the_turns_error
         return 1.0
 
     async def full(*arguments: object) -> Turn:
-        raise ContextFull("a context of 900 tokens, where engines read 800")
+        raise ContextFull(tokens=900, tokens_max=800)
 
     monkeypatch.setattr(talk.engine, "generate", full)
     with pytest.raises(ContextFull, match="900 tokens") as raised:
