@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,7 @@ from tidegate.serving.tinker.training import LoraSpec, UserError
 from tidegate.serving.tinker.training_requests import (
     MODEL_PATHS,
     begin_model,
+    note,
     open_sampler,
     submit,
 )
@@ -195,11 +197,10 @@ async def telemetry(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answe
 async def create_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     """Begin a session, which lasts as long as its heartbeats."""
     await read(http, messages.CreateSessionRequest)
-    session = parts.sessions.open(tenant, asyncio.get_running_loop().time())
-    if parts.state is not None:
-        opened = SessionOpened(session_id=session.session_id, tenant=tenant)
-        await asyncio.to_thread(parts.state.note, opened)
-    answer = {"type": "create_session", "session_id": session.session_id}
+    session_id = str(uuid.uuid4())
+    await note(parts, SessionOpened(session_id=session_id, tenant=tenant))
+    parts.sessions.open(session_id, tenant, asyncio.get_running_loop().time())
+    answer = {"type": "create_session", "session_id": session_id}
     return answer | {"info_message": UNEMBED_NOTE}
 
 
@@ -222,14 +223,18 @@ async def finish_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> 
 
 async def end_session(parts: TinkerParts, session: TinkerSession) -> None:
     """Drop a session's models, and the weights of its samplers that no other session can name."""
-    parts.sessions.close(session)
-    if parts.state is not None:
-        ended = SessionEnded(session_id=session.session_id)
-        await asyncio.to_thread(parts.state.note, ended)
+    parts.sessions.close(session)  # from now on nothing is added to it
+    try:
+        await note(parts, SessionEnded(session_id=session.session_id))
+    except ApiError as error:  # a restarted server ends it again
+        log.error("session=%s: %s", session.session_id, error)
     for model in session.models.values():
         await parts.trainer.remove(model)
-        for name in (model.model_id, model.live_adapter):
+    for name in [n for m in session.models.values() for n in (m.model_id, m.live_adapter)]:
+        try:
             await parts.adapters.unload(name)
+        except TidegateError:
+            log.exception("adapter=%s stays on the engines", name)
     for sampler in session.samplers.values():
         if sampler.saved is not None and sampler.saved.facts.is_ephemeral:
             await asyncio.to_thread(parts.checkpoints.remove, sampler.saved.facts)
@@ -274,13 +279,17 @@ async def create_model(parts: TinkerParts, http: HttpRequest, tenant: str) -> An
 
 async def _created(parts: TinkerParts, session: TinkerSession, created: ModelCreated) -> Answer:
     """Begin a model, unless its client has sent the request again."""
-    model = session.models.get(created.model_seq_id)
-    if model is None:
+    if created.model_seq_id not in session.models:
         await _make_room(parts, session.tenant)
+        parts.session(session.session_id, session.tenant)  # unless it has ended meanwhile
+    model = session.models.get(created.model_seq_id)
+    if model is None:  # nothing is waited for since there was room
         model = await begin_model(parts, session, created)
     else:
         async with model.journal_lock:  # the first one may be on its way to the disk
             pass
+        if session.models.get(created.model_seq_id) is not model:
+            raise ApiError(503, "the model could not be created; send the request again")
     return future_answer(f"{model.model_id}:create", model.model_id)
 
 

@@ -8,6 +8,7 @@ synced, then renamed), and ``checkpoint.json`` in it says whose it is. :mod:`app
 Built on ``training.py``.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -20,6 +21,8 @@ from typing import Literal
 import msgspec
 
 from tidegate.serving.tinker.training import LoraSpec, UserError
+
+log = logging.getLogger("tidegate")
 
 CheckpointKind = Literal["weights", "sampler_weights"]
 """What a checkpoint is for, as the second part of its path says."""
@@ -189,8 +192,11 @@ class CheckpointStore:
             facts = msgspec.json.decode((path / FACTS_FILE).read_bytes(), type=CheckpointFacts)
         except (OSError, msgspec.MsgspecError):
             shutil.rmtree(path, ignore_errors=True)
-        else:
+            return
+        try:
             self.remove(facts)
+        except (OSError, UserError) as error:  # the next start tries again
+            log.error("checkpoint=%s is not deleted: %s", path, error)
 
     def remove(self, facts: CheckpointFacts) -> None:
         """Delete a checkpoint for good; harmless if it is gone."""

@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from tidegate.serving.tinker.models import ModelTrainer
     from tidegate.serving.tinker.parts import TinkerParts
     from tidegate.serving.tinker.training import TrainingBackend
+
+log = logging.getLogger("tidegate")
 
 SWEEP_INTERVAL_S = 15.0
 """Time between two searches for sessions and results that are over, and the longest time for which
@@ -191,6 +194,9 @@ async def _sweep(parts: "TinkerParts", recorder: "Recorder | None") -> None:
         await asyncio.sleep(SWEEP_INTERVAL_S)
         parts.futures.forget_expired()
         for session in parts.sessions.silent(asyncio.get_running_loop().time()):
-            await end_session(parts, session)
+            try:
+                await end_session(parts, session)
+            except Exception:  # of one tenant; the others' server goes on
+                log.exception("session=%s is not ended whole", session.session_id)
         if recorder is not None:
             await asyncio.to_thread(recorder.sync)

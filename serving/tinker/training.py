@@ -103,6 +103,10 @@ class TrainedAdapter:
     config: Mapping[str, Any]
     """Content of PEFT's ``adapter_config.json``."""
 
+    def not_finite(self) -> str | None:
+        """Return the name of a tensor that has NaN or infinity; None if all are finite."""
+        return next((k for k, v in self.tensors.items() if not v.isfinite().all()), None)
+
 
 class TrainingBackend(Protocol):
     """Trains LoRA adapters, *models* to the API, on one resident base model.

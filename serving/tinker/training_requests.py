@@ -6,6 +6,7 @@ crash. So a request depends on its body, the model's state and the checkpoints o
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tidegate.serving.api_app import decode_json
+from tidegate.serving.api_errors import ApiError
 from tidegate.serving.tinker import messages
 from tidegate.serving.tinker.checkpoints import CheckpointFacts, CheckpointKind
 from tidegate.serving.tinker.futures import RequestSuccess, Work, json_result
@@ -25,6 +27,7 @@ from tidegate.serving.tinker.journal import (
     RecoveredModel,
     RequestAccepted,
     SamplerOpened,
+    SessionRecord,
 )
 from tidegate.serving.tinker.models import TrainedModel
 from tidegate.serving.tinker.parts import TinkerParts
@@ -33,6 +36,8 @@ from tidegate.serving.tinker.protobuf import TrainingRequest, decode_training
 from tidegate.serving.tinker.samplers import Sampler, SavedAdapter
 from tidegate.serving.tinker.sessions import TinkerSession
 from tidegate.serving.tinker.training import AdamStep, TrainingBackend, UserError
+
+log = logging.getLogger("tidegate")
 
 LIVE_NAME = "inflight-live"
 """Checkpoint of a model's newest in-flight weights."""
@@ -77,6 +82,19 @@ def submission(
     return kind.canonical(request), partial(kind.carry_out, parts, model, request)
 
 
+async def note(parts: TinkerParts, record: SessionRecord) -> None:
+    """Append a record of a session to the journal, if the server keeps one.
+
+    Raises:
+        ApiError: 503, it can't be written.
+    """
+    if parts.state is not None:
+        try:
+            await asyncio.to_thread(parts.state.note, record)
+        except OSError as error:
+            raise ApiError(503, f"the server's journal can't be written: {error}") from None
+
+
 # ---------------------------------------------------------------- creation
 
 
@@ -88,32 +106,42 @@ async def begin_model(
 ) -> TrainedModel:
     """Add a model to its session and start its creation; return once it cannot be lost.
 
-    ``recovered`` is the journal's record of it, if an earlier server began it.
+    Adds it before anything is waited for, so that the end of its session finds it, and its
+    tenant's limit counts it. ``recovered`` is the journal's record of it, if an earlier server
+    began it.
+
+    Raises:
+        ApiError: the session has ended meanwhile, or the journal can't be written.
     """
     model_id = session.model_id(created.model_seq_id)
     model = TrainedModel(model_id, session.tenant, created)
     session.models[created.model_seq_id] = model
+    parts.trainer.add(model)
     if recovered is not None:
         model.journal = recovered.journal
         model.order.next_seq_id = recovered.start.seq_id
     elif parts.state is not None:
         model.journal = ModelJournal(parts.state.model_directory(model_id), created, 1)
-    async with model.journal_lock:  # which the same request waits for, if it is sent again
-        if model.journal is not None and recovered is None:
-            await asyncio.to_thread(model.journal.begin)
-        create = partial(_create, parts, model, recovered)
-        parts.trainer.create(model, f"{model_id}:create", create)
+    create = partial(_create, parts, model)
+    if recovered is not None:
+        create = partial(_create_again, parts, model, recovered)
+    try:
+        async with model.journal_lock:  # which the same request waits for, if it is sent again
+            if model.journal is not None and recovered is None:
+                await asyncio.to_thread(model.journal.begin)
+            parts.trainer.create(model, f"{model_id}:create", create)
+    except OSError as error:
+        del session.models[created.model_seq_id]
+        await parts.trainer.remove(model)
+        why = f"the model can't be written to the server's journal: {error}; send it again"
+        raise ApiError(503, why) from None
     return model
 
 
-async def _create(
-    parts: TinkerParts, model: TrainedModel, recovered: RecoveredModel | None
-) -> RequestSuccess:
+async def _create(parts: TinkerParts, model: TrainedModel) -> RequestSuccess:
     created = model.created
-    await parts.trainer.call(lambda backend: backend.create(model.model_id, created.spec))
-    if recovered is not None:
-        await _restore(parts, model, recovered)
-    elif created.checkpoint_path is not None:
+    await parts.trainer.call(model, lambda backend: backend.create(model.model_id, created.spec))
+    if created.checkpoint_path is not None:
         facts, directory = await asyncio.to_thread(
             parts.checkpoints.find, created.checkpoint_path, model.tenant, kind="weights"
         )
@@ -124,12 +152,30 @@ async def _create(
     return json_result({"type": "create_model", "model_id": model.model_id})
 
 
+async def _create_again(
+    parts: TinkerParts, model: TrainedModel, recovered: RecoveredModel
+) -> RequestSuccess:
+    async def create() -> RequestSuccess:
+        spec = model.created.spec
+        await parts.trainer.call(model, lambda backend: backend.create(model.model_id, spec))
+        await _restore(parts, model, recovered)
+        return json_result({"type": "create_model", "model_id": model.model_id})
+
+    try:
+        return await parts.trainer.attempt(model, 0, create)
+    except Exception:
+        where = recovered.journal.directory
+        log.exception("model=%s can't be restored; its journal stays in %s", model.model_id, where)
+        model.journal = None  # the model is dropped, and its journal is not
+        raise
+
+
 async def _restore(parts: TinkerParts, model: TrainedModel, recovered: RecoveredModel) -> None:
     """Give a model the weights that it had before the first request that is repeated."""
     snapshot, path = recovered.snapshot, model.created.checkpoint_path
     if snapshot is not None:
         await parts.trainer.call(
-            lambda backend: backend.load(model.model_id, snapshot, optimizer=True)
+            model, lambda backend: backend.load(model.model_id, snapshot, optimizer=True)
         )
         model.steps = recovered.start.steps
     elif path is not None:
@@ -178,7 +224,7 @@ async def _save_weights(
         write = partial(backend.save, model.model_id)
         parts.checkpoints.write(facts, write, replaces=request.overwrite)
 
-    await parts.trainer.call(save)
+    await parts.trainer.call(model, save)
     return json_result({"type": "save_weights", "path": facts.path})
 
 
@@ -212,7 +258,7 @@ async def load_checkpoint(
     def load(backend: TrainingBackend) -> None:
         backend.load(model.model_id, directory, optimizer=optimizer)
 
-    await parts.trainer.call(load)
+    await parts.trainer.call(model, load)
     model.steps = facts.steps
     return json_result({"type": "load_weights", "path": facts.path, "model_id": model.model_id})
 
@@ -244,16 +290,24 @@ async def _save_weights_for_sampler(
         opened = msgspec.structs.replace(opened, path=saved.facts.path)
     else:
         raise UserError(f"kind must be 'snapshot' or 'inflight', got {request.kind!r}")
-    await open_sampler(parts, session, sampler, opened)
+    try:
+        await open_sampler(parts, session, sampler, opened)
+    except ApiError:  # the session has ended meanwhile
+        await parts.adapters.unload(model.live_adapter)
+        await asyncio.to_thread(parts.checkpoints.remove, saved.facts)
+        raise
     return json_result(body | {"sampling_session_id": sampler.sampler_id})
 
 
 async def open_sampler(
     parts: TinkerParts, session: TinkerSession, sampler: Sampler, opened: SamplerOpened
 ) -> None:
-    """Add a sampler to its session, once the journal has it."""
-    if parts.state is not None:
-        await asyncio.to_thread(parts.state.note, opened)
+    """Add a sampler to its session, once the journal has it.
+
+    Raises:
+        ApiError: the session has ended.
+    """
+    await note(parts, opened)
     parts.sessions.add_sampler(session, opened.seq_id, sampler)
 
 
@@ -265,6 +319,11 @@ async def _save_adapter(
         parts, model, "sampler_weights", name, request, is_ephemeral=is_ephemeral
     )
     adapter = await parts.trainer.adapter(model)
+    if (name_of_wrong := adapter.not_finite()) is not None:
+        raise UserError(
+            f"{name_of_wrong} of the adapter has NaN or infinity, which engines refuse: training "
+            f"has diverged; go back to a checkpoint, and lower the learning rate"
+        )
 
     def write() -> SavedAdapter:
         write_files = partial(write_adapter_files, adapter)
