@@ -183,6 +183,9 @@ def tinker(
     tenant_samples: Annotated[
         int, typer.Option(min=1, help="Sampling requests at once, per key.")
     ] = 4096,
+    tenant_sequence_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a sequence to train on.")
+    ] = 32_768,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Samples at once, per engine.")] = 64,
     threads_per_engine: Annotated[
         int | None, typer.Option(min=1, help="CPU threads per engine; default: its share of cores.")
@@ -211,7 +214,9 @@ def tinker(
         state_directory=state_directory,
         api_keys=tenant_keys(),
         allowed_hosts=allowed_host or (),
-        limits=TenantLimits(models=tenant_models, samples=tenant_samples),
+        limits=TenantLimits(
+            models=tenant_models, samples=tenant_samples, sequence_tokens=tenant_sequence_tokens
+        ),
         max_running_turns=max_num_seqs,
         threads_per_engine=threads_per_engine,
         run_directory=run_directory,

@@ -106,7 +106,7 @@ def cispo_losses(
         mask, advantages=advantages, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
     )
     log_w = over_tokens(logprobs - behaviour_logprobs, mask).detach()
-    weight = _ratio(log_w).clamp(weight_min, weight_max)
+    weight = clamped_ratio(log_w).clamp(weight_min, weight_max)
     return -weight * over_tokens(advantages.detach(), mask) * over_tokens(logprobs, mask)
 
 
@@ -247,7 +247,7 @@ def decoupled_ppo_loss(
     used = over_tokens(weight.detach(), mask)
     losses = ppo_losses(logprobs, proximal, advantages, mask, clip_low=clip, clip_high=clip)
     loss = mean_by_token(used * losses, mask, tokens_in_batch=tokens_in_batch)
-    unclipped = -_ratio(over_tokens((logprobs - proximal).detach(), mask)) * advantages
+    unclipped = -clamped_ratio(over_tokens((logprobs - proximal).detach(), mask)) * advantages
     return loss, _diagnose(log_w[mask], used[mask], (losses > unclipped)[mask])
 
 
@@ -266,13 +266,14 @@ def _diagnose(log_w: Tensor, used: Tensor, is_clipped: Tensor) -> LossDiagnostic
     )
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def clamped_ratio(log_ratio: Tensor) -> Tensor:
+    """Return exp of log ratios, finite with a finite gradient however large they are."""
     return log_ratio.clamp(max=LOG_RATIO_MAX).exp()
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return PPO's pessimistic minimum of the clipped and the unclipped objective, negated."""
-    ratio, advantage = _ratio(log_ratio), advantages.detach()
+    ratio, advantage = clamped_ratio(log_ratio), advantages.detach()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 

@@ -228,9 +228,10 @@ async def end_session(parts: TinkerParts, session: TinkerSession) -> None:
         await note(parts, SessionEnded(session_id=session.session_id))
     except ApiError as error:  # a restarted server ends it again
         log.error("session=%s: %s", session.session_id, error)
-    for model in session.models.values():
+    models = list(session.models.values())
+    for model in models:
         await parts.trainer.remove(model)
-    for name in [n for m in session.models.values() for n in (m.model_id, m.live_adapter)]:
+    for name in [n for model in models for n in (model.model_id, model.live_adapter)]:
         try:
             await parts.adapters.unload(name)
         except TidegateError:
@@ -279,6 +280,10 @@ async def create_model(parts: TinkerParts, http: HttpRequest, tenant: str) -> An
 
 async def _created(parts: TinkerParts, session: TinkerSession, created: ModelCreated) -> Answer:
     """Begin a model, unless its client has sent the request again."""
+    try:
+        msgspec.msgpack.encode(created)  # as the journal does
+    except OverflowError as error:
+        raise ApiError(400, f"a number of the model has more than 64 bits: {error}") from None
     if created.model_seq_id not in session.models:
         await _make_room(parts, session.tenant)
         parts.session(session.session_id, session.tenant)  # unless it has ended meanwhile
@@ -288,6 +293,7 @@ async def _created(parts: TinkerParts, session: TinkerSession, created: ModelCre
     else:
         async with model.journal_lock:  # the first one may be on its way to the disk
             pass
+        parts.session(session.session_id, session.tenant)
         if session.models.get(created.model_seq_id) is not model:
             raise ApiError(503, "the model could not be created; send the request again")
     return future_answer(f"{model.model_id}:create", model.model_id)

@@ -158,6 +158,8 @@ class CheckpointStore:
 
     def of(self, tenant: str, run_id: str | None = None) -> list[CheckpointFacts]:
         """Return a tenant's checkpoints, of one run if it is given, the newest first."""
+        if run_id is not None and not RUN_PATTERN.fullmatch(run_id):
+            return []
         runs = [self._root / run_id] if run_id else sorted(self._root.glob("*:train:*"))
         found = (self._read(path.parent) for run in runs for path in run.glob(f"*/*/{FACTS_FILE}"))
         mine = [each for each in found if each is not None and each.tenant == tenant]

@@ -99,7 +99,7 @@ class RequestAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     body: bytes
 
 
-class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class FailureRecorded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request failed by no fault of its client's; a restarted server does not try it again,
     because it might succeed, and the client was told that it did not."""
 
@@ -120,7 +120,7 @@ class SegmentStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 SessionRecord = SessionOpened | SessionEnded | SamplerOpened
-ModelRecord = SegmentStarted | RequestAccepted | RequestFailed
+ModelRecord = SegmentStarted | RequestAccepted | FailureRecorded
 
 
 def append_record(path: Path, record: SessionRecord | ModelRecord) -> int:
@@ -286,7 +286,7 @@ class ModelJournal:
         self.size_bytes += append_record(self._file(self.segment), record)
         self.requests += 1
 
-    def append_failure(self, record: RequestFailed) -> None:
+    def append_failure(self, record: FailureRecorded) -> None:
         """Append the failure of a request, and sync it."""
         append_record(self._file(self.segment), record)
 
@@ -365,7 +365,7 @@ class RecoveredModel:
     """Directory of its weights and optimizer; None if it begins as it was created."""
     requests: Sequence[RequestAccepted]
     """Requests since the snapshot, by ``seq_id``."""
-    failures: Mapping[int, RequestFailed]
+    failures: Mapping[int, FailureRecorded]
     """Those of them that failed by the server's fault, by ``seq_id``."""
 
 
@@ -382,7 +382,7 @@ def read_model(directory: Path) -> RecoveredModel | None:
         for record in everything
         if isinstance(record, RequestAccepted) and record.seq_id >= start.seq_id
     }
-    failures = {each.seq_id: each for each in everything if isinstance(each, RequestFailed)}
+    failures = {each.seq_id: each for each in everything if isinstance(each, FailureRecorded)}
     last = [each for each in files[-1] if isinstance(each, RequestAccepted)]
     size_bytes = sum(len(each.body) for each in last)
     journal = ModelJournal(directory, start.created, numbers[-1], len(last), size_bytes)

@@ -30,10 +30,10 @@ from tidegate.serving.tinker.futures import (
     json_result,
 )
 from tidegate.serving.tinker.journal import (
+    FailureRecorded,
     ModelCreated,
     ModelJournal,
     RequestAccepted,
-    RequestFailed,
 )
 from tidegate.serving.tinker.protobuf import (
     TrainingRequest,
@@ -269,7 +269,7 @@ class ModelTrainer:
         except Exception as error:
             if work.record is not None and model.journal is not None and not self._is_closed:
                 seq_id = work.record.seq_id
-                failed = RequestFailed(
+                failed = FailureRecorded(
                     seq_id=seq_id,
                     message=failure_of(error).message,
                     loses_gradient=model.lost_gradient == seq_id,
@@ -328,12 +328,12 @@ class ModelTrainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
     async def forward_backward(
-        self, model: TrainedModel, request: TrainingRequest
+        self, model: TrainedModel, request: TrainingRequest, *, tokens_max: int
     ) -> RequestSuccess:
-        """Carry out ``forward`` or ``forward_backward``."""
+        """Carry out ``forward`` or ``forward_backward``; a sequence has at most ``tokens_max``."""
 
         def work(backend: TrainingBackend) -> BatchResult:
-            batch = request.batch()
+            batch = request.batch(tokens_max)
             if not batch.data:
                 raise UserError("data has no sequence; give at least 1")
             return backend.forward_backward(
@@ -361,7 +361,11 @@ class ModelTrainer:
                 f"request {seq_id} failed half-way, so the gradient of this step is incomplete; it "
                 f"was discarded and the weights are unchanged: send the step's data again"
             )
-        metrics = await self.call(model, lambda backend: backend.optim_step(model.model_id, step))
+        try:
+            metrics = await self.call(model, lambda own: own.optim_step(model.model_id, step))
+        except UserError:
+            model.has_gradient = False
+            raise
         model.steps += 1
         model.has_gradient = False
         return json_result({"type": "optim_step", "metrics": dict(metrics)})

@@ -54,11 +54,12 @@ class TrainingRequest:
         encoded: bytes = self.message.SerializeToString(deterministic=True)
         return encoded
 
-    def batch(self) -> LossBatch:
+    def batch(self, tokens_max: int) -> LossBatch:
         """Decode the sequences and the loss.
 
         Raises:
-            UserError: a sequence has something other than tokens, or a malformed array.
+            UserError: a sequence has something other than tokens, a malformed array, or more than
+                ``tokens_max`` tokens.
         """
         config = dict(self.message.loss_fn_config)
         for name, value in self.message.loss_fn_config_v2.items():
@@ -73,7 +74,7 @@ class TrainingRequest:
                 f"the request's sparse tensors have {values} values with their zeros, and may have "
                 f"{VALUES_MAX}; send fewer sequences, or targets without unused columns"
             )
-        data = [_datum(place, datum) for place, datum in enumerate(data)]
+        data = [_datum(place, datum, tokens_max) for place, datum in enumerate(data)]
         return LossBatch(data, self.message.loss_fn, config)
 
 
@@ -92,13 +93,18 @@ def decode_training(body: bytes) -> TrainingRequest:
     return TrainingRequest(message.model_id, message.seq_id, message.forward_only, message)
 
 
-def _datum(place: int, message: Any) -> Datum:
+def _datum(place: int, message: Any, tokens_max: int) -> Datum:
     chunks = []
     for chunk in message.model_input:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise UserError(f"data[{place}] has a chunk of {kind}; only encoded_text is served")
         chunks.append(_array(chunk.encoded_text.tokens, np.dtype("<i4"), "model_input"))
     ids = np.concatenate(chunks) if chunks else np.zeros(0)
+    if len(ids) > tokens_max:
+        raise UserError(
+            f"data[{place}] has {len(ids)} tokens, and a sequence may have {tokens_max}: shorten "
+            f"it, or start the server with a larger --tenant-sequence-tokens"
+        )
     inputs = {name: _tensor(name, tensor) for name, tensor in message.loss_fn_inputs.items()}
     return Datum(ids.astype(np.int64), inputs)
 

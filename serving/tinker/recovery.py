@@ -14,8 +14,8 @@ from tidegate.errors import TidegateError
 from tidegate.serving.tinker.checkpoints import SCHEME
 from tidegate.serving.tinker.futures import RequestSuccess, Work
 from tidegate.serving.tinker.journal import (
+    FailureRecorded,
     RequestAccepted,
-    RequestFailed,
     SamplerOpened,
     read_model,
 )
@@ -124,7 +124,7 @@ def _repetition(
         return record.body, refuse
 
 
-async def _fail_again(model: TrainedModel, failed: RequestFailed) -> RequestSuccess:
+async def _fail_again(model: TrainedModel, failed: FailureRecorded) -> RequestSuccess:
     """Fail as the request did before the restart."""
     if failed.loses_gradient:
         model.lost_gradient, model.has_gradient = failed.seq_id, True

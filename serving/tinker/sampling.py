@@ -114,7 +114,7 @@ class SampleRunner:
             )
         limits = limits_of(self._scheduler)
         _refuse_prompt(token_ids, limits)
-        options = self._options(request.sampling_params)
+        options = self._options(request.sampling_params, limits)
         left = limits.context_tokens_max - len(token_ids)
         tokens_max = request.sampling_params.max_tokens
         if tokens_max is not None and tokens_max < 1:
@@ -126,18 +126,19 @@ class SampleRunner:
             options["routed_experts"] = True
         return options
 
-    def _options(self, sampling: SamplingFields) -> dict[str, Any]:
+    def _options(self, sampling: SamplingFields, limits: Limits) -> dict[str, Any]:
         if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
             raise UserError(f"temperature must be 0 or more, got {sampling.temperature}")
         if not 0 < sampling.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {sampling.top_p}")
         strings, ids = _stops(sampling.stop)
+        _refuse_unknown(ids, limits)
         # An empty list means no stop at all; anything else adds to the model's own end token.
         own = [] if sampling.stop == [] else self._stop_token_ids
         options: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": max(0, sampling.top_k),
+            "top_k": min(max(0, sampling.top_k), limits.vocab_size),
             "stop_token_ids": [*own, *ids],
         }
         return options | ({"stop_strings": strings} if strings else {})
@@ -228,6 +229,10 @@ def _refuse_prompt(token_ids: Sequence[int], limits: Limits) -> None:
             f"the prompt has {len(token_ids)} tokens, which leaves none to sample in a context of "
             f"{limits.context_tokens_max}; shorten it"
         )
+    _refuse_unknown(token_ids, limits)
+
+
+def _refuse_unknown(token_ids: Sequence[int], limits: Limits) -> None:
     unknown = next((each for each in token_ids if not 0 <= each < limits.vocab_size), None)
     if unknown is not None:
         raise UserError(f"token ids must be in [0, {limits.vocab_size}), got {unknown}")

@@ -65,8 +65,8 @@ class SessionTable:
         if session is None or session.tenant != tenant:
             raise ApiError(
                 410,
-                f"session {session_id!r} has ended or never was; without heartbeats it ends after "
-                f"{SESSION_TIMEOUT_S:.0f} s. Create another tinker.ServiceClient",
+                f"session {session_id!r:.200} has ended or never was; without heartbeats it ends "
+                f"after {SESSION_TIMEOUT_S:.0f} s. Create another tinker.ServiceClient",
             )
         session.seen_s = now_s
         return session

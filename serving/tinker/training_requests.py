@@ -29,6 +29,7 @@ from tidegate.serving.tinker.journal import (
     SamplerOpened,
     SessionRecord,
 )
+from tidegate.serving.tinker.messages import NUMBER_MAX, TTL_S_MAX
 from tidegate.serving.tinker.models import TrainedModel
 from tidegate.serving.tinker.parts import TinkerParts
 from tidegate.serving.tinker.peft_training import write_adapter_files
@@ -130,9 +131,11 @@ async def begin_model(
             if model.journal is not None and recovered is None:
                 await asyncio.to_thread(model.journal.begin)
             parts.trainer.create(model, f"{model_id}:create", create)
-    except OSError as error:
+    except Exception as error:
         del session.models[created.model_seq_id]
         await parts.trainer.remove(model)
+        if not isinstance(error, OSError):
+            raise
         why = f"the model can't be written to the server's journal: {error}; send it again"
         raise ApiError(503, why) from None
     return model
@@ -191,7 +194,8 @@ async def _restore(parts: TinkerParts, model: TrainedModel, recovered: Recovered
 async def _forward_backward(
     parts: TinkerParts, model: TrainedModel, request: TrainingRequest
 ) -> RequestSuccess:
-    return await parts.trainer.forward_backward(model, request)
+    tokens_max = parts.limits.sequence_tokens
+    return await parts.trainer.forward_backward(model, request, tokens_max=tokens_max)
 
 
 async def _optim_step(
@@ -276,6 +280,9 @@ async def _save_weights_for_sampler(
     seq_id = request.sampling_session_seq_id
     if seq_id is None:
         raise UserError("give a path, or the sampling_session_seq_id of a session to make")
+    if not 0 <= seq_id <= NUMBER_MAX:
+        why = f"sampling_session_seq_id must be in [0, {NUMBER_MAX}], got {seq_id}"
+        raise UserError(why)
     session = parts.session(model.session_id, model.tenant)
     sampler = Sampler(session.sampler_id(seq_id), model.tenant)
     opened = SamplerOpened(session_id=session.session_id, seq_id=seq_id)
@@ -344,7 +351,9 @@ def checkpoint_facts(
     is_ephemeral: bool = False,
 ) -> CheckpointFacts:
     """Return what is written beside a checkpoint of a model's present weights."""
-    now_s = time.time()
+    now_s, ttl_s = time.time(), request.ttl_seconds
+    if ttl_s is not None and not 0 <= ttl_s <= TTL_S_MAX:
+        raise UserError(f"ttl_seconds must be in [0, {TTL_S_MAX}] or None, got {ttl_s}")
     return CheckpointFacts(
         run_id=model.model_id,
         kind=kind,
@@ -356,7 +365,7 @@ def checkpoint_facts(
         train_attn=model.spec.train_attn,
         train_mlp=model.spec.train_mlp,
         created_s=now_s,
-        expires_s=None if request.ttl_seconds is None else now_s + request.ttl_seconds,
+        expires_s=None if ttl_s is None else now_s + ttl_s,
         user_metadata=request.user_metadata,
         seq_id=request.seq_id,
         is_ephemeral=is_ephemeral,
@@ -370,17 +379,17 @@ def _json(kind: type[Any]) -> Callable[[bytes], Any]:
     return lambda body: decode_json(body, kind)
 
 
+def _canonical(request: msgspec.Struct) -> bytes:
+    return repr(request).encode()  # which has numbers beyond 64 bits, too
+
+
 MODEL_PATHS: Mapping[str, ModelPath] = {
     "forward_backward": ModelPath(decode_training, TrainingRequest.canonical, _forward_backward),
-    "optim_step": ModelPath(_json(messages.OptimStepRequest), msgspec.json.encode, _optim_step),
-    "save_weights": ModelPath(
-        _json(messages.SaveWeightsRequest), msgspec.json.encode, _save_weights
-    ),
-    "load_weights": ModelPath(
-        _json(messages.LoadWeightsRequest), msgspec.json.encode, _load_weights
-    ),
+    "optim_step": ModelPath(_json(messages.OptimStepRequest), _canonical, _optim_step),
+    "save_weights": ModelPath(_json(messages.SaveWeightsRequest), _canonical, _save_weights),
+    "load_weights": ModelPath(_json(messages.LoadWeightsRequest), _canonical, _load_weights),
     "save_weights_for_sampler": ModelPath(
-        _json(messages.SaveSamplerRequest), msgspec.json.encode, _save_weights_for_sampler
+        _json(messages.SaveSamplerRequest), _canonical, _save_weights_for_sampler
     ),
 }
 """Paths of models' requests, by the last part of the path."""

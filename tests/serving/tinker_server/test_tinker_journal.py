@@ -8,10 +8,10 @@ import pytest
 
 from tidegate.serving.tinker import journal
 from tidegate.serving.tinker.journal import (
+    FailureRecorded,
     ModelCreated,
     ModelJournal,
     RequestAccepted,
-    RequestFailed,
     SamplerOpened,
     ServerState,
     SessionEnded,
@@ -103,7 +103,7 @@ def test_a_whole_record_of_an_unknown_kind_is_passed_over(tmp_path: Path) -> Non
 def test_a_failure_is_read_with_its_request(tmp_path: Path) -> None:
     written = new_journal(tmp_path)
     written.append(request(1))
-    failed = RequestFailed(seq_id=1, message="out of memory", loses_gradient=True)
+    failed = FailureRecorded(seq_id=1, message="out of memory", loses_gradient=True)
     written.append_failure(failed)
     recovered = read_model(tmp_path)
     assert recovered is not None

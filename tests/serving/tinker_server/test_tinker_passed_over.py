@@ -70,7 +70,7 @@ def test_more_requests_than_may_wait_are_carried_out_after_a_kill(
     mortal: MortalServer, tenant: Tenant, model: Path
 ) -> None:
     model_id = tenant.new_model(model)
-    futures = []
+    futures: list[dict[str, Any]] = []
     while len(futures) < 60:  # of which 40 may wait
         answer = tenant.forward_backward(model_id, len(futures) + 1, TARGETS)
         if answer.status_code == 200:
@@ -158,7 +158,7 @@ def test_records_that_cannot_be_read_are_passed_over(
     for seq_id, path in ((3, "forward_backward"), (4, "a path of a later release")):
         record = RequestAccepted(seq_id=seq_id, path=path, body=b"\xff\xff")
         append_record(journal_of(mortal, model_id), record)
-    append_record(mortal.state / "sessions.journal", record)  # type: ignore[arg-type]
+    append_record(mortal.state / "sessions.journal", record)
     broken = mortal.state / f"{beside}1" / "journal"
     broken.mkdir(parents=True)
     (broken / "1.requests").mkdir()
