@@ -176,14 +176,19 @@ async def client_dynamic_config(parts: TinkerParts, http: HttpRequest, tenant: s
 
 @on("GET", "get_server_capabilities")
 async def get_server_capabilities(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """List the base model."""
-    model = {
-        "model_name": parts.base_model,
-        "max_context_length": limits_of(parts.scheduler).context_tokens_max,
-        "trainable": True,
-        "sampleable": True,
-    }
-    return {"supported_models": [model]}
+    """List the base models: the trained one, and those that are sampled from only."""
+    limits = {parts.base_model: limits_of(parts.scheduler)}
+    limits |= {name: await each.limits() for name, each in parts.other_runners.items()}
+    models = [
+        {
+            "model_name": name,
+            "max_context_length": own.context_tokens_max,
+            "trainable": name == parts.base_model,
+            "sampleable": True,
+        }
+        for name, own in limits.items()
+    ]
+    return {"supported_models": models}
 
 
 @on("POST", "telemetry")
@@ -201,7 +206,10 @@ async def create_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> 
     await note(parts, SessionOpened(session_id=session_id, tenant=tenant))
     parts.sessions.open(session_id, tenant, asyncio.get_running_loop().time())
     answer = {"type": "create_session", "session_id": session_id}
-    return answer | {"info_message": UNEMBED_NOTE}
+    notes = [UNEMBED_NOTE]
+    for name, instead in parts.trainer.losses.items():
+        notes.append(f"loss_fn={name!r} is computed as {instead!r} on this server")
+    return answer | {"info_message": "; ".join(notes)}
 
 
 @on("POST", "session_heartbeat")
@@ -411,18 +419,20 @@ async def create_sampling_session(parts: TinkerParts, http: HttpRequest, tenant:
     session = parts.session(request.session_id, tenant)
     seq_id = request.sampling_session_seq_id
     if seq_id not in session.samplers:
-        saved = None
+        saved, other = None, None
         if request.model_path is not None:
             found = partial(parts.checkpoints.find, request.model_path, tenant)
             saved = SavedAdapter(*await asyncio.to_thread(found))
         else:
-            parts.check_base_model(request.base_model or "")
-        sampler = Sampler(session.sampler_id(seq_id), tenant, saved, "", request.model_path)
+            other = parts.sampled_model(request.base_model or "")
+        sampler_id = session.sampler_id(seq_id)
+        sampler = Sampler(sampler_id, tenant, saved, "", request.model_path, other)
         opened = SamplerOpened(
             session_id=session.session_id,
             seq_id=seq_id,
             path=request.model_path,
             model_path=request.model_path,
+            other_model=other,
         )
         await open_sampler(parts, session, sampler, opened)
     sampler_id = session.samplers[seq_id].sampler_id
@@ -435,7 +445,7 @@ async def get_sampler(parts: TinkerParts, http: HttpRequest, tenant: str) -> Ans
     sampler = _sampler(parts, http.path_params["sampler_id"], tenant)
     return {
         "sampler_id": sampler.sampler_id,
-        "base_model": parts.base_model,
+        "base_model": sampler.other_model or parts.base_model,
         "model_path": sampler.model_path,
     }
 
@@ -464,7 +474,9 @@ async def asample(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
 async def _sampled(
     parts: TinkerParts, request_id: str, sampler: Sampler, request: messages.SampleRequest
 ) -> RequestSuccess:
-    result = await parts.runner.sample(request_id, sampler, request)
+    other = sampler.other_model
+    runner = parts.runner if other is None else parts.other_runners[other]
+    result = await runner.sample(request_id, sampler, request)
     return RequestSuccess(partial(_sample_body, result), has_protobuf=True)
 
 

@@ -75,6 +75,8 @@ class SamplerOpened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The path that its client named."""
     live_model_id: str | None = None
     """The model whose in-flight weights it follows."""
+    other_model: str | None = None
+    """Name of its base model, if that is another than the trained one."""
 
 
 class ModelCreated(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -149,7 +149,8 @@ LOSSES: Mapping[str, LossFunction] = {
 }
 
 USE_INSTEAD: Mapping[str, str] = {
-    "stable_reinforce": "ppo",  # its formula is not published
+    "stable_reinforce": "ppo, because its formula is not published, or start the server with "
+    "--stable-reinforce ppo (or cispo, importance_sampling), which computes that loss instead",
     "custom": "forward_backward_custom with a Python function, which the SDK runs on the client",
 }
 """Losses of the API that are not served, and the closest substitute of each."""

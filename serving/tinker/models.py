@@ -10,8 +10,8 @@ import concurrent.futures
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -115,13 +115,16 @@ class ModelTrainer:
         make_backend: Callable[[], TrainingBackend],
         futures: FutureTable,
         spawn: Spawn,
+        losses: Mapping[str, str],
     ) -> None:
-        """``make_backend`` is called in the training thread when it is first needed."""
+        """``make_backend`` is called in the training thread when it is first needed. ``losses`` are
+        those that are computed in the place of others, by the others' names."""
         self._make_backend = make_backend
         self._backend: TrainingBackend | None = None
         self._futures = futures
         self._spawn = spawn
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tidegate-tinker-training")
+        self.losses = losses
         self._is_closed = False
         self._repeating = asyncio.Lock()
         """Held while a request of an earlier server is carried out again."""
@@ -334,6 +337,8 @@ class ModelTrainer:
 
         def work(backend: TrainingBackend) -> BatchResult:
             batch = request.batch(tokens_max)
+            if batch.loss_fn in self.losses:
+                batch = replace(batch, loss_fn=self.losses[batch.loss_fn])
             if not batch.data:
                 raise UserError("data has no sequence; give at least 1")
             return backend.forward_backward(

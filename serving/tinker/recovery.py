@@ -74,7 +74,11 @@ async def _restore_sampler(
         saved = SavedAdapter(*found)
     live = "" if opened.live_model_id is None else f"{opened.live_model_id}:inflight"
     sampler_id = session.sampler_id(opened.seq_id)
-    sampler = Sampler(sampler_id, session.tenant, saved, live, opened.model_path)
+    other = opened.other_model
+    if other is not None and other not in parts.other_runners:
+        log.error("sampler=%s is not restored: %s is not served now", sampler_id, other)
+        return
+    sampler = Sampler(sampler_id, session.tenant, saved, live, opened.model_path, other)
     parts.sessions.add_sampler(session, opened.seq_id, sampler)
 
 

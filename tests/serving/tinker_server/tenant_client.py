@@ -63,6 +63,25 @@ class Tenant:
             "forward_backward", content=request.SerializeToString(), headers=headers
         )
 
+    def policy_gradient(self, model_id: str, seq_id: int, loss_fn: str) -> httpx.Response:
+        """Send four tokens with log-probs and advantages."""
+        from tinker.proto import tinker_public_pb2 as pb
+
+        request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss_fn)
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.arange(20, 24, dtype="<i4").tobytes()
+        for name, values, dtype in (
+            ("target_tokens", np.arange(21, 25, dtype="<i8"), pb.DTYPE_INT64),
+            ("logprobs", np.full(4, -4.0, "<f4"), pb.DTYPE_FLOAT32),
+            ("advantages", np.ones(4, "<f4"), pb.DTYPE_FLOAT32),
+        ):
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = values.tobytes(), dtype
+        headers = {"content-type": "application/x-protobuf"}
+        return self.http.post(
+            "forward_backward", content=request.SerializeToString(), headers=headers
+        )
+
     def new_sampler(self, model: Path) -> str:
         """Return a new session's sampler of the base model."""
         session = self.post("create_session", tags=[], sdk_version="0")["session_id"]
