@@ -184,6 +184,24 @@ def tinker(
     tenant_samples: Annotated[
         int, typer.Option(min=1, help="Sampling requests at once, per key.")
     ] = 4096,
+    sampling_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR",
+            help="Another base model, sampled from and not trained, on one engine; repeatable.",
+        ),
+    ] = None,
+    stable_reinforce: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOSS",
+            help="Loss computed for stable_reinforce, whose formula is not published: "
+            "importance_sampling, ppo or cispo. Default: refused.",
+        ),
+    ] = None,
+    tenant_sequence_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a sequence to train on.")
+    ] = 32_768,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Samples at once, per engine.")] = 64,
     threads_per_engine: Annotated[
         int | None, typer.Option(min=1, help="CPU threads per engine; default: its share of cores.")
@@ -212,13 +230,30 @@ def tinker(
         state_directory=state_directory,
         api_keys=tenant_keys(),
         allowed_hosts=allowed_host or (),
-        limits=TenantLimits(models=tenant_models, samples=tenant_samples),
+        limits=TenantLimits(
+            models=tenant_models, samples=tenant_samples, sequence_tokens=tenant_sequence_tokens
+        ),
+        sampling_models=_named_models(sampling_model or []),
+        stable_reinforce=stable_reinforce,
         max_running_turns=max_num_seqs,
         threads_per_engine=threads_per_engine,
         run_directory=run_directory,
     ) as server:
         echo(f"serving the Tinker API for {model} at {server.url}")
         server.wait()
+
+
+def _named_models(given: list[str]) -> dict[str, str]:
+    """Return directories of models by name, from texts NAME=DIR."""
+    models = {}
+    for each in given:
+        name, equals, directory = each.partition("=")
+        if not (name and equals and directory):
+            raise typer.BadParameter(
+                f"--sampling-model is NAME=DIR, as in Qwen/Qwen3-8B=path/to/model, got {each!r}"
+            )
+        models[name] = directory
+    return models
 
 
 def _engine_options(engines: int | None, devices: list[str]) -> dict[str, Any]:

@@ -37,6 +37,10 @@ from examples.tiny_model import PAD, TOKENIZER_CONFIG, character_tokenizer, smal
 NAME = "Qwen/Qwen3-8B-Base"
 """Name of the served model, for which the cookbook renders plain text: ``User: …``."""
 
+INSTEAD = "importance_sampling"
+"""Loss that the server computes for ``stable_reinforce``, which is rl_loop's default and has no
+published formula."""
+
 TERMS = range(1, 7)
 QUESTION_SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 """What rl_loop adds to each question."""
@@ -197,14 +201,16 @@ def main() -> None:
     """Make the model, serve it, and run both recipes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--loss", default="importance_sampling")
+    parser.add_argument("--loss", default="stable_reinforce", help="rl_loop's loss_fn")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = folder / "model"
         with (
             prepared(model),
-            tidegate.tinker_server(model=model, engines=2, served_model_name=NAME) as server,
+            tidegate.tinker_server(
+                model=model, engines=2, served_model_name=NAME, stable_reinforce=INSTEAD
+            ) as server,
         ):
             rewards = run_rl_loop(
                 server.url, folder / "rl", steps=options.steps, loss_fn=options.loss

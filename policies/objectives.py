@@ -112,7 +112,7 @@ def cispo_losses(
         mask, advantages=advantages, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
     )
     log_w = _log_ratio(logprobs, behaviour_logprobs, mask).detach()
-    weight = _ratio(log_w).clamp(weight_min, weight_max)
+    weight = clamped_ratio(log_w).clamp(weight_min, weight_max)
     return -weight * over_tokens(advantages.detach(), mask) * over_tokens(logprobs, mask)
 
 
@@ -254,7 +254,7 @@ def decoupled_ppo_loss(
     used = over_tokens(weight.detach(), mask)
     losses = ppo_losses(logprobs, proximal, advantages, mask, clip_low=clip, clip_high=clip)
     loss = mean_by_token(used * losses, mask, tokens_in_batch=tokens_in_batch)
-    unclipped = -_ratio(_log_ratio(logprobs, proximal, mask).detach()) * advantages
+    unclipped = -clamped_ratio(_log_ratio(logprobs, proximal, mask).detach()) * advantages
     return loss, _diagnose(log_w[mask], used[mask], (losses > unclipped)[mask])
 
 
@@ -278,13 +278,14 @@ def _log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     return over_tokens(logprobs, mask) - over_tokens(others, mask)
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def clamped_ratio(log_ratio: Tensor) -> Tensor:
+    """Return exp of log ratios, finite with a finite gradient however large they are."""
     return log_ratio.clamp(max=LOG_RATIO_MAX).exp()
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return PPO's pessimistic minimum of the clipped and the unclipped objective, negated."""
-    ratio, advantage = _ratio(log_ratio), advantages.detach()
+    ratio, advantage = clamped_ratio(log_ratio), advantages.detach()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 

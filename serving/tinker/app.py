@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,7 @@ from tidegate.serving.tinker.training import LoraSpec, UserError
 from tidegate.serving.tinker.training_requests import (
     MODEL_PATHS,
     begin_model,
+    note,
     open_sampler,
     submit,
 )
@@ -174,14 +176,19 @@ async def client_dynamic_config(parts: TinkerParts, http: HttpRequest, tenant: s
 
 @on("GET", "get_server_capabilities")
 async def get_server_capabilities(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """List the base model."""
-    model = {
-        "model_name": parts.base_model,
-        "max_context_length": limits_of(parts.scheduler).context_tokens_max,
-        "trainable": True,
-        "sampleable": True,
-    }
-    return {"supported_models": [model]}
+    """List the base models: the trained one, and those that are sampled from only."""
+    limits = {parts.base_model: limits_of(parts.scheduler)}
+    limits |= {name: await each.limits() for name, each in parts.other_runners.items()}
+    models = [
+        {
+            "model_name": name,
+            "max_context_length": own.context_tokens_max,
+            "trainable": name == parts.base_model,
+            "sampleable": True,
+        }
+        for name, own in limits.items()
+    ]
+    return {"supported_models": models}
 
 
 @on("POST", "telemetry")
@@ -195,12 +202,14 @@ async def telemetry(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answe
 async def create_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     """Begin a session, which lasts as long as its heartbeats."""
     await read(http, messages.CreateSessionRequest)
-    session = parts.sessions.open(tenant, asyncio.get_running_loop().time())
-    if parts.state is not None:
-        opened = SessionOpened(session_id=session.session_id, tenant=tenant)
-        await asyncio.to_thread(parts.state.note, opened)
-    answer = {"type": "create_session", "session_id": session.session_id}
-    return answer | {"info_message": UNEMBED_NOTE}
+    session_id = str(uuid.uuid4())
+    await note(parts, SessionOpened(session_id=session_id, tenant=tenant))
+    parts.sessions.open(session_id, tenant, asyncio.get_running_loop().time())
+    answer = {"type": "create_session", "session_id": session_id}
+    notes = [UNEMBED_NOTE]
+    for name, instead in parts.trainer.losses.items():
+        notes.append(f"loss_fn={name!r} is computed as {instead!r} on this server")
+    return answer | {"info_message": "; ".join(notes)}
 
 
 @on("POST", "session_heartbeat")
@@ -222,14 +231,19 @@ async def finish_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> 
 
 async def end_session(parts: TinkerParts, session: TinkerSession) -> None:
     """Drop a session's models, and the weights of its samplers that no other session can name."""
-    parts.sessions.close(session)
-    if parts.state is not None:
-        ended = SessionEnded(session_id=session.session_id)
-        await asyncio.to_thread(parts.state.note, ended)
-    for model in session.models.values():
+    parts.sessions.close(session)  # from now on nothing is added to it
+    try:
+        await note(parts, SessionEnded(session_id=session.session_id))
+    except ApiError as error:  # a restarted server ends it again
+        log.error("session=%s: %s", session.session_id, error)
+    models = list(session.models.values())
+    for model in models:
         await parts.trainer.remove(model)
-        for name in (model.model_id, model.live_adapter):
+    for name in [n for model in models for n in (model.model_id, model.live_adapter)]:
+        try:
             await parts.adapters.unload(name)
+        except TidegateError:
+            log.exception("adapter=%s stays on the engines", name)
     for sampler in session.samplers.values():
         if sampler.saved is not None and sampler.saved.facts.is_ephemeral:
             await asyncio.to_thread(parts.checkpoints.remove, sampler.saved.facts)
@@ -274,13 +288,22 @@ async def create_model(parts: TinkerParts, http: HttpRequest, tenant: str) -> An
 
 async def _created(parts: TinkerParts, session: TinkerSession, created: ModelCreated) -> Answer:
     """Begin a model, unless its client has sent the request again."""
-    model = session.models.get(created.model_seq_id)
-    if model is None:
+    try:
+        msgspec.msgpack.encode(created)  # as the journal does
+    except OverflowError as error:
+        raise ApiError(400, f"a number of the model has more than 64 bits: {error}") from None
+    if created.model_seq_id not in session.models:
         await _make_room(parts, session.tenant)
+        parts.session(session.session_id, session.tenant)  # unless it has ended meanwhile
+    model = session.models.get(created.model_seq_id)
+    if model is None:  # nothing is waited for since there was room
         model = await begin_model(parts, session, created)
     else:
         async with model.journal_lock:  # the first one may be on its way to the disk
             pass
+        parts.session(session.session_id, session.tenant)
+        if session.models.get(created.model_seq_id) is not model:
+            raise ApiError(503, "the model could not be created; send the request again")
     return future_answer(f"{model.model_id}:create", model.model_id)
 
 
@@ -396,18 +419,20 @@ async def create_sampling_session(parts: TinkerParts, http: HttpRequest, tenant:
     session = parts.session(request.session_id, tenant)
     seq_id = request.sampling_session_seq_id
     if seq_id not in session.samplers:
-        saved = None
+        saved, other = None, None
         if request.model_path is not None:
             found = partial(parts.checkpoints.find, request.model_path, tenant)
             saved = SavedAdapter(*await asyncio.to_thread(found))
         else:
-            parts.check_base_model(request.base_model or "")
-        sampler = Sampler(session.sampler_id(seq_id), tenant, saved, "", request.model_path)
+            other = parts.sampled_model(request.base_model or "")
+        sampler_id = session.sampler_id(seq_id)
+        sampler = Sampler(sampler_id, tenant, saved, "", request.model_path, other)
         opened = SamplerOpened(
             session_id=session.session_id,
             seq_id=seq_id,
             path=request.model_path,
             model_path=request.model_path,
+            other_model=other,
         )
         await open_sampler(parts, session, sampler, opened)
     sampler_id = session.samplers[seq_id].sampler_id
@@ -420,7 +445,7 @@ async def get_sampler(parts: TinkerParts, http: HttpRequest, tenant: str) -> Ans
     sampler = _sampler(parts, http.path_params["sampler_id"], tenant)
     return {
         "sampler_id": sampler.sampler_id,
-        "base_model": parts.base_model,
+        "base_model": sampler.other_model or parts.base_model,
         "model_path": sampler.model_path,
     }
 
@@ -449,7 +474,9 @@ async def asample(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
 async def _sampled(
     parts: TinkerParts, request_id: str, sampler: Sampler, request: messages.SampleRequest
 ) -> RequestSuccess:
-    result = await parts.runner.sample(request_id, sampler, request)
+    other = sampler.other_model
+    runner = parts.runner if other is None else parts.other_runners[other]
+    result = await runner.sample(request_id, sampler, request)
     return RequestSuccess(partial(_sample_body, result), has_protobuf=True)
 
 

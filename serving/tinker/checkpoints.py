@@ -8,6 +8,7 @@ synced, then renamed), and ``checkpoint.json`` in it says whose it is. :mod:`app
 Built on ``training.py``.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -20,6 +21,8 @@ from typing import Literal
 import msgspec
 
 from tidegate.serving.tinker.training import LoraSpec, UserError
+
+log = logging.getLogger("tidegate")
 
 CheckpointKind = Literal["weights", "sampler_weights"]
 """What a checkpoint is for, as the second part of its path says."""
@@ -155,6 +158,8 @@ class CheckpointStore:
 
     def of(self, tenant: str, run_id: str | None = None) -> list[CheckpointFacts]:
         """Return a tenant's checkpoints, of one run if it is given, the newest first."""
+        if run_id is not None and not RUN_PATTERN.fullmatch(run_id):
+            return []
         runs = [self._root / run_id] if run_id else sorted(self._root.glob("*:train:*"))
         found = (self._read(path.parent) for run in runs for path in run.glob(f"*/*/{FACTS_FILE}"))
         mine = [each for each in found if each is not None and each.tenant == tenant]
@@ -189,8 +194,11 @@ class CheckpointStore:
             facts = msgspec.json.decode((path / FACTS_FILE).read_bytes(), type=CheckpointFacts)
         except (OSError, msgspec.MsgspecError):
             shutil.rmtree(path, ignore_errors=True)
-        else:
+            return
+        try:
             self.remove(facts)
+        except (OSError, UserError) as error:  # the next start tries again
+            log.error("checkpoint=%s is not deleted: %s", path, error)
 
     def remove(self, facts: CheckpointFacts) -> None:
         """Delete a checkpoint for good; harmless if it is gone."""

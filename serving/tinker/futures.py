@@ -133,7 +133,7 @@ class FutureTable:
         if entry is None or entry.tenant != tenant:
             raise ApiError(
                 410,
-                f"no request {request_id!r} is known: its result was kept for "
+                f"no request {request_id!r:.200} is known: its result was kept for "
                 f"{KEPT_AFTER_READ_S:.0f} s after it was read, or the server has restarted",
             )
         try:

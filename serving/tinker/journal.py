@@ -10,17 +10,20 @@ the same requests in the same order give the same weights and results. One snaps
 needed is kept, so that results which a client had not read yet are computed again.
 
 A record is its length and its CRC-32, 4 bytes each, little-endian, and MessagePack. A record that
-was cut off by the crash ends the file. :mod:`app`, :mod:`models` and :mod:`training_requests`
-append to the journal, :mod:`recovery` reads it; methods block. Built on msgspec and the records of
+was cut off by the crash ends the file, and is cut off it. An append that fails, as on a full disk,
+leaves the file as it was. :mod:`app`, :mod:`models` and :mod:`training_requests` append to the
+journal, :mod:`recovery` reads it; methods block. Built on msgspec and the records of
 ``training.py``.
 """
 
+import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ import msgspec
 
 from tidegate.errors import ConfigError
 from tidegate.serving.tinker.training import LoraSpec
+
+log = logging.getLogger("tidegate")
 
 HEADER = struct.Struct("<II")
 
@@ -40,6 +45,10 @@ SNAPSHOT_REQUESTS = 64
 
 SNAPSHOT_BYTES = 64 * 1024 * 1024
 """Bytes of a model's requests after which its weights are saved, too."""
+
+
+ATTEMPTS_MAX = 3
+"""Starts of the server that may end while they repeat one request; the next start refuses it."""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -66,6 +75,8 @@ class SamplerOpened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The path that its client named."""
     live_model_id: str | None = None
     """The model whose in-flight weights it follows."""
+    other_model: str | None = None
+    """Name of its base model, if that is another than the trained one."""
 
 
 class ModelCreated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -90,6 +101,16 @@ class RequestAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     body: bytes
 
 
+class FailureRecorded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request failed by no fault of its client's; a restarted server does not try it again,
+    because it might succeed, and the client was told that it did not."""
+
+    seq_id: int
+    message: str
+    loses_gradient: bool
+    """Whether the gradient since the last optimizer step is incomplete without it."""
+
+
 class SegmentStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First record of each file of requests."""
 
@@ -101,18 +122,27 @@ class SegmentStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 SessionRecord = SessionOpened | SessionEnded | SamplerOpened
-ModelRecord = SegmentStarted | RequestAccepted
+ModelRecord = SegmentStarted | RequestAccepted | FailureRecorded
 
 
 def append_record(path: Path, record: SessionRecord | ModelRecord) -> int:
-    """Append a record to a file and sync it; return the record's bytes."""
+    """Append a record to a file and sync it, or leave the file as it was; return its bytes.
+
+    Raises:
+        OSError: the disk is full, or broken.
+    """
     data = _framed(record)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
+        end = os.fstat(descriptor).st_size
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, end)  # a torn record would hide those after it
+            raise
     finally:
         os.close(descriptor)
     return len(data)
@@ -134,7 +164,8 @@ def write_records(path: Path, records: Iterable[SessionRecord | ModelRecord]) ->
 def read_records(path: Path, kind: Any) -> list[Any]:
     """Read a file's records, up to the first that is cut off or damaged; none if it is missing.
 
-    ``kind`` is the union of their types.
+    The file is shortened to these records, so that others can be appended. A whole record that is
+    of none of the types ``kind``, a union, is passed over.
     """
     try:
         data = path.read_bytes()
@@ -142,15 +173,20 @@ def read_records(path: Path, kind: Any) -> list[Any]:
         return []
     decoder = msgspec.msgpack.Decoder(kind)
     records = []
-    start = 0
-    while start + HEADER.size <= len(data):
-        length, checksum = HEADER.unpack_from(data, start)
-        start += HEADER.size
+    end = 0
+    while end + HEADER.size <= len(data):
+        length, checksum = HEADER.unpack_from(data, end)
+        start = end + HEADER.size
         body = data[start : start + length]
         if length > RECORD_BYTES_MAX or len(body) < length or zlib.crc32(body) != checksum:
             break
-        records.append(decoder.decode(body))
-        start += length
+        try:
+            records.append(decoder.decode(body))
+        except (msgspec.MsgspecError, RecursionError) as error:
+            log.error("file=%s byte=%d: a record is passed over: %s", path, end, error)
+        end = start + length
+    if end < len(data):
+        os.truncate(path, end)
     return records
 
 
@@ -204,7 +240,11 @@ class ServerState:
         records = read_records(self._sessions, SessionRecord)
         ended = {each.session_id for each in records if isinstance(each, SessionEnded)}
         kept = [each for each in records if each.session_id not in ended]
-        write_records(self._sessions, kept)
+        if len(kept) < len(records):
+            try:
+                write_records(self._sessions, kept)
+            except OSError as error:
+                log.error("file=%s is not shortened: %s", self._sessions, error)
         sessions = [each for each in kept if isinstance(each, SessionOpened)]
         samplers = [each for each in kept if isinstance(each, SamplerOpened)]
         return sessions, samplers
@@ -248,6 +288,28 @@ class ModelJournal:
         self.size_bytes += append_record(self._file(self.segment), record)
         self.requests += 1
 
+    def append_failure(self, record: FailureRecorded) -> None:
+        """Append the failure of a request, and sync it."""
+        append_record(self._file(self.segment), record)
+
+    def begin_attempt(self, seq_id: int) -> bool:
+        """Record that a request is being repeated (0: the model's creation), until
+        :meth:`end_attempt`; False if ATTEMPTS_MAX starts of the server have ended meanwhile."""
+        file, attempts = self._attempts(seq_id), 0
+        with contextlib.suppress(OSError):
+            attempts = file.stat().st_size  # a byte each
+        if attempts < ATTEMPTS_MAX:
+            with contextlib.suppress(OSError), file.open("ab") as appended:
+                appended.write(b".")
+        return attempts < ATTEMPTS_MAX
+
+    def end_attempt(self, seq_id: int) -> None:
+        """Record that a request was repeated."""
+        self._attempts(seq_id).unlink(missing_ok=True)
+
+    def _attempts(self, seq_id: int) -> Path:
+        return self.directory / f"{seq_id}.attempts"
+
     def begin_segment(
         self,
         seq_id: int,
@@ -264,9 +326,13 @@ class ModelJournal:
         beside = self.directory / f".{seq_id}"
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        save(beside)
-        for path in [*beside.iterdir(), beside]:
-            _sync_directory(path)
+        try:
+            save(beside)
+            for path in [*beside.iterdir(), beside]:
+                _sync_directory(path)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)  # perhaps the disk is full
+            raise
         shutil.rmtree(snapshot, ignore_errors=True)
         os.rename(beside, snapshot)
         start = SegmentStarted(created=self.created, seq_id=seq_id, steps=steps)
@@ -301,6 +367,8 @@ class RecoveredModel:
     """Directory of its weights and optimizer; None if it begins as it was created."""
     requests: Sequence[RequestAccepted]
     """Requests since the snapshot, by ``seq_id``."""
+    failures: Mapping[int, FailureRecorded]
+    """Those of them that failed by the server's fault, by ``seq_id``."""
 
 
 def read_model(directory: Path) -> RecoveredModel | None:
@@ -310,13 +378,13 @@ def read_model(directory: Path) -> RecoveredModel | None:
     start = files[0][0] if files and files[0] else None
     if not isinstance(start, SegmentStarted):
         return None
+    everything = [record for records in files for record in records]
     accepted = {
         record.seq_id: record
-        for records in files
-        for record in records
+        for record in everything
         if isinstance(record, RequestAccepted) and record.seq_id >= start.seq_id
     }
-    write_records(directory / f"{numbers[-1]}.requests", files[-1])  # without a torn record
+    failures = {each.seq_id: each for each in everything if isinstance(each, FailureRecorded)}
     last = [each for each in files[-1] if isinstance(each, RequestAccepted)]
     size_bytes = sum(len(each.body) for each in last)
     journal = ModelJournal(directory, start.created, numbers[-1], len(last), size_bytes)
@@ -326,4 +394,5 @@ def read_model(directory: Path) -> RecoveredModel | None:
         start,
         snapshot if snapshot.is_dir() else None,
         [accepted[seq_id] for seq_id in sorted(accepted)],
+        failures,
     )

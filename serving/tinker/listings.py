@@ -24,6 +24,9 @@ from tidegate.serving.tinker.training import UserError
 PAGE_MAX = 1000
 """Entries of one answer."""
 
+UNIX_S_MAX = 253_402_300_799
+"""End of the year 9999, the last that dates have."""
+
 CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
@@ -195,7 +198,7 @@ def _texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
 
 
 def _iso(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).isoformat()
+    return datetime.fromtimestamp(min(unix_s, UNIX_S_MAX), UTC).isoformat()
 
 
 def _page(http: HttpRequest, entries: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:

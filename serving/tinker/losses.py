@@ -18,13 +18,15 @@ the gradient. GSPO-token: Zheng et al. 2025, arXiv:2507.18071, section 4.3: s ha
 geometric mean of r over the tokens that the mask marks, and the gradient of the token's own
 :math:`\log p`. The SDK's documents give no default for its thresholds, nor for the ``beta`` b of
 ``dro``, so a request must have them. :mod:`peft_training` calls this module; shapes are [n], or [n,
-K] for losses without a mask. Built on torch.
+K] for losses without a mask. Ratios are clamped as those of ``policies/objectives.py``, whose
+:func:`clamped_ratio` computes them: an infinite one would make the gradient NaN. Built on torch.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tidegate.policies.objectives import clamped_ratio
 from tidegate.serving.tinker.training import UserError
 
 if TYPE_CHECKING:
@@ -104,7 +106,8 @@ def _gspo(
 ) -> "torch.Tensor":
     marked = inputs[RATIO_MASK] != 0
     mean = (logprobs.detach() - inputs["logprobs"])[marked].mean()
-    ratio, advantages = (mean + logprobs - logprobs.detach()).exp(), inputs["advantages"]
+    ratio = clamped_ratio(mean + logprobs - logprobs.detach())
+    advantages = inputs["advantages"]
     return -(ratio * advantages).minimum(_clipped(ratio, config) * advantages)
 
 
@@ -118,7 +121,7 @@ def _dro(
 
 
 def _ratio(logprobs: "torch.Tensor", inputs: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-    return (logprobs - inputs["logprobs"]).exp()
+    return clamped_ratio(logprobs - inputs["logprobs"])
 
 
 def _clipped(ratio: "torch.Tensor", config: Mapping[str, float]) -> "torch.Tensor":
@@ -146,7 +149,8 @@ LOSSES: Mapping[str, LossFunction] = {
 }
 
 USE_INSTEAD: Mapping[str, str] = {
-    "stable_reinforce": "ppo",  # its formula is not published
+    "stable_reinforce": "ppo, because its formula is not published, or start the server with "
+    "--stable-reinforce ppo (or cispo, importance_sampling), which computes that loss instead",
     "custom": "forward_backward_custom with a Python function, which the SDK runs on the client",
 }
 """Losses of the API that are not served, and the closest substitute of each."""

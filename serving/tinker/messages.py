@@ -5,9 +5,21 @@ msgspec structures. Fields that the server does not serve are here too, so that 
 them by name. ``type`` repeats the path.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+NUMBER_MAX = 999_999_999
+"""Largest number of a model or sampler within its session: ids have 9 digits."""
+
+TTL_S_MAX = 10 * 365 * 24 * 3600
+"""Longest time for which a checkpoint is kept, if it is not kept for ever: 10 years."""
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+"""Number that a client gives to what it makes. Requests of models have no such bounds, because one
+that is refused before it has its place would leave the later ones waiting."""
+
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class TinkerRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +54,7 @@ class LoraConfigFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """``lora_config`` of ``create_model``."""
 
     rank: int
-    seed: int | None = None
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -58,7 +70,7 @@ class CreateModelRequest(TinkerRequest, frozen=True, kw_only=True):
     """``create_model``."""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Number
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfigFields | None = None
@@ -108,7 +120,7 @@ class LoadWeightsRequest(TinkerRequest, frozen=True, kw_only=True):
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Number | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     path: str
@@ -126,7 +138,7 @@ class WeightsInfoRequest(TinkerRequest, frozen=True, kw_only=True):
 class TtlRequest(TinkerRequest, frozen=True, kw_only=True):
     """``PUT …/ttl`` of a checkpoint."""
 
-    ttl_seconds: int | None = None
+    ttl_seconds: Annotated[int, msgspec.Meta(ge=0, le=TTL_S_MAX)] | None = None
 
 
 class CancelFutureRequest(TinkerRequest, frozen=True, kw_only=True):
@@ -151,7 +163,7 @@ class CreateSamplingSessionRequest(TinkerRequest, frozen=True, kw_only=True):
     """``create_sampling_session``."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -186,7 +198,7 @@ class SampleRequest(TinkerRequest, frozen=True, kw_only=True):
     prompt: PromptFields
     sampling_params: SamplingFields
     sampling_session_id: str
-    seq_id: int
+    seq_id: Number
     num_samples: int = 1
     base_model: str | None = None
     model_path: str | None = None

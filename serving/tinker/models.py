@@ -10,13 +10,15 @@ import concurrent.futures
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
+from tidegate.errors import RunClosed, TidegateError
+from tidegate.serving.api_errors import ApiError
 from tidegate.serving.tinker.futures import (
     Entry,
     FutureTable,
@@ -24,9 +26,15 @@ from tidegate.serving.tinker.futures import (
     RequestSuccess,
     Spawn,
     Work,
+    failure_of,
     json_result,
 )
-from tidegate.serving.tinker.journal import ModelCreated, ModelJournal, RequestAccepted
+from tidegate.serving.tinker.journal import (
+    FailureRecorded,
+    ModelCreated,
+    ModelJournal,
+    RequestAccepted,
+)
 from tidegate.serving.tinker.protobuf import (
     TrainingRequest,
     batch_result_fields,
@@ -107,23 +115,39 @@ class ModelTrainer:
         make_backend: Callable[[], TrainingBackend],
         futures: FutureTable,
         spawn: Spawn,
+        losses: Mapping[str, str],
     ) -> None:
-        """``make_backend`` is called in the training thread when it is first needed."""
+        """``make_backend`` is called in the training thread when it is first needed. ``losses`` are
+        those that are computed in the place of others, by the others' names."""
         self._make_backend = make_backend
         self._backend: TrainingBackend | None = None
         self._futures = futures
         self._spawn = spawn
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tidegate-tinker-training")
+        self.losses = losses
+        self._is_closed = False
+        self._repeating = asyncio.Lock()
+        """Held while a request of an earlier server is carried out again."""
         self.models: dict[str, TrainedModel] = {}
 
     def close(self) -> None:
         """End the training thread after its present call, and wait for that."""
+        self._is_closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------ requests
 
+    def add(self, model: TrainedModel) -> None:
+        """Add a model, which counts as its tenant's from now on."""
+        self.models[model.model_id] = model
+
     def create(self, model: TrainedModel, request_id: str, create: Work) -> None:
-        """Add a model, and carry out its creation; its other requests wait for that."""
+        """Carry out the creation of a model; its other requests wait for that.
+
+        Raises:
+            ApiError: 404, the model was removed since it was added.
+        """
+        self._check_present(model)
 
         async def run() -> RequestSuccess:
             try:
@@ -134,7 +158,6 @@ class ModelTrainer:
 
         entry = Entry(model.tenant)
         self._futures.add(request_id, entry)
-        self.models[model.model_id] = model
         self._start(model, TrainingWork(entry, run))
 
     async def submit(
@@ -142,34 +165,82 @@ class ModelTrainer:
     ) -> str:
         """Carry out a request when all of the model's earlier ones have ended; return its id.
 
-        Returns once the request is in the journal. Sending a request again changes nothing;
-        ``canonical`` is its canonical form, by which it is recognised.
+        The request is in the journal before it is put in its place: one that can't be written is
+        refused and leaves nothing behind, so a restarted server has all that this one carries out.
+        Sending a request again changes nothing; ``canonical`` is its canonical form, by which it is
+        recognised.
 
         Raises:
-            ApiError: another request had this ``seq_id``, or too many wait.
+            ApiError: another request had this ``seq_id``, it is too far ahead, or it can't be
+                written to the journal.
         """
         model.requested_s = time.time()
-        if not self.enqueue(model, record, canonical, run):
-            async with model.journal_lock:  # the same request may be on its way to the disk
-                pass
-        elif model.journal is not None:
-            async with model.journal_lock:
-                await asyncio.to_thread(model.journal.append, record)
+        digest = _digest(canonical)
+        async with model.journal_lock:  # which the same request waits for, if it is sent again
+            self._check_present(model)
+            if model.order.is_known(record.seq_id, digest):
+                return request_id(model, record)
+            model.order.refuse_distant(record.seq_id)
+            if model.journal is not None:
+                try:
+                    await asyncio.to_thread(model.journal.append, record)
+                except OSError as error:
+                    why = f"the request can't be written to the server's journal: {error}"
+                    log.error("model=%s seq_id=%d: %s", model.model_id, record.seq_id, why)
+                    raise ApiError(503, f"{why}; it was not carried out, send it again") from None
+                self._check_present(model)
+            self._enqueue(model, record, digest, run)
         return request_id(model, record)
 
-    def enqueue(
+    def repeat(
         self, model: TrainedModel, record: RequestAccepted, canonical: bytes, run: Work
-    ) -> bool:
-        """Put a request in its place, and start it if that is its turn; False if it is known."""
-        digest = hashlib.blake2b(canonical, digest_size=16).digest()
-        if model.order.is_known(record.seq_id, digest):
-            return False
+    ) -> None:
+        """Carry out a request of an earlier server again, in its place."""
+        self._enqueue(model, record, _digest(canonical), partial(self._attempt, model, record, run))
+
+    async def _attempt(
+        self, model: TrainedModel, record: RequestAccepted, run: Work
+    ) -> RequestSuccess:
+        try:
+            return await self.attempt(model, record.seq_id, run)
+        except RepeatedDeath:
+            if record.path in ("forward_backward", "optim_step"):
+                model.lost_gradient, model.has_gradient = record.seq_id, True
+            raise
+
+    async def attempt(self, model: TrainedModel, seq_id: int, run: Work) -> RequestSuccess:
+        """Carry out work of an earlier server, unless it has ended the server several times.
+
+        One such work runs at a time, so that the right one is blamed.
+
+        Raises:
+            RepeatedDeath: the server has ended ATTEMPTS_MAX times while it did this.
+        """
+        journal = model.journal
+        assert journal is not None
+        async with self._repeating:
+            if not await asyncio.to_thread(journal.begin_attempt, seq_id):
+                raise RepeatedDeath(
+                    "the server ended several times while it carried out this request, so it is "
+                    "not tried again; make the request smaller, or ask for the server's log"
+                )
+            try:
+                return await run()
+            finally:
+                await asyncio.to_thread(journal.end_attempt, seq_id)
+
+    def _enqueue(
+        self, model: TrainedModel, record: RequestAccepted, digest: bytes, run: Work
+    ) -> None:
         work = TrainingWork(Entry(model.tenant), run, record)
         started = model.order.arrived(record.seq_id, digest, work)
         self._futures.add(request_id(model, record), work.entry)
         if started is not None:
             self._start(model, started)
-        return True
+
+    def _check_present(self, model: TrainedModel) -> None:
+        if self.models.get(model.model_id) is not model:
+            raise ApiError(404, f"there is no model {model.model_id!r}; it ended with its session")
 
     async def remove(self, model: TrainedModel) -> None:
         """Drop a model; its requests that have not started fail."""
@@ -177,7 +248,7 @@ class ModelTrainer:
             return
         for work in model.order.drain():
             self._futures.resolve(work.entry, RequestFailure("the model was unloaded", "user"))
-        await self.call(lambda backend: backend.remove(model.model_id))
+        await self._in_thread(lambda backend: backend.remove(model.model_id))
         if model.journal is not None:
             async with model.journal_lock:
                 await asyncio.to_thread(model.journal.remove)
@@ -187,10 +258,31 @@ class ModelTrainer:
 
     async def _run(self, model: TrainedModel, work: TrainingWork | None) -> None:
         while work is not None:
-            await self._futures.carry_out(work.entry, work.run)
+            await self._futures.carry_out(work.entry, partial(self._recorded, model, work))
             if self._needs_snapshot(model):
                 await self.save_snapshot(model)
             work = model.order.finished()
+
+    async def _recorded(self, model: TrainedModel, work: TrainingWork) -> RequestSuccess:
+        """Do a request's work; record a failure that would be another after a restart."""
+        try:
+            return await work.run()
+        except (UserError, RunClosed):
+            raise
+        except Exception as error:
+            if work.record is not None and model.journal is not None and not self._is_closed:
+                seq_id = work.record.seq_id
+                failed = FailureRecorded(
+                    seq_id=seq_id,
+                    message=failure_of(error).message,
+                    loses_gradient=model.lost_gradient == seq_id,
+                )
+                try:
+                    async with model.journal_lock:
+                        await asyncio.to_thread(model.journal.append_failure, failed)
+                except OSError:
+                    log.exception("model=%s: a failure is not recorded", model.model_id)
+            raise
 
     def _needs_snapshot(self, model: TrainedModel) -> bool:
         if model.journal is None or model.has_gradient or model.model_id not in self.models:
@@ -210,15 +302,27 @@ class ModelTrainer:
                 journal.begin_segment(seq_id, steps, waiting, write)
 
             try:
-                await self.call(save)
+                await self.call(model, save)
             except Exception:
                 log.exception("model=%s can't be saved; its journal grows", model.model_id)
 
     # ------------------------------------------------------------ work
 
-    async def call(self, work: Callable[[TrainingBackend], Result]) -> Result:
-        """Call the backend in its thread."""
+    async def call(self, model: TrainedModel, work: Callable[[TrainingBackend], Result]) -> Result:
+        """Call the backend in its thread, for a model.
 
+        Raises:
+            UserError: the model was removed.
+        """
+
+        def run(backend: TrainingBackend) -> Result:
+            if self.models.get(model.model_id) is not model:
+                raise UserError("the model was unloaded")
+            return work(backend)
+
+        return await self._in_thread(run)
+
+    async def _in_thread(self, work: Callable[[TrainingBackend], Result]) -> Result:
         def run() -> Result:
             if self._backend is None:
                 self._backend = self._make_backend()
@@ -227,12 +331,14 @@ class ModelTrainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
     async def forward_backward(
-        self, model: TrainedModel, request: TrainingRequest
+        self, model: TrainedModel, request: TrainingRequest, *, tokens_max: int
     ) -> RequestSuccess:
-        """Carry out ``forward`` or ``forward_backward``."""
+        """Carry out ``forward`` or ``forward_backward``; a sequence has at most ``tokens_max``."""
 
         def work(backend: TrainingBackend) -> BatchResult:
-            batch = request.batch()
+            batch = request.batch(tokens_max)
+            if batch.loss_fn in self.losses:
+                batch = replace(batch, loss_fn=self.losses[batch.loss_fn])
             if not batch.data:
                 raise UserError("data has no sequence; give at least 1")
             return backend.forward_backward(
@@ -241,7 +347,7 @@ class ModelTrainer:
 
         model.has_gradient |= not request.forward_only
         try:
-            result = await self.call(work)
+            result = await self.call(model, work)
         except UserError:
             raise  # nothing was added to the gradient
         except Exception:
@@ -255,19 +361,31 @@ class ModelTrainer:
         if model.lost_gradient is not None:
             seq_id, model.lost_gradient = model.lost_gradient, None
             model.has_gradient = False
-            await self.call(lambda backend: backend.clear_gradients(model.model_id))
+            await self.call(model, lambda backend: backend.clear_gradients(model.model_id))
             raise UserError(
                 f"request {seq_id} failed half-way, so the gradient of this step is incomplete; it "
                 f"was discarded and the weights are unchanged: send the step's data again"
             )
-        metrics = await self.call(lambda backend: backend.optim_step(model.model_id, step))
+        try:
+            metrics = await self.call(model, lambda own: own.optim_step(model.model_id, step))
+        except UserError:
+            model.has_gradient = False
+            raise
         model.steps += 1
         model.has_gradient = False
         return json_result({"type": "optim_step", "metrics": dict(metrics)})
 
     async def adapter(self, model: TrainedModel) -> TrainedAdapter:
         """Return a copy of a model's present adapter."""
-        return await self.call(lambda backend: backend.adapter(model.model_id))
+        return await self.call(model, lambda backend: backend.adapter(model.model_id))
+
+
+class RepeatedDeath(TidegateError):
+    """The server has ended several times while it carried out a request."""
+
+
+def _digest(canonical: bytes) -> bytes:
+    return hashlib.blake2b(canonical, digest_size=16).digest()
 
 
 def request_id(model: TrainedModel, record: RequestAccepted) -> str:

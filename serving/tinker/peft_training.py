@@ -7,6 +7,7 @@ the losses of ``losses.py``.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,6 +198,9 @@ class PeftTraining:
                 f"loss_fn={batch.loss_fn!r} needs {', '.join(sorted(lacking))} in loss_fn_config: "
                 f"there is no default"
             )
+        for name, value in batch.loss_config.items():
+            if not math.isfinite(value):
+                raise UserError(f"loss_fn_config[{name!r}] must be finite, got {value}")
         for place, datum in enumerate(batch.data):
             where = f"data[{place}]"
             given = set(datum.loss_inputs)
@@ -241,8 +245,16 @@ class PeftTraining:
         """Update the adapter by its gradient, clear the gradient, and return metrics."""
         model = self._models[model_id]
         parameters = [p for p in model.parameters.values() if p.grad is not None]
-        limit = step.grad_clip_norm if step.grad_clip_norm > 0 else float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit)) if parameters else 0.0
+        norm = torch.nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
+        if not norm.isfinite():
+            self.clear_gradients(model_id)
+            raise UserError(
+                "the gradient has NaN or infinity, so it was discarded and the weights are "
+                "unchanged: look for advantages, weights or loss settings that are too large, or "
+                "go back to a checkpoint if the weights have diverged"
+            )
+        if step.grad_clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, step.grad_clip_norm, norm)
         for group in model.optimizer.param_groups:
             group.update(
                 lr=step.learning_rate,
@@ -252,7 +264,7 @@ class PeftTraining:
             )
         model.optimizer.step()
         model.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm}
+        return {"grad_norm": float(norm)}
 
     def clear_gradients(self, model_id: str) -> None:
         """Forget the gradients since the last step."""

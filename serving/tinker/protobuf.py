@@ -6,6 +6,7 @@ Arrays travel as little-endian bytes. :mod:`app`, :mod:`models`, :mod:`sampling`
 protobuf.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from tidegate.serving.vllm_server.response_bodies import as_npy
 
 MASKED_LOGPROB = -99999.0
 """Log-prob, of token 0, at positions of a top-k matrix that were not scored."""
+
+VALUES_MAX = 16 * 1024 * 1024
+"""Values of a request's sparse tensors, their zeros included: 128 MiB of int64. A body of 64 MiB
+has as many dense ones."""
 
 OUTPUT_TYPE = "scalar"
 """``loss_fn_output_type`` of all losses here."""
@@ -49,18 +54,27 @@ class TrainingRequest:
         encoded: bytes = self.message.SerializeToString(deterministic=True)
         return encoded
 
-    def batch(self) -> LossBatch:
+    def batch(self, tokens_max: int) -> LossBatch:
         """Decode the sequences and the loss.
 
         Raises:
-            UserError: a sequence has something other than tokens, or a malformed array.
+            UserError: a sequence has something other than tokens, a malformed array, or more than
+                ``tokens_max`` tokens.
         """
         config = dict(self.message.loss_fn_config)
         for name, value in self.message.loss_fn_config_v2.items():
             if value.WhichOneof("value") != "number":
                 raise UserError(f"loss_fn_config[{name!r}] must be a number, got {value.text!r}")
             config[name] = value.number
-        data = [_datum(place, datum) for place, datum in enumerate(self.message.data)]
+        data = self.message.data
+        tensors = [each for datum in data for each in datum.loss_fn_inputs.values()]
+        values = sum(_sparse_values(each) for each in tensors)
+        if values > VALUES_MAX:
+            raise UserError(
+                f"the request's sparse tensors have {values} values with their zeros, and may have "
+                f"{VALUES_MAX}; send fewer sequences, or targets without unused columns"
+            )
+        data = [_datum(place, datum, tokens_max) for place, datum in enumerate(data)]
         return LossBatch(data, self.message.loss_fn, config)
 
 
@@ -79,13 +93,18 @@ def decode_training(body: bytes) -> TrainingRequest:
     return TrainingRequest(message.model_id, message.seq_id, message.forward_only, message)
 
 
-def _datum(place: int, message: Any) -> Datum:
+def _datum(place: int, message: Any, tokens_max: int) -> Datum:
     chunks = []
     for chunk in message.model_input:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise UserError(f"data[{place}] has a chunk of {kind}; only encoded_text is served")
         chunks.append(_array(chunk.encoded_text.tokens, np.dtype("<i4"), "model_input"))
     ids = np.concatenate(chunks) if chunks else np.zeros(0)
+    if len(ids) > tokens_max:
+        raise UserError(
+            f"data[{place}] has {len(ids)} tokens, and a sequence may have {tokens_max}: shorten "
+            f"it, or start the server with a larger --tenant-sequence-tokens"
+        )
     inputs = {name: _tensor(name, tensor) for name, tensor in message.loss_fn_inputs.items()}
     return Datum(ids.astype(np.int64), inputs)
 
@@ -95,14 +114,23 @@ def _tensor(name: str, message: Any) -> npt.NDArray[Any]:
     if dtype is None:
         raise UserError(f"{name} has dtype {message.dtype}; send float32 or int64")
     shape = list(message.shape)
+    if any(length < 0 for length in shape):
+        raise UserError(f"{name} has shape {shape}, whose lengths must be 0 or more")
     if message.WhichOneof("encoding") == "sparse_csr":
         return _dense(name, message.sparse_csr, dtype, shape)
     values = _array(message.dense, dtype, name)
-    if shape and int(np.prod(shape)) != values.size:
+    if shape and math.prod(shape) != values.size:
         raise UserError(
             f"{name} has {values.size} values, which do not fill its shape {list(shape)}"
         )
     return values.reshape(shape) if shape else values
+
+
+def _sparse_values(message: Any) -> int:
+    """Return the number of values that a sparse tensor has as a dense one; 0 for a dense one."""
+    if message.WhichOneof("encoding") != "sparse_csr":
+        return 0
+    return math.prod(max(0, length) for length in message.shape)
 
 
 def _dense(name: str, csr: Any, dtype: "np.dtype[Any]", shape: Sequence[int]) -> npt.NDArray[Any]:

@@ -11,11 +11,14 @@ from typing import Generic, TypeVar
 from tidegate.serving.api_errors import ApiError
 
 WAITING_MAX = 1024
-"""Requests of one model that wait for earlier ones; the SDK is asked to retry further ones."""
+"""A request may be this far ahead of the one that starts next; the SDK is asked to retry others."""
 
-DIGESTS_MAX = 2048
-"""Digests that are kept: of those that wait, and of the last ones before. An older request that
-comes again is taken for the one that was carried out."""
+SEQ_ID_MAX = 10**9
+"""Largest number of a model's request."""
+
+DIGESTS_MAX = 1024
+"""Digests that are kept of requests that have started. An older request that comes again is taken
+for the one that was carried out."""
 
 Work = TypeVar("Work")
 
@@ -41,8 +44,11 @@ class RequestOrder(Generic[Work]):
         Raises:
             ApiError: another request had this number, or none may have it.
         """
-        if seq_id < 1:
-            raise ApiError(400, f"a model's requests are numbered from 1, got seq_id {seq_id}")
+        if not 1 <= seq_id <= SEQ_ID_MAX:
+            raise ApiError(
+                400,
+                f"a model's requests are numbered from 1, up to {SEQ_ID_MAX}, got seq_id {seq_id}",
+            )
         known = self._digests.get(seq_id)
         if known is None:
             return seq_id < self.next_seq_id
@@ -54,17 +60,25 @@ class RequestOrder(Generic[Work]):
             )
         return True
 
+    def refuse_distant(self, seq_id: int) -> None:
+        """Raise ApiError 429 if a new request is too far ahead, so that too many would wait."""
+        if seq_id >= self.next_seq_id + WAITING_MAX:
+            raise ApiError(
+                429,
+                f"seq_id {seq_id} is too far ahead: the model's request {self.next_seq_id} starts "
+                f"next, and those below {self.next_seq_id + WAITING_MAX} may wait; retry later",
+            )
+
     def arrived(self, seq_id: int, digest: bytes, work: Work) -> Work | None:
         """Add a request that is not known yet; return the work to start now, if there is any.
 
+        However many wait: those of a journal were accepted by an earlier server.
+
         Raises:
-            ApiError: another request had this number, or too many wait.
+            ApiError: another request had this number.
         """
         assert not self.is_known(seq_id, digest)
-        if len(self._waiting) >= WAITING_MAX:
-            raise ApiError(429, f"{WAITING_MAX} requests of this model wait; retry later")
         self._digests[seq_id] = digest
-        self._digests.pop(seq_id - DIGESTS_MAX, None)
         self._waiting[seq_id] = work
         return self._start()
 
@@ -88,5 +102,6 @@ class RequestOrder(Generic[Work]):
         if self.is_running or self.next_seq_id not in self._waiting:
             return None
         self.is_running = True
+        self._digests.pop(self.next_seq_id - DIGESTS_MAX, None)
         self.next_seq_id += 1
         return self._waiting.pop(self.next_seq_id - 1)

@@ -56,6 +56,8 @@ class Sampler:
     """Name of the adapter whose live version it follows; empty unless in flight."""
     model_path: str | None = None
     """The ``tinker://`` path that it was created from."""
+    other_model: str | None = None
+    """Name of the base model, if that is another than the trained one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ Called by :mod:`app`. Samples are evaluation rollouts by the vLLM-compatible ser
 :class:`ActiveRequests`; prompts' log-probs are scores of the run.
 """
 
+import asyncio
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from tidegate.transport.scoring import TOP_LOGPROBS_MAX
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.trainer.run import Run
 
 SEED_BITS = 63
 
@@ -40,7 +43,11 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "model_path": (None, "create a sampling session of it first, as the SDK does"),
     "target_prompt_logprobs": (None, "use topk_prompt_logprobs, or prompt_logprobs of each token"),
     "prompt_alt_tokens_k": (0, "sample each position's continuation with max_tokens=1"),
-    "record_stability_info": (False, "it is for stable_reinforce; use loss_fn='ppo'"),
+    "record_stability_info": (
+        False,
+        "it is for stable_reinforce, whose formula is not published; use loss_fn='ppo', or start "
+        "the server with --stable-reinforce ppo, which computes that loss instead",
+    ),
 }
 """Fields that must have this value or be omitted, and what to do instead."""
 
@@ -54,12 +61,17 @@ class SampleRunner:
         requests: ActiveRequests,
         adapters: EngineAdapters,
         stop_token_ids: Sequence[int],
+        *,
+        takes_stability: bool,
     ) -> None:
-        """``stop_token_ids``: the model's own."""
+        """``stop_token_ids``: the model's own. ``takes_stability``: whether samples may be asked
+        for with ``record_stability_info``, because another loss than ``stable_reinforce`` is
+        computed, which needs none."""
         self._scheduler = scheduler
         self._requests = requests
         self._adapters = adapters
         self._stop_token_ids = list(stop_token_ids)
+        self._accepted = {"record_stability_info"} if takes_stability else set()
 
     async def sample(
         self, request_id: str, sampler: Sampler, request: SampleRequest
@@ -98,7 +110,7 @@ class SampleRunner:
     def _checked(self, request: SampleRequest, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the options of ``Episode.generate`` that a request means."""
         for name, (default, instead) in REFUSED.items():
-            if getattr(request, name) not in (None, default):
+            if getattr(request, name) not in (None, default) and name not in self._accepted:
                 raise UserError(f"{name} is not served here: {instead}")
         if not 1 <= request.num_samples <= CHOICES_MAX:
             raise UserError(f"num_samples must be in [1, {CHOICES_MAX}], got {request.num_samples}")
@@ -114,7 +126,7 @@ class SampleRunner:
             )
         limits = limits_of(self._scheduler)
         _refuse_prompt(token_ids, limits)
-        options = self._options(request.sampling_params)
+        options = self._options(request.sampling_params, limits)
         left = limits.context_tokens_max - len(token_ids)
         tokens_max = request.sampling_params.max_tokens
         if tokens_max is not None and tokens_max < 1:
@@ -126,18 +138,19 @@ class SampleRunner:
             options["routed_experts"] = True
         return options
 
-    def _options(self, sampling: SamplingFields) -> dict[str, Any]:
+    def _options(self, sampling: SamplingFields, limits: Limits) -> dict[str, Any]:
         if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
             raise UserError(f"temperature must be 0 or more, got {sampling.temperature}")
         if not 0 < sampling.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {sampling.top_p}")
         strings, ids = _stops(sampling.stop)
+        _refuse_unknown(ids, limits)
         # An empty list means no stop at all; anything else adds to the model's own end token.
         own = [] if sampling.stop == [] else self._stop_token_ids
         options: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": max(0, sampling.top_k),
+            "top_k": min(max(0, sampling.top_k), limits.vocab_size),
             "stop_token_ids": [*own, *ids],
         }
         return options | ({"stop_strings": strings} if strings else {})
@@ -211,6 +224,46 @@ class SampleRunner:
         ]
 
 
+class OtherModel:
+    """Carries out ``asample`` requests of a base model that has a run of its own."""
+
+    def __init__(self, run: "Run", *, takes_stability: bool) -> None:
+        """``run`` has started. The methods are called on another loop than the run's."""
+        assert run.scheduler is not None
+        self._run = run
+        scheduler = run.scheduler
+        self._runner = SampleRunner(
+            scheduler,
+            ActiveRequests(scheduler),
+            EngineAdapters(run, scheduler),
+            run.model.stop_token_ids,
+            takes_stability=takes_stability,
+        )
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the model."""
+        return self._run.settings.model.resolve()
+
+    async def limits(self) -> Limits:
+        """Return the engine's limits."""
+
+        async def read(scheduler: "Scheduler") -> Limits:
+            return limits_of(scheduler)
+
+        return await asyncio.wrap_future(self._run.submit(read))
+
+    async def sample(
+        self, request_id: str, sampler: Sampler, request: SampleRequest
+    ) -> SampleResult:
+        """As :meth:`SampleRunner.sample`."""
+
+        async def sample(_: "Scheduler") -> SampleResult:
+            return await self._runner.sample(request_id, sampler, request)
+
+        return await asyncio.wrap_future(self._run.submit(sample))
+
+
 def _prompt_of(request: SampleRequest) -> list[int]:
     token_ids: list[int] = []
     for chunk in request.prompt.chunks:
@@ -228,6 +281,10 @@ def _refuse_prompt(token_ids: Sequence[int], limits: Limits) -> None:
             f"the prompt has {len(token_ids)} tokens, which leaves none to sample in a context of "
             f"{limits.context_tokens_max}; shorten it"
         )
+    _refuse_unknown(token_ids, limits)
+
+
+def _refuse_unknown(token_ids: Sequence[int], limits: Limits) -> None:
     unknown = next((each for each in token_ids if not 0 <= each < limits.vocab_size), None)
     if unknown is not None:
         raise UserError(f"token ids must be in [0, {limits.vocab_size}), got {unknown}")

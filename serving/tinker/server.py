@@ -7,14 +7,16 @@
 """
 
 import asyncio
+import contextlib
+import logging
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.trainer.rollouts import Rollouts
+from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
 from tidegate.serving.listening import KEEP_ALIVE_S, is_loopback
 from tidegate.serving.run_server import RunServer
 from tidegate.serving.tinker.journal import ServerState
@@ -27,6 +29,14 @@ if TYPE_CHECKING:
     from tidegate.serving.tinker.models import ModelTrainer
     from tidegate.serving.tinker.parts import TinkerParts
     from tidegate.serving.tinker.training import TrainingBackend
+
+log = logging.getLogger("tidegate")
+
+STABLE = "stable_reinforce"
+"""Loss of the API whose formula is not published, and the default of the cookbook's recipes."""
+
+STABLE_REINFORCE_INSTEAD = ("importance_sampling", "ppo", "cispo")
+"""Losses of the same inputs, which may be computed in its place."""
 
 SWEEP_INTERVAL_S = 15.0
 """Time between two searches for sessions and results that are over, and the longest time for which
@@ -51,6 +61,8 @@ class TinkerServer(RunServer):
         allowed_hosts: Sequence[str] = (),
         make_backend: "Callable[[Path], TrainingBackend] | None" = None,
         limits: TenantLimits | None = None,
+        sampling_rollouts: Mapping[str, Rollouts] | None = None,
+        stable_reinforce: str | None = None,
     ) -> None:
         """``rollouts`` is a run that was not entered yet; ``port`` 0 takes a free one.
 
@@ -61,13 +73,27 @@ class TinkerServer(RunServer):
         beside its address that requests without a key may call the server by. ``make_backend``
         makes the trainer from the model's directory; default:
         :class:`~tidegate.serving.tinker.peft_training.PeftTraining`. ``limits``: what one tenant
-        may have at the same time.
+        may have at the same time. ``sampling_rollouts``: runs of other base models by their names,
+        which are sampled from and not trained. ``stable_reinforce``: the loss that is computed for
+        ``loss_fn="stable_reinforce"``, whose formula is not published; default: none.
 
         Raises:
             ConfigError: a setting is impossible, a package is missing, or the address is taken.
         """
         super().__init__(rollouts, host, allowed_hosts)
-        self._model_name = served_model_name
+        self._base_model = served_model_name or reported_name(Path(self.settings.model).resolve())
+        self._sampling = dict(sampling_rollouts or {})
+        self._sampling_runs = contextlib.ExitStack()
+        if self._base_model in self._sampling:
+            raise ConfigError(
+                f"{self._base_model!r} is the trained base model; name the others otherwise"
+            )
+        if stable_reinforce not in (None, *STABLE_REINFORCE_INSTEAD):
+            raise ConfigError(
+                f"stable_reinforce names the loss computed instead, one of "
+                f"{', '.join(STABLE_REINFORCE_INSTEAD)}, got {stable_reinforce!r}"
+            )
+        self._stable_reinforce = stable_reinforce
         self._tenants = Tenants(dict(api_keys or {}))
         if not self._tenants.names and not is_loopback(host):
             raise ConfigError(
@@ -97,11 +123,22 @@ class TinkerServer(RunServer):
             raise
         self._model_trainer: ModelTrainer | None = None
 
+    def __enter__(self) -> Self:
+        try:
+            for rollouts in self._sampling.values():
+                self._sampling_runs.enter_context(SyncRollouts(rollouts))
+        except BaseException:
+            self._socket.close()
+            self._close_after_run()
+            raise
+        return super().__enter__()
+
     def _close_before_run(self) -> None:
         if self._model_trainer is not None:
             self._model_trainer.close()
 
     def _close_after_run(self) -> None:
+        self._sampling_runs.close()
         if self._own_state is not None:
             self._own_state.cleanup()
         if self._state is not None:
@@ -146,18 +183,19 @@ class TinkerServer(RunServer):
         from tidegate.serving.tinker.parts import TinkerParts
         from tidegate.serving.tinker.peft_training import PeftTraining
         from tidegate.serving.tinker.samplers import EngineAdapters
-        from tidegate.serving.tinker.sampling import SampleRunner
+        from tidegate.serving.tinker.sampling import OtherModel, SampleRunner
         from tidegate.serving.tinker.sessions import SessionTable
         from tidegate.serving.vllm_server.active_requests import ActiveRequests
 
         run, futures = self._rollouts._running, FutureTable(spawn)
         directory = Path(self.settings.model).resolve()
         make = partial(self._make_backend or PeftTraining, directory)
-        self._model_trainer = ModelTrainer(make, futures, spawn)
+        losses = {} if self._stable_reinforce is None else {STABLE: self._stable_reinforce}
+        self._model_trainer = ModelTrainer(make, futures, spawn, losses)
         adapters = EngineAdapters(run, scheduler)
         requests = ActiveRequests(scheduler)
         return TinkerParts(
-            base_model=self._model_name or reported_name(directory),
+            base_model=self._base_model,
             model_directory=directory,
             scheduler=scheduler,
             tenants=self._tenants,
@@ -166,7 +204,17 @@ class TinkerServer(RunServer):
             trainer=self._model_trainer,
             adapters=adapters,
             checkpoints=CheckpointStore(self._directory),
-            runner=SampleRunner(scheduler, requests, adapters, run.model.stop_token_ids),
+            runner=SampleRunner(
+                scheduler,
+                requests,
+                adapters,
+                run.model.stop_token_ids,
+                takes_stability=bool(losses),
+            ),
+            other_runners={
+                name: OtherModel(each._running, takes_stability=bool(losses))
+                for name, each in self._sampling.items()
+            },
             limits=self._limits,
             state=self._state,
         )
@@ -191,6 +239,9 @@ async def _sweep(parts: "TinkerParts", recorder: "Recorder | None") -> None:
         await asyncio.sleep(SWEEP_INTERVAL_S)
         parts.futures.forget_expired()
         for session in parts.sessions.silent(asyncio.get_running_loop().time()):
-            await end_session(parts, session)
+            try:
+                await end_session(parts, session)
+            except Exception:  # of one tenant; the others' server goes on
+                log.exception("session=%s is not ended whole", session.session_id)
         if recorder is not None:
             await asyncio.to_thread(recorder.sync)

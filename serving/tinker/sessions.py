@@ -5,7 +5,6 @@ A client opens a session, sends heartbeats while it runs, and makes models and s
 :mod:`models` and :mod:`samplers`.
 """
 
-import uuid
 from dataclasses import dataclass, field
 
 from tidegate.serving.api_errors import ApiError
@@ -51,12 +50,8 @@ class SessionTable:
         self.samplers: dict[str, Sampler] = {}
         """All sessions' samplers, by id."""
 
-    def open(self, tenant: str, now_s: float) -> TinkerSession:
-        """Begin a session."""
-        return self.restore(str(uuid.uuid4()), tenant, now_s)
-
-    def restore(self, session_id: str, tenant: str, now_s: float) -> TinkerSession:
-        """Begin a session of this id, which an earlier server began."""
+    def open(self, session_id: str, tenant: str, now_s: float) -> TinkerSession:
+        """Begin a session, or go on with one that an earlier server began."""
         session = self._sessions[session_id] = TinkerSession(session_id, tenant, now_s)
         return session
 
@@ -70,14 +65,20 @@ class SessionTable:
         if session is None or session.tenant != tenant:
             raise ApiError(
                 410,
-                f"session {session_id!r} has ended or never was; without heartbeats it ends after "
-                f"{SESSION_TIMEOUT_S:.0f} s. Create another tinker.ServiceClient",
+                f"session {session_id!r:.200} has ended or never was; without heartbeats it ends "
+                f"after {SESSION_TIMEOUT_S:.0f} s. Create another tinker.ServiceClient",
             )
         session.seen_s = now_s
         return session
 
     def add_sampler(self, session: TinkerSession, seq_id: int, sampler: Sampler) -> None:
-        """Add a sampler to its session."""
+        """Add a sampler to its session.
+
+        Raises:
+            ApiError: 410, the session has ended.
+        """
+        if self._sessions.get(session.session_id) is not session:
+            raise ApiError(410, f"session {session.session_id!r} has ended")
         session.samplers[seq_id] = self.samplers[sampler.sampler_id] = sampler
 
     def close(self, session: TinkerSession) -> None:

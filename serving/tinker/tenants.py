@@ -65,15 +65,17 @@ class Tenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """Limits of one tenant's concurrent work; beyond them the SDK waits and retries."""
+    """Limits of one tenant's work; beyond those of concurrent work the SDK waits and retries."""
 
     models: int = 16
     """Models in training, each with its adapter and optimizer in memory."""
     samples: int = 4096
     """Sampling requests that have not ended. The SDK itself sends up to 2,000 per sampler."""
+    sequence_tokens: int = 32_768
+    """Tokens of one sequence to train on: the only training thread works on it for all tenants."""
 
     def __post_init__(self) -> None:
-        for name in ("models", "samples"):
+        for name in ("models", "samples", "sequence_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"a tenant's {name} must be at least 1, got {getattr(self, name)}"

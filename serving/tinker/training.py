@@ -5,6 +5,7 @@
 :class:`TrainingBackend`. Letters in shapes: N positions of a sequence, K targets of one position.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,11 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamStep:
-    """Settings of one AdamW step."""
+    """Settings of one AdamW step.
+
+    Raises:
+        UserError: AdamW has no step of such settings.
+    """
 
     learning_rate: float = 1e-4
     betas: tuple[float, float] = ADAM_BETAS
@@ -92,6 +97,17 @@ class AdamStep:
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
     """Largest norm of the whole gradient; 0 for no limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise UserError(f"{name} must be 0 or more, and finite, got {value}")
+        if not 0 < self.eps < math.inf:
+            raise UserError(f"eps must be above 0, and finite, got {self.eps}")
+        for place, beta in enumerate(self.betas, 1):
+            if not 0 <= beta < 1:
+                raise UserError(f"beta{place} must be in [0, 1), got {beta}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,10 @@ class TrainedAdapter:
     """Tensors by PEFT's names, float32."""
     config: Mapping[str, Any]
     """Content of PEFT's ``adapter_config.json``."""
+
+    def not_finite(self) -> str | None:
+        """Return the name of a tensor that has NaN or infinity; None if all are finite."""
+        return next((k for k, v in self.tensors.items() if not v.isfinite().all()), None)
 
 
 class TrainingBackend(Protocol):
@@ -127,7 +147,11 @@ class TrainingBackend(Protocol):
         """
 
     def optim_step(self, model_id: str, step: AdamStep) -> Mapping[str, float]:
-        """Update the adapter by its gradient, clear the gradient, and return metrics."""
+        """Update the adapter by its gradient, clear the gradient, and return metrics.
+
+        Raises:
+            UserError: the gradient is not finite; it is cleared.
+        """
 
     def clear_gradients(self, model_id: str) -> None:
         """Forget the gradients since the last step, because a request failed half-way."""

@@ -6,6 +6,7 @@ crash. So a request depends on its body, the model's state and the checkpoints o
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tidegate.serving.api_app import decode_json
+from tidegate.serving.api_errors import ApiError
 from tidegate.serving.tinker import messages
 from tidegate.serving.tinker.checkpoints import CheckpointFacts, CheckpointKind
 from tidegate.serving.tinker.futures import RequestSuccess, Work, json_result
@@ -25,7 +27,9 @@ from tidegate.serving.tinker.journal import (
     RecoveredModel,
     RequestAccepted,
     SamplerOpened,
+    SessionRecord,
 )
+from tidegate.serving.tinker.messages import NUMBER_MAX, TTL_S_MAX
 from tidegate.serving.tinker.models import TrainedModel
 from tidegate.serving.tinker.parts import TinkerParts
 from tidegate.serving.tinker.peft_training import write_adapter_files
@@ -33,6 +37,8 @@ from tidegate.serving.tinker.protobuf import TrainingRequest, decode_training
 from tidegate.serving.tinker.samplers import Sampler, SavedAdapter
 from tidegate.serving.tinker.sessions import TinkerSession
 from tidegate.serving.tinker.training import AdamStep, TrainingBackend, UserError
+
+log = logging.getLogger("tidegate")
 
 LIVE_NAME = "inflight-live"
 """Checkpoint of a model's newest in-flight weights."""
@@ -77,6 +83,19 @@ def submission(
     return kind.canonical(request), partial(kind.carry_out, parts, model, request)
 
 
+async def note(parts: TinkerParts, record: SessionRecord) -> None:
+    """Append a record of a session to the journal, if the server keeps one.
+
+    Raises:
+        ApiError: 503, it can't be written.
+    """
+    if parts.state is not None:
+        try:
+            await asyncio.to_thread(parts.state.note, record)
+        except OSError as error:
+            raise ApiError(503, f"the server's journal can't be written: {error}") from None
+
+
 # ---------------------------------------------------------------- creation
 
 
@@ -88,32 +107,44 @@ async def begin_model(
 ) -> TrainedModel:
     """Add a model to its session and start its creation; return once it cannot be lost.
 
-    ``recovered`` is the journal's record of it, if an earlier server began it.
+    Adds it before anything is waited for, so that the end of its session finds it, and its
+    tenant's limit counts it. ``recovered`` is the journal's record of it, if an earlier server
+    began it.
+
+    Raises:
+        ApiError: the session has ended meanwhile, or the journal can't be written.
     """
     model_id = session.model_id(created.model_seq_id)
     model = TrainedModel(model_id, session.tenant, created)
     session.models[created.model_seq_id] = model
+    parts.trainer.add(model)
     if recovered is not None:
         model.journal = recovered.journal
         model.order.next_seq_id = recovered.start.seq_id
     elif parts.state is not None:
         model.journal = ModelJournal(parts.state.model_directory(model_id), created, 1)
-    async with model.journal_lock:  # which the same request waits for, if it is sent again
-        if model.journal is not None and recovered is None:
-            await asyncio.to_thread(model.journal.begin)
-        create = partial(_create, parts, model, recovered)
-        parts.trainer.create(model, f"{model_id}:create", create)
+    create = partial(_create, parts, model)
+    if recovered is not None:
+        create = partial(_create_again, parts, model, recovered)
+    try:
+        async with model.journal_lock:  # which the same request waits for, if it is sent again
+            if model.journal is not None and recovered is None:
+                await asyncio.to_thread(model.journal.begin)
+            parts.trainer.create(model, f"{model_id}:create", create)
+    except Exception as error:
+        del session.models[created.model_seq_id]
+        await parts.trainer.remove(model)
+        if not isinstance(error, OSError):
+            raise
+        why = f"the model can't be written to the server's journal: {error}; send it again"
+        raise ApiError(503, why) from None
     return model
 
 
-async def _create(
-    parts: TinkerParts, model: TrainedModel, recovered: RecoveredModel | None
-) -> RequestSuccess:
+async def _create(parts: TinkerParts, model: TrainedModel) -> RequestSuccess:
     created = model.created
-    await parts.trainer.call(lambda backend: backend.create(model.model_id, created.spec))
-    if recovered is not None:
-        await _restore(parts, model, recovered)
-    elif created.checkpoint_path is not None:
+    await parts.trainer.call(model, lambda backend: backend.create(model.model_id, created.spec))
+    if created.checkpoint_path is not None:
         facts, directory = await asyncio.to_thread(
             parts.checkpoints.find, created.checkpoint_path, model.tenant, kind="weights"
         )
@@ -124,12 +155,30 @@ async def _create(
     return json_result({"type": "create_model", "model_id": model.model_id})
 
 
+async def _create_again(
+    parts: TinkerParts, model: TrainedModel, recovered: RecoveredModel
+) -> RequestSuccess:
+    async def create() -> RequestSuccess:
+        spec = model.created.spec
+        await parts.trainer.call(model, lambda backend: backend.create(model.model_id, spec))
+        await _restore(parts, model, recovered)
+        return json_result({"type": "create_model", "model_id": model.model_id})
+
+    try:
+        return await parts.trainer.attempt(model, 0, create)
+    except Exception:
+        where = recovered.journal.directory
+        log.exception("model=%s can't be restored; its journal stays in %s", model.model_id, where)
+        model.journal = None  # the model is dropped, and its journal is not
+        raise
+
+
 async def _restore(parts: TinkerParts, model: TrainedModel, recovered: RecoveredModel) -> None:
     """Give a model the weights that it had before the first request that is repeated."""
     snapshot, path = recovered.snapshot, model.created.checkpoint_path
     if snapshot is not None:
         await parts.trainer.call(
-            lambda backend: backend.load(model.model_id, snapshot, optimizer=True)
+            model, lambda backend: backend.load(model.model_id, snapshot, optimizer=True)
         )
         model.steps = recovered.start.steps
     elif path is not None:
@@ -145,7 +194,8 @@ async def _restore(parts: TinkerParts, model: TrainedModel, recovered: Recovered
 async def _forward_backward(
     parts: TinkerParts, model: TrainedModel, request: TrainingRequest
 ) -> RequestSuccess:
-    return await parts.trainer.forward_backward(model, request)
+    tokens_max = parts.limits.sequence_tokens
+    return await parts.trainer.forward_backward(model, request, tokens_max=tokens_max)
 
 
 async def _optim_step(
@@ -178,7 +228,7 @@ async def _save_weights(
         write = partial(backend.save, model.model_id)
         parts.checkpoints.write(facts, write, replaces=request.overwrite)
 
-    await parts.trainer.call(save)
+    await parts.trainer.call(model, save)
     return json_result({"type": "save_weights", "path": facts.path})
 
 
@@ -212,7 +262,7 @@ async def load_checkpoint(
     def load(backend: TrainingBackend) -> None:
         backend.load(model.model_id, directory, optimizer=optimizer)
 
-    await parts.trainer.call(load)
+    await parts.trainer.call(model, load)
     model.steps = facts.steps
     return json_result({"type": "load_weights", "path": facts.path, "model_id": model.model_id})
 
@@ -230,6 +280,9 @@ async def _save_weights_for_sampler(
     seq_id = request.sampling_session_seq_id
     if seq_id is None:
         raise UserError("give a path, or the sampling_session_seq_id of a session to make")
+    if not 0 <= seq_id <= NUMBER_MAX:
+        why = f"sampling_session_seq_id must be in [0, {NUMBER_MAX}], got {seq_id}"
+        raise UserError(why)
     session = parts.session(model.session_id, model.tenant)
     sampler = Sampler(session.sampler_id(seq_id), model.tenant)
     opened = SamplerOpened(session_id=session.session_id, seq_id=seq_id)
@@ -244,16 +297,24 @@ async def _save_weights_for_sampler(
         opened = msgspec.structs.replace(opened, path=saved.facts.path)
     else:
         raise UserError(f"kind must be 'snapshot' or 'inflight', got {request.kind!r}")
-    await open_sampler(parts, session, sampler, opened)
+    try:
+        await open_sampler(parts, session, sampler, opened)
+    except ApiError:  # the session has ended meanwhile
+        await parts.adapters.unload(model.live_adapter)
+        await asyncio.to_thread(parts.checkpoints.remove, saved.facts)
+        raise
     return json_result(body | {"sampling_session_id": sampler.sampler_id})
 
 
 async def open_sampler(
     parts: TinkerParts, session: TinkerSession, sampler: Sampler, opened: SamplerOpened
 ) -> None:
-    """Add a sampler to its session, once the journal has it."""
-    if parts.state is not None:
-        await asyncio.to_thread(parts.state.note, opened)
+    """Add a sampler to its session, once the journal has it.
+
+    Raises:
+        ApiError: the session has ended.
+    """
+    await note(parts, opened)
     parts.sessions.add_sampler(session, opened.seq_id, sampler)
 
 
@@ -265,6 +326,11 @@ async def _save_adapter(
         parts, model, "sampler_weights", name, request, is_ephemeral=is_ephemeral
     )
     adapter = await parts.trainer.adapter(model)
+    if (name_of_wrong := adapter.not_finite()) is not None:
+        raise UserError(
+            f"{name_of_wrong} of the adapter has NaN or infinity, which engines refuse: training "
+            f"has diverged; go back to a checkpoint, and lower the learning rate"
+        )
 
     def write() -> SavedAdapter:
         write_files = partial(write_adapter_files, adapter)
@@ -285,7 +351,9 @@ def checkpoint_facts(
     is_ephemeral: bool = False,
 ) -> CheckpointFacts:
     """Return what is written beside a checkpoint of a model's present weights."""
-    now_s = time.time()
+    now_s, ttl_s = time.time(), request.ttl_seconds
+    if ttl_s is not None and not 0 <= ttl_s <= TTL_S_MAX:
+        raise UserError(f"ttl_seconds must be in [0, {TTL_S_MAX}] or None, got {ttl_s}")
     return CheckpointFacts(
         run_id=model.model_id,
         kind=kind,
@@ -297,7 +365,7 @@ def checkpoint_facts(
         train_attn=model.spec.train_attn,
         train_mlp=model.spec.train_mlp,
         created_s=now_s,
-        expires_s=None if request.ttl_seconds is None else now_s + request.ttl_seconds,
+        expires_s=None if ttl_s is None else now_s + ttl_s,
         user_metadata=request.user_metadata,
         seq_id=request.seq_id,
         is_ephemeral=is_ephemeral,
@@ -311,17 +379,17 @@ def _json(kind: type[Any]) -> Callable[[bytes], Any]:
     return lambda body: decode_json(body, kind)
 
 
+def _canonical(request: msgspec.Struct) -> bytes:
+    return repr(request).encode()  # which has numbers beyond 64 bits, too
+
+
 MODEL_PATHS: Mapping[str, ModelPath] = {
     "forward_backward": ModelPath(decode_training, TrainingRequest.canonical, _forward_backward),
-    "optim_step": ModelPath(_json(messages.OptimStepRequest), msgspec.json.encode, _optim_step),
-    "save_weights": ModelPath(
-        _json(messages.SaveWeightsRequest), msgspec.json.encode, _save_weights
-    ),
-    "load_weights": ModelPath(
-        _json(messages.LoadWeightsRequest), msgspec.json.encode, _load_weights
-    ),
+    "optim_step": ModelPath(_json(messages.OptimStepRequest), _canonical, _optim_step),
+    "save_weights": ModelPath(_json(messages.SaveWeightsRequest), _canonical, _save_weights),
+    "load_weights": ModelPath(_json(messages.LoadWeightsRequest), _canonical, _load_weights),
     "save_weights_for_sampler": ModelPath(
-        _json(messages.SaveSamplerRequest), msgspec.json.encode, _save_weights_for_sampler
+        _json(messages.SaveSamplerRequest), _canonical, _save_weights_for_sampler
     ),
 }
 """Paths of models' requests, by the last part of the path."""

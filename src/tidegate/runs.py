@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from tidegate.serving.vllm_server.server import Backend, VLLMServer
 
 
+SHARED_SETTINGS = (
+    "device",
+    "dtype",
+    "deterministic",
+    "max_running_turns",
+    "step_time_min_s",
+    "threads_per_engine",
+)
+"""Settings of a Tinker server's run that the runs of its other base models have, too."""
+
+
 def serve(
     *, resume: Resume = None, on_batch: OnBatch | None = None, **settings: Unpack[RunOptions]
 ) -> Rollouts:
@@ -130,12 +141,16 @@ def tinker_server(
     allowed_hosts: Sequence[str] = (),
     make_backend: "Callable[[Path], TrainingBackend] | None" = None,
     limits: "TenantLimits | None" = None,
+    sampling_models: Mapping[str, Path | str] | None = None,
+    stable_reinforce: str | None = None,
     **settings: Unpack[RunOptions],
 ) -> "TinkerServer":
     """Start engines and a trainer behind the Tinker API, as a context manager.
 
     The named arguments are those of :class:`~tidegate.TinkerServer`; ``settings`` are those of
-    :class:`~tidegate.RunSettings`. With a ``state_directory``, a ``run_directory`` may hold the
+    :class:`~tidegate.RunSettings`. ``sampling_models`` are directories of further base models by
+    their names, each with one engine, which are sampled from and not trained. With a
+    ``state_directory``, a ``run_directory`` may hold the
     records of earlier servers: this one's go into its next ``part-N``.
 
     Raises:
@@ -159,7 +174,21 @@ def tinker_server(
         allowed_hosts=allowed_hosts,
         make_backend=make_backend,
         limits=limits,
+        sampling_rollouts={
+            name: _sampling_run(directory, settings)
+            for name, directory in (sampling_models or {}).items()
+        },
+        stable_reinforce=stable_reinforce,
     )
+
+
+def _sampling_run(model: Path | str, settings: RunOptions) -> Rollouts:
+    """Start the run of another base model, on an engine set up as those of ``settings``."""
+    own: RunOptions = {"model": model, "engines": 1}
+    for name in SHARED_SETTINGS:
+        if name in settings:
+            own[name] = settings[name]  # type: ignore[literal-required]
+    return _serve_requests(run_settings(**own), own)
 
 
 def _serve_requests(checked: RunSettings, settings: RunOptions) -> Rollouts:

@@ -18,20 +18,22 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     import tidegate
-    from examples.tinker_recipes import NAME, prepared
+    from examples.tinker_recipes import INSTEAD, NAME, prepared
 
     model = tmp_path_factory.mktemp("recipes") / "model"
     with (
         prepared(model),
-        tidegate.tinker_server(model=model, engines=2, served_model_name=NAME) as server,
+        tidegate.tinker_server(
+            model=model, engines=2, served_model_name=NAME, stable_reinforce=INSTEAD
+        ) as server,
     ):
         yield server.url
 
 
-def test_rl_loop_learns_sums(url: str, tmp_path: Path) -> None:
+def test_rl_loop_learns_sums_with_its_default_loss(url: str, tmp_path: Path) -> None:
     from examples.tinker_recipes import run_rl_loop
 
-    rewards = run_rl_loop(url, tmp_path, steps=40, loss_fn="importance_sampling")
+    rewards = run_rl_loop(url, tmp_path, steps=40, loss_fn="stable_reinforce")
     assert rewards[0] < 0.45
     assert sum(rewards[-5:]) / 5 > 0.7
 

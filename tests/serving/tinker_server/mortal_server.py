@@ -3,7 +3,7 @@
 python mortal_server.py MODEL STATE PORT [DEATHS [RUN]]
 
 The file DEATHS names the phases in which the server kills itself (kill -9), once in each: a line
-each, of :data:`PHASES`.
+each, of :data:`PHASES`. ``error`` before a phase raises an error instead.
 """
 
 import functools
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tidegate
-from tidegate.serving.tinker import checkpoints, journal, sampling, sessions
+from tidegate.serving.tinker import checkpoints, journal, request_order, sampling, sessions
 from tidegate.serving.tinker import server as server_module
 from tidegate.serving.tinker.peft_training import PeftTraining
 from tidegate.serving.tinker.training import AdamStep, BatchResult, LossBatch
@@ -74,6 +74,10 @@ def die_in(deaths: Path) -> None:
             left.remove(phase)
             deaths.write_text("\n".join(left))
             os.kill(os.getpid(), signal.SIGKILL)
+        if f"error {phase}" in left:
+            left.remove(f"error {phase}")
+            deaths.write_text("\n".join(left))
+            raise MemoryError("planted")
 
     def mortal(name: str, function: Any) -> Any:
         @functools.wraps(function)
@@ -100,6 +104,7 @@ def main(
     model: str, state: str, port: str, deaths: str | None = None, run: str | None = None
 ) -> None:
     journal.SNAPSHOT_REQUESTS = 5
+    request_order.WAITING_MAX = 40
     server_module.SWEEP_INTERVAL_S = 0.2
     if deaths is not None:
         die_in(Path(deaths))

@@ -43,17 +43,40 @@ class Tenant:
         assert model_id == f"{session}:train:0"
         return model_id
 
-    def forward_backward(self, model_id: str, seq_id: int, targets: list[int]) -> httpx.Response:
+    def forward_backward(
+        self, model_id: str, seq_id: int, targets: list[int], *, length: int = 4
+    ) -> httpx.Response:
         from tinker.proto import tinker_public_pb2 as pb
 
         request = pb.ForwardBackwardRequest(
             model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy"
         )
         datum = request.data.add()
-        datum.model_input.add().encoded_text.tokens = np.arange(20, 24, dtype="<i4").tobytes()
+        datum.model_input.add().encoded_text.tokens = np.arange(
+            20, 20 + length, dtype="<i4"
+        ).tobytes()
         tensor = datum.loss_fn_inputs["target_tokens"]
         tensor.dense, tensor.dtype = np.asarray(targets, "<i8").tobytes(), pb.DTYPE_INT64
         tensor.shape.append(len(targets))
+        headers = {"content-type": "application/x-protobuf"}
+        return self.http.post(
+            "forward_backward", content=request.SerializeToString(), headers=headers
+        )
+
+    def policy_gradient(self, model_id: str, seq_id: int, loss_fn: str) -> httpx.Response:
+        """Send four tokens with log-probs and advantages."""
+        from tinker.proto import tinker_public_pb2 as pb
+
+        request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss_fn)
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.arange(20, 24, dtype="<i4").tobytes()
+        for name, values, dtype in (
+            ("target_tokens", np.arange(21, 25, dtype="<i8"), pb.DTYPE_INT64),
+            ("logprobs", np.full(4, -4.0, "<f4"), pb.DTYPE_FLOAT32),
+            ("advantages", np.ones(4, "<f4"), pb.DTYPE_FLOAT32),
+        ):
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = values.tobytes(), dtype
         headers = {"content-type": "application/x-protobuf"}
         return self.http.post(
             "forward_backward", content=request.SerializeToString(), headers=headers

@@ -1,11 +1,14 @@
 """The journal: what was synced is read again, and what a crash cut off is not."""
 
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tidegate.serving.tinker import journal
 from tidegate.serving.tinker.journal import (
+    FailureRecorded,
     ModelCreated,
     ModelJournal,
     RequestAccepted,
@@ -14,6 +17,7 @@ from tidegate.serving.tinker.journal import (
     SessionEnded,
     SessionOpened,
     SessionRecord,
+    append_record,
     read_model,
 )
 from tidegate.serving.tinker.training import LoraSpec
@@ -64,6 +68,59 @@ def test_a_record_that_a_crash_cut_off_ends_the_file_and_later_ones_follow_the_l
     assert recovered is not None
     recovered.journal.append(request(2))
     assert recovered_seq_ids(tmp_path) == [1, 2]
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Return a function that lets no file of this process grow beyond some bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_append_that_a_full_disk_cuts_off_leaves_what_is_before_and_after_it(
+    tmp_path: Path, full_disk: Callable[[int], None]
+) -> None:
+    written = new_journal(tmp_path)
+    written.append(request(1))
+    before = (tmp_path / "1.requests").stat().st_size
+    full_disk(before + 10)
+    with pytest.raises(OSError, match="File too large"):
+        written.append(request(2))
+    full_disk(resource.RLIM_INFINITY)
+    assert (tmp_path / "1.requests").stat().st_size == before
+    written.append(request(3))
+    assert recovered_seq_ids(tmp_path) == [1, 3]
+
+
+def test_a_whole_record_of_an_unknown_kind_is_passed_over(tmp_path: Path) -> None:
+    written = new_journal(tmp_path)
+    append_record(tmp_path / "1.requests", SessionEnded(session_id="of another file"))
+    written.append(request(1))
+    assert recovered_seq_ids(tmp_path) == [1]
+
+
+def test_a_failure_is_read_with_its_request(tmp_path: Path) -> None:
+    written = new_journal(tmp_path)
+    written.append(request(1))
+    failed = FailureRecorded(seq_id=1, message="out of memory", loses_gradient=True)
+    written.append_failure(failed)
+    recovered = read_model(tmp_path)
+    assert recovered is not None
+    assert recovered.failures == {1: failed}
+    assert [each.seq_id for each in recovered.requests] == [1]
+
+
+def test_a_request_is_repeated_until_it_has_ended_three_starts(tmp_path: Path) -> None:
+    def start(seq_id: int) -> bool:
+        return new_journal(tmp_path).begin_attempt(seq_id)
+
+    for _ in range(3):
+        assert start(6)  # which ends each time
+        new_journal(tmp_path).end_attempt(6)
+        assert start(7)
+    assert start(6)
+    assert not start(7)
 
 
 def test_requests_before_the_last_snapshot_but_one_are_forgotten(tmp_path: Path) -> None:

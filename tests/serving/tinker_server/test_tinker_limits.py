@@ -1,8 +1,11 @@
 """Limits of what one tenant may have at the same time, and samples that are cancelled."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 import tidegate
@@ -121,6 +124,167 @@ def test_a_killed_clients_model_makes_room_unless_its_session_still_works(
         alice.result(alice.post("create_model", **body))
         monkeypatch.undo()
         assert alice.refusal("create_model", **(body | {"model_seq_id": 1}))[0] == 429
+
+
+def create(tenant: Tenant, model: Path, session: str, number: int) -> httpx.Response:
+    lora = {"rank": 1}
+    body = {"session_id": session, "model_seq_id": number, "base_model": str(model)}
+    return tenant.http.post("create_model", json=body | {"lora_config": lora})
+
+
+@pytest.fixture(scope="module")
+def journalled(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tidegate.TinkerServer]:
+    with tidegate.tinker_server(
+        model=model,
+        engines=1,
+        state_directory=tmp_path_factory.mktemp("state"),
+        limits=TenantLimits(models=4, sequence_tokens=8),
+    ) as server:
+        yield server
+
+
+def test_creates_at_once_make_no_more_models_than_the_limit(
+    journalled: tidegate.TinkerServer, model: Path
+) -> None:
+    tenant = Tenant(journalled.url, "tml-anybody")
+    with tenant.http, ThreadPoolExecutor(24) as threads:
+        session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
+        answers = list(threads.map(lambda n: create(tenant, model, session, n % 12), range(24)))
+        created = {each.json()["model_id"] for each in answers if each.status_code == 200}
+        assert len(created) == 4
+        assert {each.status_code for each in answers} == {200, 429}
+        models = tenant.http.get(f"sessions/{session}").json()["training_run_ids"]
+        assert set(models) == created
+        assert tenant.http.post(f"sessions/{session}/finish", json={}).status_code == 204
+
+
+def test_models_and_samplers_created_beside_the_end_of_their_session_end_with_it(
+    journalled: tidegate.TinkerServer, model: Path
+) -> None:
+    tenant = Tenant(journalled.url, "tml-anybody")
+    with tenant.http, ThreadPoolExecutor(8) as threads:
+
+        def sample(session: str) -> httpx.Response:
+            body = {"sampling_session_seq_id": 0, "base_model": str(model)}
+            return tenant.http.post("create_sampling_session", json=body | {"session_id": session})
+
+        for _ in range(20):
+            session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
+            sent = [threads.submit(create, tenant, model, session, number) for number in (0, 1)]
+            sent.append(threads.submit(sample, session))
+            end = threads.submit(tenant.http.post, f"sessions/{session}/finish", json={})
+            sent += [threads.submit(create, tenant, model, session, number) for number in (1, 2)]
+            assert end.result().status_code == 204
+            assert {each.result().status_code for each in sent} <= {200, 404, 410, 429}
+            assert tenant.http.get(f"samplers/{session}:sample:0").status_code == 404
+        session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
+        for number in range(4):
+            answer = create(tenant, model, session, number)
+            assert answer.status_code == 200, answer.text
+            assert "error" not in tenant.result(answer.json())
+        assert tenant.http.get("training_runs").json()["cursor"]["total_count"] == 4
+        assert tenant.http.post(f"sessions/{session}/finish", json={}).status_code == 204
+
+
+def test_a_sequence_that_is_too_long_to_train_on_is_refused_and_later_ones_are_not(
+    journalled: tidegate.TinkerServer, model: Path
+) -> None:
+    tenant = Tenant(journalled.url, "tml-anybody")
+    with tenant.http:
+        model_id = tenant.new_model(model)
+        long = tenant.forward_backward(model_id, 1, [21] * 9, length=9).json()
+        why = "data[0] has 9 tokens, and a sequence may have 8: shorten it, or start the server"
+        assert why in tenant.result(long)["error"]
+        exact = tenant.forward_backward(model_id, 2, [21] * 8, length=8).json()
+        assert tenant.result(exact)["metrics"]["loss:sum"] > 0
+
+
+HUGE = 2**64
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "why"),
+    [
+        ("create_model", {"model_seq_id": -1}, 422, ">= 0"),
+        ("create_model", {"model_seq_id": 10**9}, 422, "<= 999999999"),
+        ("create_model", {"lora_config": {"rank": HUGE}}, 400, "more than 64 bits"),
+        ("create_model", {"lora_config": {"rank": 4, "seed": HUGE}}, 422, "seed"),
+        ("create_model", {"user_metadata": {"a": [HUGE]}}, 400, "more than 64 bits"),
+        ("create_sampling_session", {"sampling_session_seq_id": -1}, 422, ">= 0"),
+        ("create_sampling_session", {"sampling_session_seq_id": HUGE}, 422, "<= 999999999"),
+    ],
+)
+def test_numbers_that_nothing_can_have_are_refused(
+    journalled: tidegate.TinkerServer,
+    model: Path,
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    why: str,
+) -> None:
+    tenant = Tenant(journalled.url, "tml-anybody")
+    with tenant.http:
+        session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
+        usual: dict[str, Any] = {"session_id": session, "base_model": str(model)}
+        if path == "create_model":
+            usual |= {"model_seq_id": 0, "lora_config": {"rank": 4}}
+        answer = tenant.refusal(path, **(usual | body))
+        assert (answer[0], why in answer[1]) == (status, True), answer
+
+
+def test_numbers_of_a_models_requests_are_refused_in_their_turn_and_training_continues(
+    journalled: tidegate.TinkerServer, model: Path
+) -> None:
+    tenant = Tenant(journalled.url, "tml-anybody")
+    with tenant.http:
+        model_id = tenant.new_model(model)
+        for seq_id in (0, -1, 10**9 + 1, HUGE):
+            answer = tenant.refusal("save_weights", model_id=model_id, seq_id=seq_id)
+            assert answer[0] == 400, answer
+        assert tenant.refusal("save_weights", model_id=model_id, seq_id=2049)[0] == 429
+        sent: list[tuple[str, dict[str, Any], str]] = [
+            ("save_weights", {"ttl_seconds": 10**12}, "ttl_seconds must be in [0, 315360000]"),
+            ("save_weights", {"ttl_seconds": -1}, "ttl_seconds must be in"),
+            ("save_weights", {"ttl_seconds": HUGE}, "ttl_seconds must be in"),
+            ("optim_step", {"adam_params": {"beta2": 2}}, "beta2 must be in [0, 1), got 2"),
+            ("optim_step", {"optimizer_params": {"type": "x", "n": HUGE}}, "optimizer 'x' is"),
+            ("save_weights_for_sampler", {"sampling_session_seq_id": -1}, "must be in [0, 9999"),
+            ("save_weights_for_sampler", {"sampling_session_seq_id": HUGE}, "must be in [0, 9999"),
+        ]
+        for seq_id, (path, body, why) in enumerate(sent, 1):
+            future = tenant.post(path, model_id=model_id, seq_id=seq_id, **body)
+            result = tenant.result(future)
+            assert (result["category"], why in result["error"]) == ("user", True), result
+        saved = tenant.post("save_weights", model_id=model_id, seq_id=8, path="a", ttl_seconds=99)
+        path = tenant.result(saved)["path"].removeprefix("tinker://")
+        run_id, _, name = path.partition("/")
+        ttl = f"training_runs/{run_id}/checkpoints/{name}/ttl"
+        assert tenant.http.put(ttl, json={"ttl_seconds": 10**12}).status_code == 422
+        assert tenant.http.get("checkpoints").status_code == 200
+        assert tenant.http.get("training_runs/%00/checkpoints").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("sampling", "why"),
+    [
+        ({"top_k": HUGE, "seed": HUGE, "max_tokens": HUGE}, ""),
+        ({"stop": [HUGE]}, "token ids must be in [0, 96), got 18446744073709551616"),
+        ({"stop": [-1]}, "token ids must be in [0, 96), got -1"),
+        ({"max_tokens": -HUGE}, "max_tokens must be at least 1"),
+    ],
+)
+def test_numbers_of_a_sample_are_bounded_or_refused(
+    journalled: tidegate.TinkerServer, model: Path, sampling: dict[str, Any], why: str
+) -> None:
+    tenant = Tenant(journalled.url, "tml-anybody")
+    with tenant.http:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [20, 21]}]}
+        body = {"sampling_session_id": tenant.new_sampler(model), "seq_id": 0, "prompt": prompt}
+        sent = tenant.post("asample", sampling_params=sampling, **body)
+        assert why in tenant.result(sent).get("error", "")
+        assert bool(why) == ("error" in tenant.result(sent))
 
 
 def test_limits_below_one_are_refused() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -48,6 +49,7 @@ class MortalServer:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self._port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
+        self.state = state
         self.deaths = state.with_name("deaths")
         """File of the phases in which the server is still to die."""
         self.deaths.touch()
@@ -55,15 +57,24 @@ class MortalServer:
         self._command += [str(self.deaths), *([] if run is None else [str(run)])]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def limit_files(self, size_bytes: int) -> None:
+        """Let no file of the server grow beyond some bytes, as on a full disk."""
+        assert self._process is not None
+        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (size_bytes, -1))
+
+    def start(self, *, is_mortal: bool = False) -> None:
+        """Start the server and wait until it answers, or if it ``is_mortal`` until it ends."""
         paths = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
         environment = {**os.environ, "PYTHONPATH": paths}
         self._process = subprocess.Popen(self._command, env=environment, stderr=subprocess.DEVNULL)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
-            assert self._process.poll() is None, "the server has ended"
+            if self._process.poll() is not None:
+                assert is_mortal, "the server has ended"
+                return
             try:
-                if httpx.get(f"{self.url}/api/v1/healthz").status_code == 200:
+                answer = httpx.get(f"{self.url}/api/v1/healthz")
+                if answer.status_code == 200 and not is_mortal:
                     return
             except httpx.TransportError:
                 pass

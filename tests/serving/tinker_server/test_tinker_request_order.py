@@ -64,16 +64,26 @@ def test_the_sdk_is_asked_to_retry_when_too_many_wait(monkeypatch: pytest.Monkey
     order = RequestOrder[int](1, is_running=True)
     arrive(order, 1)
     arrive(order, 2)
-    with pytest.raises(ApiError) as refused:
-        arrive(order, 3)
+    with pytest.raises(ApiError, match="request 1 starts next, and those below 3") as refused:
+        order.refuse_distant(3)
     assert refused.value.status == 429
-    assert not order.is_known(3, digest(3))  # so that the retry is taken
-    assert order.drain() == [1, 2]
+    assert order.finished() == 1
+    order.refuse_distant(3)
 
 
-def test_a_request_without_a_number_of_its_own_is_refused() -> None:
-    with pytest.raises(ApiError, match="numbered from 1, got seq_id 0"):
-        RequestOrder[int](1).is_known(0, digest(0))
+def test_requests_of_a_journal_wait_however_many_there_are() -> None:
+    order = RequestOrder[int](1, is_running=True)
+    numbers = range(1, request_order.WAITING_MAX + request_order.DIGESTS_MAX + 3)
+    for seq_id in numbers:
+        arrive(order, seq_id)
+    assert all(order.is_known(seq_id, digest(seq_id)) for seq_id in numbers)
+    assert [order.finished() for _ in numbers] == list(numbers)
+
+
+@pytest.mark.parametrize("seq_id", [0, -1, 10**9 + 1, 2**64])
+def test_a_request_without_a_number_of_its_own_is_refused(seq_id: int) -> None:
+    with pytest.raises(ApiError, match=f"numbered from 1, up to 1000000000, got seq_id {seq_id}"):
+        RequestOrder[int](1).is_known(seq_id, digest(seq_id))
 
 
 def test_an_old_request_that_comes_again_is_known_though_its_digest_is_not(

@@ -92,6 +92,24 @@ def test_a_loss_and_its_slope_are_those_of_its_formula(
     assert gradient.item() == pytest.approx(slope, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "dro"])
+@pytest.mark.parametrize("advantage", [A, -A])
+def test_a_token_that_became_much_likelier_has_a_finite_gradient(
+    name: str, advantage: float
+) -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tensors = {
+        "logprobs": torch.tensor([-1000.0, -500.0]),
+        "advantages": torch.full((2,), advantage),
+        "sequence_ratio_mask": torch.ones(2),
+    }
+    config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "beta": 0.1}
+    found = LOSSES[name].token_losses(logprobs, tensors, config)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert found.isfinite().all()
+    assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("high", "losses", "slopes"),
     [
@@ -148,6 +166,33 @@ def test_a_forward_pass_and_a_step_leave_no_gradient(backend: PeftTraining) -> N
     backend.forward_backward("two", batch(), forward_only=False)
     backend.clear_gradients("two")
     assert backend.optim_step("two", STEP)["grad_norm"] == 0
+
+
+def test_a_gradient_that_is_not_finite_is_discarded_and_the_weights_stay(
+    backend: PeftTraining,
+) -> None:
+    before = loss_of(backend, "one")
+    huge = batch(datum(weights=np.full(9, 3e38, np.float32)))
+    backend.forward_backward("one", huge, forward_only=False)
+    with pytest.raises(UserError, match="the gradient has NaN or infinity, so it was discarded"):
+        backend.optim_step("one", STEP)
+    assert loss_of(backend, "one") == before
+    assert backend.optim_step("one", STEP)["grad_norm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"betas": (0.9, 1.0)}, r"beta2 must be in \[0, 1\), got 1.0"),
+        ({"betas": (-0.1, 0.9)}, r"beta1 must be in \[0, 1\), got -0.1"),
+        ({"eps": 0.0}, "eps must be above 0, and finite, got 0.0"),
+        ({"learning_rate": float("inf")}, "learning_rate must be 0 or more, and finite, got inf"),
+        ({"weight_decay": -1.0}, "weight_decay must be 0 or more"),
+    ],
+)
+def test_a_step_that_adamw_does_not_have_is_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        AdamStep(**settings)
 
 
 def test_sequences_keep_their_places_and_results_whatever_shares_their_batch(
@@ -240,6 +285,14 @@ def test_an_adapter_is_one_that_engines_and_peft_read(
             r"data\[0\]: sequence_ratio_mask marks no token",
         ),
         (batch(loss_fn="mse"), "use one of cross_entropy, importance_sampling, ppo, cispo"),
+        (
+            batch(
+                datum(logprobs=ZEROS, advantages=ZEROS),
+                loss_fn="ppo",
+                clip_low_threshold=float("nan"),
+            ),
+            r"loss_fn_config\['clip_low_threshold'\] must be finite, got nan",
+        ),
         (batch(beta=1.0), "'cross_entropy' has no setting 'beta'; its settings are none"),
         (batch(loss_fn="ppo"), r"data\[0\] lacks 'advantages', which 'ppo' needs"),
         (batch(datum(mask=np.ones(9))), r"data\[0\] has 'mask', which 'cross_entropy' does not"),
