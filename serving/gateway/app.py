@@ -116,8 +116,8 @@ class _Handlers:
     async def message(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/messages``."""
         session = self._session(http)
-        chat = decode_json(await _body(http), MessagesRequest).chat()
-        return await self._answer_chat(http, session, chat, MessagesForm())
+        request = decode_json(await _body(http), MessagesRequest)
+        return await self._answer_chat(http, session, request.chat(), MessagesForm(request))
 
     async def count_tokens(self, http: HttpRequest) -> Answer:
         """Answer ``POST /v1/messages/count_tokens``."""
@@ -144,7 +144,7 @@ class _Handlers:
             prepared = conversation.prepare(
                 request.messages,
                 tools,
-                request.tool_choice,
+                request.call_choice,
                 parallel_tool_calls=request.parallel_tool_calls is not False,
                 rendering=rendering,
                 cache=cache,
