@@ -24,6 +24,7 @@ from tidegate.engine.sampling.grammar_compiler import (
     tokens_of,
 )
 from tidegate.engine.sampling.logits import ProcessorSetup, TurnLogitsProcessor, TurnTokens
+from tidegate.transport.sampling import with_bounded_space
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -75,7 +76,8 @@ class Grammars:
 
 def _schema_text(arguments: dict[str, Any]) -> str:
     schema = msgspec.convert(arguments, _SchemaArguments).schema
-    return library().grammar_from_json_schema(json.dumps(schema))
+    bounded = with_bounded_space(schema) if isinstance(schema, dict) else schema
+    return library().grammar_from_json_schema(json.dumps(bounded))
 
 
 def _lark_text(arguments: dict[str, Any]) -> str:

@@ -383,7 +383,8 @@ class MessagesForm(AnswerForm):
         turn = active.choices[0].turn.result()
         for index, use in enumerate(_tool_uses(turn.tool_calls), start=blocks):
             yield from _block_start(index, {**use, "input": {}})
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(use["input"])}
+            written = msgspec.json.encode(use["input"]).decode()
+            delta = {"type": "input_json_delta", "partial_json": written}
             yield _event({"type": "content_block_delta", "index": index, "delta": delta})
             yield _event({"type": "content_block_stop", "index": index})
         usage = {"output_tokens": len(turn.token_ids)}

@@ -107,6 +107,20 @@ async def test_a_stream_has_the_blocks_of_the_whole_message(
         assert events[7]["delta"]["stop_reason"] == "tool_use"
 
 
+async def test_a_number_that_json_lacks_is_null_whole_and_streamed(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    said = '<tool_call>\n{"name": "add", "arguments": {"a": NaN}}\n</tool_call>'
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"{said}{END}"] * 2
+        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
+        [use] = (await client.post(MESSAGES, json=body)).json()["content"]
+        events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
+        [delta] = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+        assert delta["partial_json"] == '{"a":null}'
+        assert use["input"] == {"a": None}
+
+
 async def test_an_assistants_message_at_the_end_is_continued(
     gateway: Gateway, tmp_path: Path
 ) -> None:
