@@ -17,7 +17,6 @@ from tidegate.serving.api_app import stream_event
 from tidegate.serving.api_errors import AnthropicErrors, ApiError
 from tidegate.serving.gateway.completions import ActiveCompletion, AnswerForm
 from tidegate.serving.gateway.requests import GatewayChatRequest
-from tidegate.serving.gateway.response_bodies import weight_versions
 from tidegate.serving.openai_requests import HOSTED_TOOL_DROPPED, refuse_fields, warn_dropped
 
 TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
@@ -343,7 +342,7 @@ class MessagesForm(AnswerForm):
             **_stop(active),
             **self._edits,
             "usage": {"input_tokens": choice.prompt_tokens, "output_tokens": len(turn.token_ids)},
-            "weight_versions": weight_versions(turn),
+            "weight_versions": active.weight_versions(turn),
         }
 
     def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
@@ -394,7 +393,7 @@ class MessagesForm(AnswerForm):
                 "delta": _stop(active),
                 **self._edits,
                 "usage": usage,
-                "weight_versions": weight_versions(turn),
+                "weight_versions": active.weight_versions(turn),
             }
         )
         yield _event({"type": "message_stop"})

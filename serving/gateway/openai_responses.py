@@ -19,7 +19,7 @@ from tidegate.serving.api_app import stream_event
 from tidegate.serving.api_errors import ApiError, OpenAIErrors
 from tidegate.serving.gateway.completions import ActiveCompletion, AnswerForm
 from tidegate.serving.gateway.requests import GatewayChatRequest
-from tidegate.serving.gateway.response_bodies import chat_logprobs, weight_versions
+from tidegate.serving.gateway.response_bodies import chat_logprobs
 from tidegate.serving.gateway.response_store import Message, ResponseStore
 from tidegate.serving.openai_requests import HOSTED_TOOL_DROPPED, refuse_fields, warn_dropped
 
@@ -355,7 +355,7 @@ class ResponsesForm(AnswerForm):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + output,
             },
-            "weight_versions": weight_versions(turn),
+            "weight_versions": active.weight_versions(turn),
         }
 
     def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:

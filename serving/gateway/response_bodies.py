@@ -4,13 +4,12 @@ Pure functions from :class:`GeneratedTurn` to dicts, called by :mod:`completions
 forms of other APIs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
-from tidegate.serving.vllm_server.response_bodies import as_ids
 
 TokenText = Callable[[int], str]
 """Returns the text of a single token."""
@@ -68,6 +67,23 @@ def generated_tokens(
         "output_mode": "tokens",
         "choices": [_generated_choice(request, n, each.turn) for n, each in enumerate(answers)],
     }
+
+
+def as_ids(
+    token: int, logprob: float, top: dict[int, float], likeliest: Collection[int]
+) -> dict[str, Any]:
+    """Return the log-prob entry of a token as ``/inference/v1/generate`` has it.
+
+    ``top`` begins with the token itself; ``likeliest`` are the likeliest tokens in their order.
+    """
+    ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
+
+    def entry_of(token: int, logprob: float) -> dict[str, Any]:
+        # vLLM 0.32 has the id; verifiers' TrainClient 0.4 reads it from the text.
+        text = f"token_id:{token}"
+        return {"token_id": token, "token": text, "logprob": logprob, "rank": ranks.get(token)}
+
+    return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
 
 
 def _generated_choice(request: GatewayRequest, index: int, turn: GeneratedTurn) -> dict[str, Any]:

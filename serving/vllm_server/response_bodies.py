@@ -1,13 +1,13 @@
 """Response bodies of vLLM's three kinds of completion, whole and as chunks of a stream.
 
 Plain functions, which turn a turn's output into the dicts that :mod:`completions` sends as JSON.
-The gateway's response bodies are built from them, too. Depends on :mod:`outputs` and numpy.
+Depends on :mod:`outputs`, numpy, and the gateway's response bodies.
 """
 
 import base64
 import io
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from tidegate.serving.gateway.response_bodies import as_ids
 from tidegate.serving.openai_requests import CompletionRequest
+from tidegate.serving.vllm_server.chat_turns import ServedTurn
 from tidegate.serving.vllm_server.outputs import Output, OutputTokenizer
 from tidegate.serving.vllm_server.requests import GenerateRequest, Prompt, VllmChatRequest
 
@@ -197,23 +199,6 @@ def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
     return [(token, logprob, {token: logprob, **top}) for token, logprob, top in rows]
 
 
-def as_ids(
-    token: int, logprob: float, top: dict[int, float], likeliest: Collection[int]
-) -> dict[str, Any]:
-    """Return the log-prob entry of a token as ``/inference/v1/generate`` has it.
-
-    ``top`` begins with the token itself; ``likeliest`` are the likeliest tokens in their order.
-    """
-    ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
-
-    def entry_of(token: int, logprob: float) -> dict[str, Any]:
-        # vLLM 0.32 has the id; verifiers' TrainClient 0.4 reads it from the text.
-        text = f"token_id:{token}"
-        return {"token_id": token, "token": text, "logprob": logprob, "rank": ranks.get(token)}
-
-    return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
-
-
 def _as_text(
     tokenizer: OutputTokenizer, token: int, logprob: float, top: dict[int, float]
 ) -> dict[str, Any]:
@@ -347,12 +332,21 @@ class CompletionBodies(ResponseBodies):
         return self.facts.tokenizer.token(token)
 
 
+def _ended_by_calls(output: Output, message: Mapping[str, Any]) -> dict[str, Any]:
+    has_called = output.finish_reason == "stop" and message.get("tool_calls")
+    return {"finish_reason": "tool_calls"} if has_called else {}
+
+
 class ChatBodies(ResponseBodies):
     """Bodies of ``/v1/chat/completions``."""
 
-    def __init__(self, facts: RequestFacts, request: VllmChatRequest) -> None:
+    def __init__(
+        self, facts: RequestFacts, request: VllmChatRequest, turns: Sequence[ServedTurn] = ()
+    ) -> None:
+        """``turns``: the choices' turns, if their replies are parsed; else all is content."""
         super().__init__(facts)
         self._request = request
+        self._turns = turns
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the whole answer."""
@@ -393,8 +387,9 @@ class ChatBodies(ResponseBodies):
         ]
 
     def chunk(self, output: Output) -> dict[str, Any]:
-        """Return the chunk with a part's text."""
-        choice = {"delta": {"content": output.text}, **self._choice(output)}
+        """Return the chunk with a part's text, and with the calls after the last text."""
+        delta = self._delta(output)
+        choice = {"delta": delta, **self._choice(output), **_ended_by_calls(output, delta)}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
@@ -426,8 +421,36 @@ class ChatBodies(ResponseBodies):
             "reasoning": None,
             "tool_calls": [],
         }
-        experts = _experts_of(output)
-        return {"message": message, **self._choice(output), "routed_experts": experts}
+        message |= self._parsed(output)
+        if message["tool_calls"] and not message["content"]:
+            message["content"] = None
+        choice = self._choice(output) | _ended_by_calls(output, message)
+        return {"message": message, **choice, "routed_experts": _experts_of(output)}
+
+    def _parsed(self, output: Output) -> dict[str, Any]:
+        """Return the fields of the message that the reply of an ended choice sets; empty if replies
+        are not parsed."""
+        message = self._turns[output.index].message() if self._turns else {}
+        reasoning = message.pop("reasoning_content", None)
+        return message if reasoning is None else {**message, "reasoning": reasoning}
+
+    def _delta(self, output: Output) -> dict[str, Any]:
+        if not self._turns:
+            return {"content": output.text}
+        turn, is_last = self._turns[output.index], output.finish_reason is not None
+        message = self._parsed(output) if is_last else {}
+        stops = self._request.stop_strings
+        text = message.get("content", "") if is_last else turn.settled_text(stops)
+        delta: dict[str, Any] = {"content": turn.unsent(text)}
+
+        def reasoning() -> str:
+            return str(message.get("reasoning", "")) if is_last else turn.reasoning_so_far()
+
+        if (delta["content"] or is_last) and (thought := turn.unsent_reasoning(reasoning)):
+            delta["reasoning"] = thought
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+        return delta
 
     def _choice(self, output: Output) -> dict[str, Any]:
         choice = self._about_choice(output.index) | {
