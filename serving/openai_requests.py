@@ -10,8 +10,10 @@ Fields that would change the output are refused by name if they are not honoured
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -19,6 +21,8 @@ import msgspec
 from tidegate.orchestrator.episodes.chat_template import ChatRendering
 from tidegate.serving.api_errors import ApiError
 from tidegate.transport.sampling import LogitsProcessor
+
+log = logging.getLogger("tidegate")
 
 NO_SEED = -1
 """Value that vLLM's clients write for "no seed"."""
@@ -455,8 +459,51 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the prompt describes to the model."""
-        return None if self.tool_choice == "none" else self.tools or None
+        """Tools that the prompt describes to the model; of ``allowed_tools``, those it names."""
+        if self._allowed is None:
+            return None if self.tool_choice == "none" else self.tools or None
+        named = self._allowed.get("tools")
+        names = [_function_name(each) for each in named] if isinstance(named, list) else []
+        tools = {_function_name(tool): tool for tool in self.tools or ()}
+        unknown = next((name for name in names if name not in tools), None)
+        if unknown is not None or not names:
+            why = f"tool_choice.allowed_tools names tools of the request, got {unknown or named!r}"
+            raise ApiError(400, f"{why:.300}", param="tool_choice")
+        return [tools[name] for name in dict.fromkeys(names)]
+
+    @property
+    def call_choice(self) -> str | dict[str, Any] | None:
+        """``tool_choice`` among the :attr:`offered_tools`."""
+        if self._allowed is None:
+            return self.tool_choice
+        mode = self._allowed.get("mode")
+        if mode not in ("auto", "required"):
+            why = f"tool_choice.allowed_tools.mode is auto or required, got {mode!r:.80}"
+            raise ApiError(400, why, param="tool_choice")
+        return str(mode)
+
+    @property
+    def _allowed(self) -> dict[str, Any] | None:
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return None
+        allowed = choice.get("allowed_tools")
+        return allowed if isinstance(allowed, dict) else {}
+
+
+def _function_name(tool: object) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+HOSTED_TOOL_DROPPED = "tools of this type don't run here, so the model is not told of them"
+
+
+@lru_cache(maxsize=64)
+def warn_dropped(kind: str, why: str) -> None:
+    """Log once for each kind that something of a request has been left out."""
+    log.warning("dropped=%s from requests: %s", kind, why)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

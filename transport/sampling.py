@@ -5,6 +5,7 @@ Names, formulas and their order are those of vLLM's sampler (``vllm/v1/sample``)
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -111,6 +112,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
         if not isinstance(record, dict):
             raise msgspec.ValidationError(f"sampling options must be a map, got {record!r:.100}")
         return msgspec.convert({FORMER_FIELDS.get(k, k): v for k, v in record.items()}, cls)
+
+
+JSON_SPACE_PATTERN = r"[ \n\r\t]{0,24}"
+"""White space that a JSON grammar allows between two tokens of JSON: lines indented by up to 23
+spaces. Without a bound a weak model may spend all of its tokens on spaces."""
+
+
+def with_bounded_space(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema whose grammar bounds white space, unless the schema sets llguidance's
+    ``x-guidance`` itself."""
+    return {"x-guidance": {"whitespace_pattern": JSON_SPACE_PATTERN}, **schema}
 
 
 class LogitsProcessor(msgspec.Struct, frozen=True):

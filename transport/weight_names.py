@@ -7,8 +7,31 @@ publish under either set of names. The engine and the vLLM-compatible server bot
 ``engine/weights/weight_conversions.py`` and ``serving/vllm_server/model_info.py``.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+WRAPPERS: Mapping[str, str] = {
+    "_orig_mod": "torch.compile",
+    "module": "DistributedDataParallel",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+"""Wrappers of modules by the part that each adds to the names of tensors."""
+
+
+def wrapper_hint(name: str) -> str:
+    """Return how to publish a tensor without the wrapper that its name shows; empty if it shows
+    none."""
+    parts = name.split(".")
+    found = next((part for part in parts if part in WRAPPERS), None)
+    if found is None:
+        return ""
+    plain = ".".join(part for part in parts if part not in WRAPPERS)
+    return (
+        f". {WRAPPERS[found]} has added {found!r}: publish the state dict of the module inside, or "
+        f"name the tensor {plain!r}"
+    )
+
 
 Revert = Callable[[Sequence[str]], Iterable[str]]
 """Function that returns the directory's names for some tensors of the ``state_dict()``."""

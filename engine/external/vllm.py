@@ -63,7 +63,9 @@ IMPOSSIBLE = -9999.0
 class _Top(msgspec.Struct):
     token_id: int
     logprob: float
-    rank: int
+    rank: int | None
+    """Rank in the vocabulary; null from `tidegate serve` for a sampled token that is not among the
+    likeliest."""
 
 
 class _Token(msgspec.Struct):
@@ -168,10 +170,14 @@ def _ended(reason: str | None) -> Ended | None:
     raise TurnRefused(f"vLLM ended this turn with finish reason {reason!r}; see its log")
 
 
+def _place(rank: int | None) -> float:
+    return float("inf") if rank is None else rank
+
+
 def _top(tokens: list[_Token], k: int) -> TopLogprobs:
     top = TopLogprobs([], [])
     for token in tokens:
-        top_tokens = sorted(token.top_logprobs, key=lambda top_token: top_token.rank)[:k]
+        top_tokens = sorted(token.top_logprobs, key=lambda top_token: _place(top_token.rank))[:k]
         top.token_ids.extend(top_token.token_id for top_token in top_tokens)
         top.logprobs.extend(
             top_token.logprob if top_token.logprob > IMPOSSIBLE else float("-inf")
@@ -325,7 +331,7 @@ class VllmAdapter(OptionalAdapterMethods):
             api = await self._http.call("GET", "/openapi.json")
             paths = api["paths"]
             check_routes(version, paths)
-            info = await self._http.call("GET", "/server_info", query={"config_format": "json"})
+            info = await self._info_answer()
             models = await self._http.call("GET", "/v1/models")
             self._info = read_server_info(version, paths, info)
             self._name = models["data"][0]["id"]
@@ -341,6 +347,19 @@ class VllmAdapter(OptionalAdapterMethods):
         except (HttpStatusError, WeightsRefused, EngineGone) as error:
             raise ConfigError(f"vLLM at {self._http.url} can't be used: {error}") from error
         return self._capabilities(int(models["data"][0]["max_model_len"]))
+
+    async def _info_answer(self) -> Any:
+        """Return the answer of ``/server_info``, for which vLLM lists its packages."""
+        try:
+            return await self._http.call("GET", "/server_info", query={"config_format": "json"})
+        except HttpStatusError as error:
+            if not any(word in error.why for word in ("splitlines", "pip list")):
+                raise
+            raise ConfigError(
+                f"vLLM at {self._http.url} can't list its own packages, which its /server_info "
+                f"reports ({error.why}): install pip in vLLM's environment, by `uv pip install "
+                f"pip` or `python -m ensurepip`, and start vLLM anew"
+            ) from error
 
     def _capabilities(self, context_tokens_max: int) -> Capabilities:
         release = self._server_info
@@ -492,7 +511,7 @@ class VllmAdapter(OptionalAdapterMethods):
         for position in range(request.start, len(request.token_ids)):
             entries = prompt_logprobs[position]
             logprobs.append(entries[str(request.token_ids[position])]["logprob"])
-            top_tokens = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[:k]
+            top_tokens = sorted(entries.items(), key=lambda entry: _place(entry[1]["rank"]))[:k]
             top.token_ids.extend(int(token) for token, _ in top_tokens)
             top.logprobs.extend(entry["logprob"] for _, entry in top_tokens)
         return ExternalScores(logprobs, top if k else None)

@@ -17,6 +17,7 @@ from tidegate.errors import WeightsRefused
 from tidegate.kernels.int8_matrix import RoundedRows
 from tidegate.kernels.weight_matrix import Rows, add_bits, published, storages, take_over
 from tidegate.transport.weight_channels.patches import Bits, ElementPatch
+from tidegate.transport.weight_names import wrapper_hint
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Accepted dtypes; quantised ones (float8, int8) are meaningless without their scales."""
@@ -164,7 +165,7 @@ class WeightStore:
                 return
             raise WeightsRefused(
                 f"{self._model} has no tensor {name!r}; publish the model that config.json "
-                f"describes, by its names there"
+                f"describes, by its names there{wrapper_hint(name)}"
             )
         if tuple(tensor.shape) != target.shape:
             raise WeightsRefused(

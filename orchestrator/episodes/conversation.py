@@ -27,6 +27,7 @@ from tidegate.orchestrator.episodes.chat_template import (
     PLACEHOLDER,
     PLAIN_RENDERING,
     ChatRendering,
+    ChatTemplate,
     Message,
     read_chat_template,
 )
@@ -78,7 +79,7 @@ def _plain(message: object, number: int) -> dict[str, Any]:
     plain["content"] = _text(plain.get("content", ""), number)
     calls = plain.pop("tool_calls", None)
     if calls:
-        plain["tool_calls"] = _plain_calls(calls, number)
+        plain["tool_calls"] = plain_calls(calls, number)
     cleaned: dict[str, Any] = with_well_formed_texts(plain)
     return cleaned
 
@@ -109,7 +110,13 @@ def _part(part: object, number: int) -> dict[str, Any]:
     )
 
 
-def _plain_calls(calls: object, number: int) -> list[dict[str, Any]]:
+def plain_calls(calls: object, number: int) -> list[dict[str, Any]]:
+    """Return the tool calls of message ``number`` with arguments as objects, as templates take
+    them.
+
+    Raises:
+        ChatRefused: they are in another form.
+    """
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise ChatRefused(f"messages[{number}].tool_calls must be a list")
     plain: list[dict[str, Any]] = []
@@ -357,24 +364,14 @@ class Conversation(Generic[Row]):
         schemas = tool_schemas(tools)
         request = _Request(plain, self._escaped(tools), rendering, cache)
         prompt = self._rendered(request, plain)
-        is_reasoning_open = prompt.rstrip().endswith(OPEN_REASONING)
-        forced, call_end = None, ""
-        if not is_free(tool_choice):
-            source = self._template.source
-            forced = forced_call(tool_choice, tools, source, is_reasoning_open=is_reasoning_open)
-        elif schemas and not parallel_tool_calls:
+        forced, call_end = forced_by(tool_choice, tools, self._template, prompt), ""
+        if forced is None and schemas and not parallel_tool_calls:
             call_end = self._end_of_single_call()
         refuse_if_written_out(prompt, plain)
         row = self._row_for(request, prompt)
         row.reserve()
         continues = rendering.continue_final_message
-        reply_format = ReplyFormat(
-            schemas,
-            self._template.separates_reasoning,
-            is_reasoning_open,
-            self._template.response_template,
-            _unbroken(prompt),
-        )
+        reply_format = reply_format_of(self._template, schemas, _unbroken(prompt))
         return Prepared(row, plain, prompt, continues, reply_format, forced, call_end)
 
     def _end_of_single_call(self) -> str:
@@ -428,12 +425,12 @@ class Conversation(Generic[Row]):
             options = {**options, "logits_processors": [*own, prepared.forced]}
         stops = self._stopping_at(prepared.call_end, options) if prepared.call_end else options
         turn = await row.generate(**stops)
-        text = self._content(turn, options)
+        text = reply_content(self._model, turn, options)
         reply = prepared.reply_format.parse(text)
         schemas = prepared.reply_format.tools
         if schemas and (reply.tool_calls or resembles_call(text, schemas)):
             self._model.call_counts.count(text, is_parsed=bool(reply.tool_calls))
-        turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
+        turn.message = reply_message(reply, f"{row.rollout_id}-{turn.number}")
         turn.invalid_tool_calls = reply.invalid_tool_calls
         [plain] = plain_messages([turn.message])
         message = self._escaped_message(plain)
@@ -647,23 +644,6 @@ class Conversation(Generic[Row]):
         )
         return len(so_far) if prompt.startswith(so_far) else -1
 
-    # ------------------------------------------------------------ text of a turn
-
-    def _content(self, turn: GeneratedTurn, options: Mapping[str, Any]) -> str:
-        """Return the turn's text without the stop token or stop string that ended it."""
-        stops = options.get("stop_token_ids")
-        stops = self._model.stop_token_ids if stops is None else stops
-        ids = turn.token_ids
-        is_stopped = turn.finish_reason == "stop" and bool(ids)
-        if is_stopped and ids[-1] in stops:
-            return self._model.reply_text(ids[:-1])
-        text = self._model.reply_text(ids)
-        if not is_stopped:
-            return text
-        positions = [text.rfind(stop) for stop in options.get("stop_strings") or ()]
-        ends = [position for position in positions if position >= 0]
-        return text[: min(ends)] if ends else text
-
 
 def _digest(messages: list[dict[str, Any]], tools: Tools | None, rendering: ChatRendering) -> bytes:
     """Return a digest of everything that a chat template gets; equal digests render alike."""
@@ -694,7 +674,56 @@ def tool_schemas(tools: object) -> dict[str, Any]:
     return schemas
 
 
-def _message(reply: ParsedReply, turn_name: str) -> dict[str, Any]:
+def reply_format_of(template: ChatTemplate, schemas: Mapping[str, Any], prompt: str) -> ReplyFormat:
+    """Return how the text that continues ``prompt`` is read; ``schemas`` as :func:`tool_schemas`
+    returns them."""
+    return ReplyFormat(
+        schemas,
+        template.separates_reasoning,
+        _is_reasoning_open(prompt),
+        template.response_template,
+        prompt,
+    )
+
+
+def forced_by(
+    choice: Choice, tools: Tools | None, template: ChatTemplate, prompt: str
+) -> LogitsProcessor | None:
+    """Return the processor that constrains what continues ``prompt`` to a call; None if ``choice``
+    forces none.
+
+    Raises:
+        ChatRefused: no call can be forced.
+    """
+    if is_free(choice):
+        return None
+    is_open = _is_reasoning_open(prompt)
+    return forced_call(choice, tools, template.source, is_reasoning_open=is_open)
+
+
+def _is_reasoning_open(prompt: str) -> bool:
+    return prompt.rstrip().endswith(OPEN_REASONING)
+
+
+def reply_content(model: ModelFiles, turn: GeneratedTurn, options: Mapping[str, Any]) -> str:
+    """Return a turn's text without the stop token or stop string that ended it; ``options`` are
+    those that the turn was generated with."""
+    stops = options.get("stop_token_ids")
+    stops = model.stop_token_ids if stops is None else stops
+    ids = turn.token_ids
+    is_stopped = turn.finish_reason == "stop" and bool(ids)
+    if is_stopped and ids[-1] in stops:
+        return model.reply_text(ids[:-1])
+    text = model.reply_text(ids)
+    if not is_stopped:
+        return text
+    positions = [text.rfind(stop) for stop in options.get("stop_strings") or ()]
+    ends = [position for position in positions if position >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def reply_message(reply: ParsedReply, turn_name: str) -> dict[str, Any]:
+    """Return a parsed reply as a message of OpenAI's API; ``turn_name`` begins its calls' ids."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning

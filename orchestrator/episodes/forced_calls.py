@@ -13,7 +13,7 @@ from typing import Any
 
 from tidegate.errors import ChatRefused
 from tidegate.orchestrator.episodes.tool_calls import schema_types
-from tidegate.transport.sampling import LogitsProcessor
+from tidegate.transport.sampling import LogitsProcessor, with_bounded_space
 
 Choice = str | Mapping[str, Any] | None
 """OpenAI's ``tool_choice``: ``auto`` (or None), ``none``, ``required``, or one function."""
@@ -67,7 +67,8 @@ class _TagForm:
             else:
                 end = json.dumps(self.argument_end)
                 yield f"{rule}: {begin} {rule}_value {end}\n"
-                yield f"{rule}_value: %json {json.dumps({**schema, **shared})}\n"
+                whole = with_bounded_space({**schema, **shared})
+                yield f"{rule}_value: %json {json.dumps(whole)}\n"
         begin = json.dumps(self.begin.replace("{}", function["name"]), ensure_ascii=False)
         yield f"{name}: {begin} {' '.join(arguments)} {json.dumps(self.end)}\n"
 
@@ -130,7 +131,7 @@ def forced_call(
             lark = form.grammar(functions, has_thought=is_reasoning_open)
             return LogitsProcessor("grammar", {"lark": lark})
     if HERMES_MARK in template:
-        call = json.dumps(_any_call_schema(functions, "arguments"))
+        call = json.dumps(with_bounded_space(_any_call_schema(functions, "arguments")))
         begin, rule = (AFTER_THOUGHT, THOUGHT) if is_reasoning_open else ("", "")
         lark = f'start: {begin}"<tool_call>\\n" call "\\n</tool_call>"\n{rule}call: %json {call}\n'
         return LogitsProcessor("grammar", {"lark": lark})

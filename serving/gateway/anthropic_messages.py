@@ -7,6 +7,7 @@ message. https://docs.anthropic.com/en/api/messages, and the types of the ``anth
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -16,18 +17,26 @@ from tidegate.serving.api_app import stream_event
 from tidegate.serving.api_errors import AnthropicErrors, ApiError
 from tidegate.serving.gateway.completions import ActiveCompletion, AnswerForm
 from tidegate.serving.gateway.requests import GatewayChatRequest
-from tidegate.serving.gateway.response_bodies import weight_versions
-from tidegate.serving.openai_requests import refuse_fields
+from tidegate.serving.openai_requests import HOSTED_TOOL_DROPPED, refuse_fields, warn_dropped
 
 TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 """OpenAI's word for each ``type`` of a ``tool_choice`` but ``tool``."""
+
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Beginning of the system block in which Claude Code writes its version and a check sum. The block
+is left out, because it may change with each request, which would begin a new row."""
+
+HOSTED_TOOLS = re.compile(r"[a-z0-9_]+_20\d{6}|mcp_toolset")
+"""Kinds of tools that run at Anthropic, or that only its models are trained to call."""
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/messages``.
 
     ``metadata``, ``service_tier``, ``cache_control`` and the like are ignored, because they have no
-    meaning for an engine. ``thinking.budget_tokens`` has no effect.
+    meaning for an engine. ``thinking.budget_tokens`` has no effect. No edit of
+    ``context_management`` is applied, which the answer says as Anthropic's does.
     """
 
     max_tokens: int
@@ -47,15 +56,11 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     output_format: dict[str, Any] | None = None
     """Former name of ``output_config.format``."""
 
+    context_management: dict[str, Any] | None = None
     container: Any = None
     mcp_servers: Any = None
-    context_management: Any = None
 
-    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": (),
-        "mcp_servers": ([],),
-        "context_management": ({}, {"edits": []}),
-    }
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
 
     def chat(self) -> GatewayChatRequest:
         """Return the request as a chat request.
@@ -139,8 +144,9 @@ def chat_messages(
         raise ApiError(400, "messages must not be empty", param="messages")
     chat: list[dict[str, Any]] = []
     if system:
-        parts = [{"type": "text", "text": system}] if isinstance(system, str) else system
-        text = "\n\n".join(_block_text(block, "system") for block in parts)
+        parts = [_text_part(system)] if isinstance(system, str) else system
+        texts = [_block_text(block, "system") for block in parts]
+        text = "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
         chat.append({"role": "system", "content": text})
     for number, message in enumerate(messages):
         role, content, where = message.get("role"), message.get("content"), f"messages[{number}]"
@@ -185,32 +191,73 @@ def _user_messages(role: str, blocks: list[Any], where: str) -> Iterator[dict[st
     parts: list[dict[str, Any]] = []
     for block in blocks:
         if _kind(block, where) != "tool_result":
-            parts.append(_part(block, where))
+            parts += _parts(block, where)
             continue
         if parts:
             yield {"role": role, "content": parts}
             parts = []
         content = block.get("content") or ""
         if not isinstance(content, str):
-            content = [_part(each, where) for each in content]
+            content = [part for each in content for part in _parts(each, where)]
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
     if parts:
         yield {"role": role, "content": parts}
 
 
-def _part(block: Any, where: str) -> dict[str, Any]:
-    """Return a block of text or an image as a message part of OpenAI's API."""
+def _parts(block: Any, where: str) -> list[dict[str, Any]]:
+    """Return a block of a user's message or a tool's result as message parts of OpenAI's API."""
     match _kind(block, where):
         case "text":
-            return {"type": "text", "text": _block_text(block, where)}
+            return [_text_part(_block_text(block, where))]
         case "image":
             source = block.get("source") or {}
             url = source.get("url")
             if source.get("type") == "base64":
                 url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-            return {"type": "image_url", "image_url": {"url": url}}
+            return [{"type": "image_url", "image_url": {"url": url}}]
+        case "document":
+            return [*_heading(block, "title", "context"), *_document(block, where)]
+        case "search_result":
+            return [*_heading(block, "title", "source"), *_listed(block.get("content"), where)]
         case kind:
             raise _unserved(kind, where)
+
+
+def _heading(block: Mapping[str, Any], *fields: str) -> list[dict[str, Any]]:
+    """Return these fields of a block as lines of text, if it has them."""
+    given = [block[field] for field in fields if block.get(field)]
+    return [_text_part("".join(f"{line}\n" for line in given))] if given else []
+
+
+def _document(block: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the text and images of a document.
+
+    Raises:
+        ApiError: it is a PDF or a file kept by the provider.
+    """
+    source: dict[str, Any] = block.get("source") or {}
+    match source.get("type"):
+        case "text" if isinstance(source.get("data"), str):
+            return [_text_part(source["data"])]
+        case "content":
+            return _listed(source.get("content"), where)
+        case kind:
+            why = (
+                f"{where} has a document whose source is of type {kind!r:.80}: text and content "
+                f"are served; convert PDFs to text"
+            )
+            raise ApiError(400, why, param="messages")
+
+
+def _listed(content: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [_text_part(content)]
+    blocks = content if isinstance(content, list) else []
+    return [part for each in blocks for part in _parts(each, where)]
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _kind(block: Any, where: str) -> str:
@@ -233,16 +280,21 @@ def _unserved(kind: str, where: str) -> ApiError:
 
 
 def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return tools in OpenAI's form; those that run on Anthropic's servers are refused."""
+    """Return tools in OpenAI's form; those that run on Anthropic's servers are left out.
+
+    Raises:
+        ApiError: a tool is of an unknown kind.
+    """
     if tools is None:
         return None
     functions: list[dict[str, Any]] = []
     for number, tool in enumerate(tools):
-        if tool.get("type") not in (None, "custom"):
-            why = (
-                f"tools[{number}] of type {tool['type']!r:.80} is the provider's own, and is not "
-                f"served: leave it out"
-            )
+        kind = tool.get("type")
+        if isinstance(kind, str) and HOSTED_TOOLS.fullmatch(kind):
+            warn_dropped(kind, HOSTED_TOOL_DROPPED)
+            continue
+        if kind not in (None, "custom"):
+            why = f"tools[{number}] has type {kind!r:.80}, which is not served: leave it out"
             raise ApiError(400, why, param="tools")
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
         if tool.get("description"):
@@ -263,7 +315,12 @@ def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
 class MessagesForm(AnswerForm):
     """The answer to a Messages request: content blocks, whole or as named events."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: MessagesRequest) -> None:
+        is_managed = request.context_management is not None
+        self._edits: dict[str, Any] = (
+            {"context_management": {"applied_edits": []}} if is_managed else {}
+        )
+        """Edits of the context that the answer reports: none, if the request asked for some."""
         self._has_text_block = False
         """Whether the stream has begun the block of the turn's text."""
         self._has_thinking_block = False
@@ -283,8 +340,9 @@ class MessagesForm(AnswerForm):
             **_message_head(active),
             "content": content,
             **_stop(active),
+            **self._edits,
             "usage": {"input_tokens": choice.prompt_tokens, "output_tokens": len(turn.token_ids)},
-            "weight_versions": weight_versions(turn),
+            "weight_versions": active.weight_versions(turn),
         }
 
     def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
@@ -324,7 +382,8 @@ class MessagesForm(AnswerForm):
         turn = active.choices[0].turn.result()
         for index, use in enumerate(_tool_uses(turn.tool_calls), start=blocks):
             yield from _block_start(index, {**use, "input": {}})
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(use["input"])}
+            written = msgspec.json.encode(use["input"]).decode()
+            delta = {"type": "input_json_delta", "partial_json": written}
             yield _event({"type": "content_block_delta", "index": index, "delta": delta})
             yield _event({"type": "content_block_stop", "index": index})
         usage = {"output_tokens": len(turn.token_ids)}
@@ -332,8 +391,9 @@ class MessagesForm(AnswerForm):
             {
                 "type": "message_delta",
                 "delta": _stop(active),
+                **self._edits,
                 "usage": usage,
-                "weight_versions": weight_versions(turn),
+                "weight_versions": active.weight_versions(turn),
             }
         )
         yield _event({"type": "message_stop"})

@@ -32,9 +32,9 @@ from tidegate.serving.gateway.anthropic_messages import (
 )
 from tidegate.serving.gateway.completions import (
     ActiveCompletion,
+    ActiveTurn,
     AnswerForm,
     CompletionForm,
-    GatewayChoice,
     answer,
     begin,
     choice_of,
@@ -92,6 +92,7 @@ def gateway_routes(gateway: "GatewaySessions") -> list[ApiRoute]:
         ApiRoute("POST", "/sessions/{session_id}/reward", handlers.reward),
         ApiRoute("POST", "/sessions/{session_id}/failure", handlers.fail),
         ApiRoute("GET", "/v1/models", handlers.models),
+        ApiRoute("GET", "/v1/models/{model:path}", handlers.model),
         ApiRoute("GET", "/health", handlers.health),
     ]
 
@@ -119,8 +120,8 @@ class _Handlers:
     async def message(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/messages``."""
         session = self._session(http)
-        chat = decode_json(await _body(http), MessagesRequest).chat()
-        return await self._answer_chat(http, session, chat, MessagesForm())
+        request = decode_json(await _body(http), MessagesRequest)
+        return await self._answer_chat(http, session, request.chat(), MessagesForm(request))
 
     async def count_tokens(self, http: HttpRequest) -> Answer:
         """Answer ``POST /v1/messages/count_tokens``."""
@@ -143,11 +144,11 @@ class _Handlers:
             ahead = conversation.read_ahead(request.messages, tools, rendering, in_thread=off_loop)
             cache = await unless_gone(http, ahead)
 
-        def begin_choice() -> GatewayChoice:
+        def begin_choice() -> ActiveTurn:
             prepared = conversation.prepare(
                 request.messages,
                 tools,
-                request.tool_choice,
+                request.call_choice,
                 parallel_tool_calls=request.parallel_tool_calls is not False,
                 rendering=rendering,
                 cache=cache,
@@ -191,7 +192,7 @@ class _Handlers:
         if not all(prompts):
             raise ApiError(400, "the prompt has no token", param="prompt")
 
-        def begin_choice(prompt: list[int]) -> GatewayChoice:
+        def begin_choice(prompt: list[int]) -> ActiveTurn:
             row = session.episode.row_from(prompt)
             return choice_of(row, row.generate(**options))
 
@@ -233,6 +234,12 @@ class _Handlers:
         self._session(http)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "tidegate"}
         return {"object": "list", "data": [model]}
+
+    async def model(self, http: HttpRequest) -> Answer:
+        """Answer ``GET /v1/models/ID``: each name is the policy's, as in requests."""
+        self._session(http)
+        name = http.path_params["model"]
+        return {"id": name, "object": "model", "created": 0, "owned_by": "tidegate"}
 
     async def health(self, http: HttpRequest) -> Answer:
         """Answer ``GET /health``."""

@@ -1,15 +1,25 @@
-"""One completion request of the gateway in progress, and its answer, whole or as an SSE stream.
+"""One completion request in progress, and its answer, whole or as an SSE stream.
 
 The HTTP handlers in :mod:`app` call :func:`begin` and :func:`answer`. Each choice is a turn of a
-row of the session's rollout. An :class:`AnswerForm` writes the answer as one API has it: OpenAI's
-completions here, OpenAI's responses in :mod:`openai_responses`, Anthropic's messages in
-:mod:`anthropic_messages`. Streams poll the turns, because nothing reports single tokens. Built on
-``sessions.py``, ``requests.py`` and the run's :class:`Episode`.
+row of the session's rollout; the vLLM-compatible server answers turns of its own by :func:`answer`.
+An :class:`AnswerForm` writes the answer as one API has it: OpenAI's completions here, OpenAI's
+responses in :mod:`openai_responses`, Anthropic's messages in :mod:`anthropic_messages`. Streams
+poll the turns, because nothing reports single tokens. Built on ``sessions.py``, ``requests.py`` and
+the run's :class:`Episode`.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +38,7 @@ from tidegate.serving.gateway.response_bodies import (
     last_chunk,
     text_chunk,
     usage_chunk,
+    weight_versions,
 )
 from tidegate.serving.http_server import OwnedStream, unless_gone
 
@@ -41,13 +52,20 @@ STREAM_INTERVAL_S = 0.05
 
 
 @dataclass(slots=True)
-class GatewayChoice:
-    """One completion of a request, being generated as a turn of its row."""
+class ActiveTurn:
+    """One choice of a request: a turn that is being generated, and how its text is read."""
 
-    row: "Episode"
+    name: str
+    """Name of the turn, unique in the run."""
     prompt_tokens: int
-    """Number of tokens of the row before the turn."""
-    turn: "asyncio.Task[GeneratedTurn]"
+    """Number of tokens of the context before the turn."""
+    prompt: Callable[[], list[int]]
+    """Returns the tokens of the context before the turn."""
+    turn: "asyncio.Future[GeneratedTurn]"
+    current_turn: "Callable[[], GeneratedTurn | None]"
+    """Returns the turn with its tokens so far; None before it has begun."""
+    decode: Callable[[Sequence[int]], str]
+    """Returns the text of tokens of the turn."""
     reply_format: ReplyFormat | None = None
     """How a chat's turn is read; None for a plain completion."""
     sent: str = ""
@@ -57,10 +75,7 @@ class GatewayChoice:
     """Detokenizer of the turn so far; used by streams only."""
 
     def __post_init__(self) -> None:
-        is_chat = self.reply_format is not None
-        self.detokenizer = IncrementalDetokenizer(
-            self.row.reply_text if is_chat else self.row.decode
-        )
+        self.detokenizer = IncrementalDetokenizer(self.decode)
 
     def reasoning(self) -> str:
         """Return the reasoning of a turn that has ended."""
@@ -72,13 +87,27 @@ class GatewayChoice:
             return ""
         return self.reply_format.parse(self.detokenizer.text).reasoning
 
+    def unsent_reasoning(self, read: Callable[[], str]) -> str:
+        """Return the turn's reasoning, once."""
+        if self.has_sent_reasoning:
+            return ""
+        self.has_sent_reasoning = True
+        return read()
+
+    def unsent(self, text: str) -> str:
+        """Return the unsent rest of a text; empty while a new token changes text that was sent."""
+        if not text.startswith(self.sent):
+            return ""
+        more, self.sent = text[len(self.sent) :], text
+        return more
+
     def settled_text(self, stops: list[str]) -> str:
         """Return the text of a running turn that no later token changes.
 
         For a turn that has ended, return the text already sent, because another request may
         continue its row.
         """
-        so_far = self.row.current_turn()
+        so_far = self.current_turn()
         if self.turn.done() or so_far is None or not so_far.is_running:
             return self.sent
         self.detokenizer.add(so_far.token_ids_from(self.detokenizer.tokens))
@@ -91,35 +120,47 @@ def choice_of(
     row: "Episode",
     turn: "Coroutine[Any, Any, GeneratedTurn]",
     reply_format: ReplyFormat | None = None,
-) -> GatewayChoice:
+) -> ActiveTurn:
     """Begin a turn that continues a row from its present tokens."""
-    return GatewayChoice(row, row.num_tokens, asyncio.ensure_future(turn), reply_format)
+    tokens = row.num_tokens
+    return ActiveTurn(
+        name=f"{row.rollout_id}-{tokens}",
+        prompt_tokens=tokens,
+        prompt=lambda: row.token_ids[:tokens],  # contexts only grow
+        turn=asyncio.ensure_future(turn),
+        current_turn=row.current_turn,
+        decode=row.decode if reply_format is None else row.reply_text,
+        reply_format=reply_format,
+    )
 
 
 @dataclass(slots=True)
 class ActiveCompletion:
     """A completion request that is being answered, and all its choices."""
 
-    session: "Session"
+    decode_token: Callable[[list[int]], str]
+    """Returns the text of a list of one token."""
     request: GatewayRequest
-    choices: list[GatewayChoice] = field(default_factory=list)
+    choices: list[ActiveTurn] = field(default_factory=list)
+    weight_versions: "Callable[[GeneratedTurn], Sequence[Mapping[str, Any]]]" = weight_versions
+    """Returns the weight version of each range of a turn's tokens."""
+    session: "Session | None" = None
+    """Session of the gateway that counts the request; None on other servers."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time, for the answer's ``created``."""
 
     @property
     def name(self) -> str:
-        """Id of the answer: the client's, or row and turn of its first choice."""
-        own = f"{self.choices[0].row.rollout_id}-{self.choices[0].prompt_tokens}"
-        return self.request.request_id or own
+        """Id of the answer: the client's, or the name of its first choice."""
+        return self.request.request_id or self.choices[0].name
 
     async def wait(self) -> None:
         """Wait until every choice has its turn; at the first error, cancel the others."""
-        self.session.requests += 1
-        try:
-            await asyncio.gather(*(choice.turn for choice in self.choices))
-        finally:
-            self.session.requests -= 1
-            self.cancel()
+        with contextlib.nullcontext() if self.session is None else self.session.answering():
+            try:
+                await asyncio.gather(*(choice.turn for choice in self.choices))
+            finally:
+                self.cancel()
 
     def cancel(self) -> None:
         """Cancel the choices that are still generated."""
@@ -131,18 +172,16 @@ class ActiveCompletion:
         """All choices, once their turns have ended."""
         return [self.finished_choice(choice) for choice in self.choices]
 
-    def finished_choice(self, choice: GatewayChoice) -> FinishedChoice:
+    def finished_choice(self, choice: ActiveTurn) -> FinishedChoice:
         """Return a choice whose turn has ended."""
         ids = self.prompt_token_ids(choice)
         return FinishedChoice(choice.turn.result(), choice.prompt_tokens, ids)
 
-    def prompt_token_ids(self, choice: GatewayChoice) -> list[int] | None:
-        """Return the prompt's tokens if the answer has them; contexts only grow."""
-        if not self.request.return_token_ids:
-            return None
-        return choice.row.token_ids[: choice.prompt_tokens]
+    def prompt_token_ids(self, choice: ActiveTurn) -> list[int] | None:
+        """Return the prompt's tokens if the answer has them."""
+        return choice.prompt() if self.request.return_token_ids else None
 
-    def content(self, choice: GatewayChoice) -> str:
+    def content(self, choice: ActiveTurn) -> str:
         """Return the text of a choice whose turn has ended, without its tool calls."""
         turn = choice.turn.result()
         if isinstance(self.request, GatewayChatRequest):
@@ -153,7 +192,7 @@ class ActiveCompletion:
 def begin(
     session: "Session",
     request: GatewayRequest,
-    beginnings: Iterable[Callable[[], GatewayChoice]],
+    beginnings: Iterable[Callable[[], ActiveTurn]],
 ) -> ActiveCompletion:
     """Begin all choices of a request; one that can't begin cancels the others.
 
@@ -161,7 +200,7 @@ def begin(
         ApiError: the session has too many requests.
     """
     session.refuse_if_busy()
-    active = ActiveCompletion(session, request)
+    active = ActiveCompletion(session.episode.decode, request, session=session)
     try:
         for begin_choice in beginnings:
             choice = begin_choice()
@@ -286,8 +325,8 @@ async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[b
             if not waiting.done():
                 for index, choice in enumerate(active.choices):
                     text = choice.settled_text(active.request.stop_strings)
-                    if more := _unsent(choice, text):
-                        reasoning = _unsent_reasoning(choice, choice.reasoning_so_far)
+                    if more := choice.unsent(text):
+                        reasoning = choice.unsent_reasoning(choice.reasoning_so_far)
                         if reasoning:
                             for event in form.reasoning_events(active, index, reasoning):
                                 yield event
@@ -295,11 +334,11 @@ async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[b
                             yield event
         await waiting
         for index, choice in enumerate(active.choices):
-            reasoning = _unsent_reasoning(choice, choice.reasoning)
+            reasoning = choice.unsent_reasoning(choice.reasoning)
             if reasoning:
                 for event in form.reasoning_events(active, index, reasoning):
                     yield event
-            if more := _unsent(choice, active.content(choice)):
+            if more := choice.unsent(active.content(choice)):
                 for event in form.text_events(active, index, more):
                     yield event
         for event in form.last_events(active):
@@ -310,22 +349,6 @@ async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[b
     finally:
         waiting.cancel()
         active.cancel()
-
-
-def _unsent_reasoning(choice: GatewayChoice, read: Callable[[], str]) -> str:
-    """Return a choice's reasoning, once."""
-    if choice.has_sent_reasoning:
-        return ""
-    choice.has_sent_reasoning = True
-    return read()
-
-
-def _unsent(choice: GatewayChoice, text: str) -> str:
-    """Return the unsent rest of a text; empty while a new token changes text that was sent."""
-    if not text.startswith(choice.sent):
-        return ""
-    more, choice.sent = text[len(choice.sent) :], text
-    return more
 
 
 def _text_chunk(

@@ -6,6 +6,8 @@ the same session. https://platform.openai.com/docs/api-reference/responses, and 
 ``openai`` package. :class:`ResponsesForm` implements :class:`AnswerForm` of :mod:`completions`.
 """
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,9 +19,9 @@ from tidegate.serving.api_app import stream_event
 from tidegate.serving.api_errors import ApiError, OpenAIErrors
 from tidegate.serving.gateway.completions import ActiveCompletion, AnswerForm
 from tidegate.serving.gateway.requests import GatewayChatRequest
-from tidegate.serving.gateway.response_bodies import chat_logprobs, weight_versions
+from tidegate.serving.gateway.response_bodies import chat_logprobs
 from tidegate.serving.gateway.response_store import Message, ResponseStore
-from tidegate.serving.openai_requests import refuse_fields
+from tidegate.serving.openai_requests import HOSTED_TOOL_DROPPED, refuse_fields, warn_dropped
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -29,11 +31,32 @@ content."""
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 
+HOSTED_TOOLS = re.compile(
+    r"(web_search|file_search|code_interpreter|image_generation|mcp|computer|tool_search"
+    r"|programmatic_tool_calling|local_shell|shell|apply_patch)(_[a-z0-9_]+)?"
+)
+"""Kinds of tools that run at OpenAI, or that only its models are trained to call; with dates and
+the like behind them."""
+
+UNREADABLE_ITEMS = frozenset(
+    {
+        "compaction",
+        "compaction_summary",
+        "context_compaction",
+        "web_search_call",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_list_tools",
+    }
+)
+"""Input items that only OpenAI can make and read: encrypted text, or what a hosted tool did."""
+
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/responses``.
 
-    ``metadata``, ``user`` and the like are ignored.
+    ``metadata``, ``user`` and the like are ignored, and so are ``text.verbosity``, ``truncation``
+    and ``context_management``: a context that is too long is an error in any case.
     """
 
     input: str | list[dict[str, Any]]
@@ -57,15 +80,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: Any = None
     conversation: Any = None
     prompt: Any = None
-    truncation: Any = None
-    context_management: Any = None
-
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),
         "conversation": (),
         "prompt": (),
-        "truncation": ("disabled",),
-        "context_management": ([],),
     }
 
     def chat(self, earlier: list[Message]) -> GatewayChatRequest:
@@ -82,8 +100,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         if unknown:
             raise ApiError(400, f"include {unknown[0]!r:.80} is not served", param="include")
         text = self.text or {}
-        if text.get("verbosity") not in (None, "medium"):
-            raise ApiError(400, "text.verbosity is not served: leave it out", param="text")
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         has_logprobs = _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         return GatewayChatRequest(
@@ -94,7 +110,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             top_p=self.top_p,
             logprobs=has_logprobs or None,
             top_logprobs=self.top_logprobs,
-            tools=_tools(self.tools),
+            tools=None if self.tools is None else [tool.function for tool in served_tools(self)],
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=(self.reasoning or {}).get("effort"),
@@ -126,19 +142,22 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[Message]:
         match item.get("type", "message"):
             case "message":
                 message = _message(item, where)
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 call = _call(item)
                 if is_open and not reasoning:
                     messages[-1].setdefault("tool_calls", []).append(call)
                     continue
                 message = {"role": "assistant", "content": "", "tool_calls": [call]}
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 output = item.get("output") or ""
                 content = output if isinstance(output, str) else _parts(output, where)
                 message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
             case "reasoning":
                 reasoning += _reasoning_text(item)
                 is_open = False
+                continue
+            case kind if kind in UNREADABLE_ITEMS:
+                warn_dropped(kind, "only OpenAI can read such input items")
                 continue
             case kind:
                 why = f"{where} of type {kind!r:.80} is not served: leave it out"
@@ -179,7 +198,10 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+    name, arguments = item.get("name"), item.get("arguments") or "{}"
+    if item["type"] == "custom_tool_call":
+        arguments = {CUSTOM_INPUT: item.get("input") or ""}
+    function = {"name": _flat_name(item.get("namespace"), name), "arguments": arguments}
     return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
@@ -188,31 +210,106 @@ def _reasoning_text(item: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return tools in the form of chat completions; those that run at OpenAI are refused."""
-    if tools is None:
-        return None
-    functions: list[dict[str, Any]] = []
-    for number, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            why = (
-                f"tools[{number}] of type {tool.get('type')!r:.80} is not served: only tools of "
-                f"type 'function' are"
-            )
-            raise ApiError(400, why, param="tools")
-        names = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-        functions.append({"type": "function", "function": function})
-    return functions
+# ---------------------------------------------------------------- tools
+
+CUSTOM_INPUT = "input"
+"""Argument of the function that stands for a tool of type ``custom``, which takes one text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTool:
+    """A tool of a request, as the model is told of it and as the answer names it."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+    function: dict[str, Any]
+    """The tool in the form of chat completions."""
+
+
+def served_tools(request: ResponsesRequest) -> list[ServedTool]:
+    """Return the tools that the model may call: functions, custom tools, and those of namespaces.
+
+    A namespace's tools are functions named ``NAMESPACE__NAME``. Hosted tools are left out.
+
+    Raises:
+        ApiError: a tool is of an unknown kind, or has no name.
+    """
+    tools: list[ServedTool] = []
+    for number, tool in enumerate(request.tools or ()):
+        where, kind = f"tools[{number}]", tool.get("type")
+        if kind != "namespace":
+            tools += _served(tool, None, where)
+            continue
+        given, about = tool.get("tools"), tool.get("description")
+        for inner_number, inner in enumerate(given if isinstance(given, list) else ()):
+            if about and not inner_number:  # the model reads of the namespace at its first tool
+                own = inner.get("description") or ""
+                inner = {**inner, "description": f"{about}\n\n{own}".rstrip()}
+            tools += _served(inner, tool.get("name"), f"{where}.tools[{inner_number}]")
+    return tools
+
+
+def _served(tool: Mapping[str, Any], namespace: str | None, where: str) -> list[ServedTool]:
+    """Return one tool; none if it is hosted."""
+    kind, name = tool.get("type"), tool.get("name")
+    if isinstance(kind, str) and HOSTED_TOOLS.fullmatch(kind):
+        warn_dropped(kind, HOSTED_TOOL_DROPPED)
+        return []
+    if kind not in ("function", "custom") or not isinstance(name, str):
+        why = (
+            f"{where} has type {kind!r:.80} and name {name!r:.80}: tools of the types function, "
+            f"custom and namespace are served, which have names"
+        )
+        raise ApiError(400, why, param="tools")
+    fields = ("description", "parameters", "strict")
+    function = {field: tool[field] for field in fields if tool.get(field) is not None}
+    if kind == "custom":
+        function = _custom_function(tool)
+    function = {"name": _flat_name(namespace, name), **function}
+    form = {"type": "function", "function": function}
+    return [ServedTool(name, namespace, kind == "custom", form)]
+
+
+def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a custom tool as a function of one text; a grammar for it is only described."""
+    description, form = tool.get("description") or "", tool.get("format") or {}
+    if definition := form.get("definition"):
+        description += f"\n\nThe input follows this {form.get('syntax')} grammar:\n{definition}"
+    parameters = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: {"type": "string"}},
+        "required": [CUSTOM_INPUT],
+    }
+    return {"description": description.strip(), "parameters": parameters}
+
+
+def _flat_name(namespace: str | None, name: Any) -> Any:
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "function":
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [_chosen(each) for each in tools] if isinstance(tools, list) else []
+        served = [each for each in named if each is not None]
+        allowed = {"mode": choice.get("mode"), "tools": served}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    chosen = _chosen(choice)
+    if chosen is None:
         why = f"tool_choice of type {choice.get('type')!r:.80} is not served"
         raise ApiError(400, why, param="tool_choice")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    return chosen
+
+
+def _chosen(tool: object) -> dict[str, Any] | None:
+    """Return the choice of one tool in the form of chat completions; None if it is hosted."""
+    if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
+        return None
+    name = _flat_name(tool.get("namespace"), tool.get("name"))
+    return {"type": "function", "function": {"name": name}}
 
 
 def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -258,7 +355,7 @@ class ResponsesForm(AnswerForm):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + output,
             },
-            "weight_versions": weight_versions(turn),
+            "weight_versions": active.weight_versions(turn),
         }
 
     def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
@@ -323,12 +420,15 @@ class ResponsesForm(AnswerForm):
         )
 
     def _call_events(self, index: int, item: dict[str, Any]) -> Iterator[bytes]:
-        place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
-        begun = {**item, "arguments": "", "status": "in_progress"}
+        is_custom = item["type"] == "custom_tool_call"
+        field = "input" if is_custom else "arguments"
+        name = f"response.{'custom_tool_call_input' if is_custom else 'function_call_arguments'}"
+        place, text = {"item_id": item["id"], "output_index": index}, item[field]
+        begun = {**item, field: "", "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=index, item=begun)
-        yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
-        done = {"arguments": arguments, "name": item["name"]}
-        yield self._event("response.function_call_arguments.done", **done, **place)
+        yield self._event(f"{name}.delta", delta=text, **place)
+        done = {field: text} if is_custom else {field: text, "name": item["name"]}
+        yield self._event(f"{name}.done", **done, **place)
         yield self._event("response.output_item.done", output_index=index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -368,18 +468,24 @@ class ResponsesForm(AnswerForm):
         if text or self._has_text_item or not turn.tool_calls:
             found = chat_logprobs(active.request, turn)
             items.append(_text_item(active, text, (found or {}).get("content", [])))
-        for call in turn.tool_calls:
-            items.append(
-                {
-                    "type": "function_call",
-                    "id": f"fc_{call['id']}",
-                    "call_id": call["id"],
-                    "name": call["function"]["name"],
-                    "arguments": call["function"]["arguments"],
-                    "status": "completed",
-                }
-            )
+        tools = {tool.function["function"]["name"]: tool for tool in served_tools(self.request)}
+        items += [_call_item(call, tools) for call in turn.tool_calls]
         return items
+
+
+def _call_item(call: Mapping[str, Any], tools: Mapping[str, ServedTool]) -> dict[str, Any]:
+    """Return a call as an output item, by the name that the client's tool has."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    tool = tools.get(name)
+    item: dict[str, Any] = {"call_id": call["id"], "name": tool.name if tool else name}
+    if tool and tool.namespace:
+        item["namespace"] = tool.namespace
+    if tool and tool.is_custom:
+        text = json.loads(arguments).get(CUSTOM_INPUT, "")
+        item |= {"type": "custom_tool_call", "id": f"ctc_{call['id']}"}
+        return {**item, "input": text if isinstance(text, str) else json.dumps(text)}
+    item |= {"type": "function_call", "id": f"fc_{call['id']}", "status": "completed"}
+    return {**item, "arguments": arguments}
 
 
 def _id_of(active: ActiveCompletion) -> str:

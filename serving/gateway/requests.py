@@ -128,7 +128,7 @@ def generate_options(request: GatewayRequest) -> dict[str, Any]:
         raise ApiError(400, why, param="stream_options")
     options = request.shared_options()
     has_form = request.schema is not None or request.grammar is not None
-    if has_form and isinstance(request, GatewayChatRequest) and not is_free(request.tool_choice):
+    if has_form and isinstance(request, GatewayChatRequest) and not is_free(request.call_choice):
         raise ApiError(400, "a forced call has its own form: omit response_format")
     if request.stop_token_ids is not None:
         options["stop_token_ids"] = request.stop_token_ids

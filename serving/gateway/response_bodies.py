@@ -11,7 +11,7 @@ from typing import Any
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
 from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
-from tidegate.serving.vllm_server.response_bodies import as_ids, as_text, completion_logprobs
+from tidegate.serving.token_logprobs import as_ids, as_text, completion_logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,15 @@ class Session:
         """Keep the error of a turn that has ended, if the policy has caused it."""
         error = None if turn.cancelled() else turn.exception()
         self.refusal = error if isinstance(error, ContextFull | TurnTimeout) else None
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a request while it is answered."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
     def refuse_if_busy(self) -> None:
         """Raise ApiError if the session has as many requests as it may have."""

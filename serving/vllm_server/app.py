@@ -6,8 +6,10 @@ summary in ``/openapi.json``. Built on ``serving/api_app.py`` (routes and bodies
 and the parts: ``completions.py``, ``pauses.py``, ``weight_updates.py``.
 """
 
+import asyncio
 import importlib.metadata
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +32,23 @@ from tidegate.serving.api_app import (
     key_of,
     read_json_bytes,
 )
-from tidegate.serving.api_errors import ApiError, VllmErrors
+from tidegate.serving.api_errors import (
+    AnthropicErrors,
+    ApiError,
+    ErrorForm,
+    OpenAIErrors,
+    VllmErrors,
+)
+from tidegate.serving.gateway.anthropic_messages import (
+    CountTokensRequest,
+    MessagesForm,
+    MessagesRequest,
+)
+from tidegate.serving.gateway.completions import AnswerForm
+from tidegate.serving.gateway.completions import answer as answer_turns
+from tidegate.serving.gateway.openai_responses import ResponsesForm, ResponsesRequest
+from tidegate.serving.gateway.requests import GatewayChatRequest
+from tidegate.serving.gateway.response_store import ResponseStore
 from tidegate.serving.http_server import AccessPolicy, Headers, off_loop, unless_gone
 from tidegate.serving.openai_requests import CompletionRequest
 from tidegate.serving.vllm_server import requests
@@ -40,6 +58,7 @@ from tidegate.serving.vllm_server.completions import (
     Completer,
     Streamable,
     answer,
+    as_vllm_chat,
 )
 from tidegate.serving.vllm_server.metrics import RequestCounts, metrics_text
 from tidegate.serving.vllm_server.model_info import ModelInfo, limits_of
@@ -49,6 +68,7 @@ from tidegate.serving.vllm_server.weight_updates import WeightUpdates
 from tidegate.transport.messages import PauseMode
 
 if TYPE_CHECKING:
+    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
     from tidegate.serving.sglang_server.tensors import UpdateGroups
 
@@ -92,6 +112,8 @@ class ServerParts:
     longest_block_s: Callable[[], float]
     """Longest time in seconds for which the run's event loop was blocked."""
     counts: RequestCounts = field(default_factory=RequestCounts)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    """Answers that requests of ``/v1/responses`` can continue, of all clients."""
 
 
 # ---------------------------------------------------------------- routes and keys
@@ -107,6 +129,8 @@ class Path:
     method: str
     path: str
     handle: Handle
+    errors: ErrorForm | None = None
+    """Error form of this path; None: vLLM's."""
     is_control: bool = False
     """Whether the path needs the control token, because it stops engines, changes weights or ends
     others' requests."""
@@ -119,12 +143,17 @@ PATHS: list[Path] = []
 
 
 def on(
-    method: str, path: str, *, is_control: bool = False, is_open: bool = False
+    method: str,
+    path: str,
+    *,
+    errors: ErrorForm | None = None,
+    is_control: bool = False,
+    is_open: bool = False,
 ) -> Callable[[Handle], Handle]:
     """Register the decorated function as the handler of a path."""
 
     def decorate(handle: Handle) -> Handle:
-        PATHS.append(Path(method, path, handle, is_control, is_open))
+        PATHS.append(Path(method, path, handle, errors, is_control, is_open))
         return handle
 
     return decorate
@@ -182,7 +211,9 @@ def server_app(
     def shows_key(headers: Headers) -> bool:
         return keys.are_shown(headers.bearer)
 
-    routes = [ApiRoute(each.method, each.path, partial(handle, each)) for each in PATHS]
+    routes = [
+        ApiRoute(each.method, each.path, partial(handle, each), each.errors) for each in PATHS
+    ]
     policy = AccessPolicy(bound_host, allowed_hosts, shows_key)
     return api_app.api_app(routes, VllmErrors(), policy)
 
@@ -252,6 +283,50 @@ async def complete(parts: ServerParts, http: HttpRequest) -> Answer:
 async def chat(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer a conversation."""
     return await answer_completion(parts, http, requests.VllmChatRequest, parts.completer.chat)
+
+
+@on("POST", "/v1/responses", errors=OpenAIErrors())
+async def respond(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Answer a conversation in the form of OpenAI's Responses."""
+    request = await read(http, ResponsesRequest)
+    chat = request.chat(parts.responses.messages(request.previous_response_id))
+    return await answer_in_form(parts, http, chat, ResponsesForm(request, parts.responses))
+
+
+@on("POST", "/v1/messages", errors=AnthropicErrors())
+async def message(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Answer a conversation in the form of Anthropic's Messages."""
+    request = await read(http, MessagesRequest)
+    return await answer_in_form(parts, http, request.chat(), MessagesForm(request))
+
+
+async def answer_in_form(
+    parts: ServerParts, http: HttpRequest, chat: GatewayChatRequest, form: AnswerForm
+) -> Answer:
+    """Answer a chat as the gateway does."""
+    parts.pauses.refuse_if_paused()
+    began_s = time.monotonic()
+    beginning = parts.completer.begin_turns(chat, request_name(http), is_large=is_large(http))
+    active = await unless_gone(http, beginning)
+
+    def count(ended: "asyncio.Future[GeneratedTurn]", prompt_tokens: int) -> None:
+        has_ended = not ended.cancelled() and ended.exception() is None
+        reason = ended.result().finish_reason if has_ended else "abort"
+        parts.counts.count(began_s=began_s, prompt_tokens=prompt_tokens, finish_reasons=[reason])
+
+    for turn in active.choices:
+        turn.turn.add_done_callback(partial(count, prompt_tokens=turn.prompt_tokens))
+    return await answer_turns(http, active, form)
+
+
+@on("POST", "/v1/messages/count_tokens", errors=AnthropicErrors())
+async def count_tokens(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Count the tokens of a conversation in the form of Anthropic's Messages."""
+    chat = as_vllm_chat((await read(http, CountTokensRequest)).chat())
+    await parts.weights.adapter_of(chat.model)
+    tools = chat.offered_tools
+    work = parts.completer.chat_prompt(chat, chat.messages, tools, is_large=is_large(http))
+    return {"input_tokens": len((await unless_gone(http, work)).token_ids)}
 
 
 @on("POST", "/v1/chat/completions/batch")
@@ -370,10 +445,24 @@ async def version(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("GET", "/v1/models")
 async def models(parts: ServerParts, http: HttpRequest) -> Answer:
     """List the model and its adapters."""
+    return _listed(parts)
+
+
+def _listed(parts: ServerParts) -> dict[str, Any]:
     return parts.info.listed(
         created_s=parts.created_s,
         context_tokens_max=limits_of(parts.scheduler).context_tokens_max,
     )
+
+
+@on("GET", "/v1/models/{model:path}", errors=OpenAIErrors())
+async def model(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Describe the model or one of its adapters."""
+    name = http.path_params["model"]
+    found = next((each for each in _listed(parts)["data"] if each["id"] == name), None)
+    if found is None:
+        raise ApiError(404, f"The model {name!r:.200} does not exist.", param="model")
+    return found  # type: ignore[no-any-return]
 
 
 async def server_info(parts: ServerParts, http: HttpRequest) -> Answer:

@@ -19,10 +19,22 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from tidegate.errors import ModelError
-from tidegate.orchestrator.episodes.chat_template import ChatRendering, read_chat_template
+from tidegate.orchestrator.episodes.chat_template import (
+    ChatRendering,
+    ChatTemplate,
+    read_chat_template,
+)
+from tidegate.orchestrator.episodes.conversation import (
+    forced_by,
+    plain_calls,
+    reply_format_of,
+    tool_schemas,
+)
 from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import ApiError, VllmErrors
+from tidegate.serving.gateway.completions import ActiveCompletion
+from tidegate.serving.gateway.requests import GatewayChatRequest
 from tidegate.serving.http_server import (
     OwnedStream,
     off_loop,
@@ -36,6 +48,7 @@ from tidegate.serving.openai_requests import (
     refuse_fields,
 )
 from tidegate.serving.vllm_server.active_requests import ActiveRequest, ActiveRequests
+from tidegate.serving.vllm_server.chat_turns import ServedTurn, served_turn
 from tidegate.serving.vllm_server.metrics import RequestCounts
 from tidegate.serving.vllm_server.model_info import Limits, ModelInfo, VersionLabels, limits_of
 from tidegate.serving.vllm_server.outputs import (
@@ -63,6 +76,7 @@ from tidegate.serving.vllm_server.response_bodies import (
     RequestFacts,
     ResponseBodies,
 )
+from tidegate.transport.sampling import LogitsProcessor
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.model_files import ModelFiles
@@ -83,6 +97,9 @@ PROMPT_TOKENS_MAX = 8 * 2**20
 LARGE_PROMPT_LOGPROBS = 2048
 """Log-probs of prompts from which on their bodies are made off the event loop."""
 
+PROMPT_END_TOKENS = 16
+"""Tokens at the end of a prompt that show whether the prompt has begun the reasoning."""
+
 CHARACTERS_SLACK = 2
 """A text is refused before it is tokenised if it has this many times the characters of a context of
 the vocabulary's longest tokens. More than 1, because normalizers may remove characters."""
@@ -102,6 +119,8 @@ class CheckedRequest:
     tokens_max: int | None
     """Output tokens per choice; None fills the context."""
     cache_salt: str = ""
+    forced: LogitsProcessor | None = None
+    """Processor that constrains the output to a tool call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +224,65 @@ class Completer:
     async def chat(
         self, request: VllmChatRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
-        """Begin ``/v1/chat/completions``."""
-        return await self._begin_chat(request, name, [await self._prompt_of(request, is_large)])
+        """Begin ``/v1/chat/completions``; calls are parsed if tools are offered."""
+        prompt = await self._prompt_of(request, is_large)
+        begun = await self._begin_chat(request, name, [prompt], self._forced(request, prompt))
+        turns = self._turns(begun, request, prompt) if request.offered_tools else []
+        return begun, ChatBodies(begun.facts, request, turns)
+
+    async def begin_turns(
+        self, chat: GatewayChatRequest, name: str, *, is_large: bool
+    ) -> ActiveCompletion:
+        """Begin a chat that one of the gateway's forms answers."""
+        request = as_vllm_chat(chat)
+        prompt = await self._prompt_of(request, is_large)
+        begun = await self._begin_chat(request, name, [prompt], self._forced(request, prompt))
+        chat.model = begun.facts.model
+        turns = self._turns(begun, request, prompt)
+        return ActiveCompletion(
+            lambda ids: self.tokenizer.token(ids[0]),
+            chat,
+            list(turns),
+            weight_versions=self._labels.spans,
+        )
+
+    def _forced(self, request: VllmChatRequest, prompt: Prompt) -> LogitsProcessor | None:
+        forced = forced_by(
+            request.call_choice, request.offered_tools, self._template(), self._shown(prompt)
+        )
+        if forced is not None and (request.schema is not None or request.grammar is not None):
+            raise ApiError(400, "a forced call has its own form: omit response_format")
+        return forced
+
+    def _turns(
+        self, begun: BegunRequest, request: VllmChatRequest, prompt: Prompt
+    ) -> list[ServedTurn]:
+        """Return the choices of a chat as turns whose replies are parsed."""
+        schemas = tool_schemas(request.offered_tools)
+        reply_format = reply_format_of(self._template(), schemas, self._shown(prompt))
+        return [
+            served_turn(
+                choice,
+                self._model,
+                reply_format,
+                f"{begun.request.request_id}-{choice.index}",
+                has_parallel_calls=request.parallel_tool_calls is not False,
+            )
+            for choice in begun.request.choices
+        ]
+
+    def _template(self) -> ChatTemplate:
+        try:
+            return read_chat_template(self._model.path)
+        except ModelError as error:
+            raise ApiError(400, str(error)) from None
+
+    def _shown(self, prompt: Prompt) -> str:
+        """Return a prompt's text, or its end where the prompt was given as tokens."""
+        if prompt.text is not None:
+            return prompt.text
+        end = prompt.token_ids[-PROMPT_END_TOKENS:]
+        return self.tokenizer.decode(end, skips_special_tokens=False)
 
     async def render(
         self, request: VllmChatRequest, name: str, *, is_large: bool
@@ -230,13 +306,12 @@ class Completer:
         }
 
     async def _prompt_of(self, request: VllmChatRequest, is_large: bool) -> Prompt:
-        if request.tool_choice not in (None, "auto", "none"):
-            raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
+        # With tool_choice="none", too, as in vLLM: TRL's client parses calls itself.
+        tools = request.tools if request.tool_choice == "none" else request.offered_tools
         return await self.chat_prompt(
             request,
             request.messages,
-            # With tool_choice="none", too, as in vLLM: TRL's client parses calls itself.
-            request.tools or None,
+            tools or None,
             prefix=required_prefix(request),
             is_large=is_large,
         )
@@ -251,19 +326,23 @@ class Completer:
             await self.chat_prompt(request, messages, None, is_large=is_large)
             for messages in request.messages
         ]
-        return await self._begin_chat(request, name, prompts)
+        begun = await self._begin_chat(request, name, prompts)
+        return begun, ChatBodies(begun.facts, request)
 
     async def _begin_chat(
-        self, request: VllmChatRequest, name: str, prompts: list[Prompt]
-    ) -> tuple[BegunRequest, ResponseBodies]:
+        self,
+        request: VllmChatRequest,
+        name: str,
+        prompts: list[Prompt],
+        forced: LogitsProcessor | None = None,
+    ) -> BegunRequest:
         name = f"chatcmpl-{request.request_id or name}"
         salt = checked_cache_salt(request.cache_salt)
         sampling = self._with_defaults(request)
         prompts = self._truncated(request, prompts)
-        begun = await self.begin(
-            CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
+        return await self.begin(
+            CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt, forced)
         )
-        return begun, ChatBodies(begun.facts, request)
 
     def _truncated(
         self, request: CompletionRequest | VllmChatRequest, prompts: Sequence[Prompt]
@@ -290,11 +369,8 @@ class Completer:
         if not messages:
             raise ApiError(400, "messages must be a list of at least one message")
         refuse_large_chat(messages, tools)
-        try:
-            template = read_chat_template(self._model.path)
-        except ModelError as error:
-            raise ApiError(400, str(error)) from None
-        plain = [_plain(message) for message in messages]
+        template = self._template()
+        plain = [_plain(message, number) for number, message in enumerate(messages)]
 
         async def encoded(shown: list[dict[str, Any]], rendering: ChatRendering) -> Prompt:
             render = functools.partial(template.prompt, shown, tools, rendering)
@@ -381,6 +457,9 @@ class Completer:
             [logprobs for logprobs in scores or no_logprobs for _ in range(each)],
             each,
         )
+        if checked.forced is not None:
+            own = options.get("logits_processors") or ()
+            options["logits_processors"] = [*own, checked.forced]
         if adapter:
             options["adapter"] = adapter
         if checked.cache_salt:
@@ -491,8 +570,16 @@ class Completer:
         return {"logprob": logprob, "rank": rank, "decoded_token": self.tokenizer.token(token)}
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose list of text parts is joined to one text, as chat templates expect."""
+def as_vllm_chat(chat: GatewayChatRequest) -> VllmChatRequest:
+    """Return the same request as one of this server's."""
+    return VllmChatRequest(**{name: getattr(chat, name) for name in chat.__struct_fields__})
+
+
+def _plain(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a message whose list of text parts is joined to one text, and whose calls have objects
+    as arguments, as chat templates expect."""
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": plain_calls(message["tool_calls"], number)}
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

@@ -20,6 +20,18 @@ FINISH_REASONS = ("stop", "length", "abort")
 LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0)
 """Bounds of the latency histogram: vLLM's own, up to a minute."""
 
+HELP = {
+    "num_requests_running": "Turns that engines generate now.",
+    "num_requests_waiting": "Turns that wait for a place on an engine.",
+    "engine_sleep_state": "1 while the engines are awake.",
+    "prefix_cache_queries_total": "Prompt tokens that were looked up in the prefix caches.",
+    "prefix_cache_hits_total": "Prompt tokens that were found in the prefix caches.",
+    "prompt_tokens_total": "Prompt tokens of requests that have ended.",
+    "generation_tokens_total": "Tokens generated.",
+    "request_success_total": "Choices that have ended, by finish reason.",
+}
+"""What each metric is, for its HELP line."""
+
 
 @dataclass(slots=True)
 class RequestCounts:
@@ -70,6 +82,8 @@ def metrics_text(
             {f'{about},finished_reason="{r}"': counts.finished[r] for r in FINISH_REASONS},
         ),
         *_latency(counts, about),
+        "# HELP tidegate_event_loop_longest_block_seconds Longest time for which the event loop "
+        "was blocked.",
         "# TYPE tidegate_event_loop_longest_block_seconds gauge",
         f"tidegate_event_loop_longest_block_seconds{{{about}}} {longest_block_s}",
     ]
@@ -78,12 +92,13 @@ def metrics_text(
 
 def _metric(name: str, kind: str, values: dict[str, float]) -> list[str]:
     rows = [f"vllm:{name}{{{labels}}} {float(value)}" for labels, value in values.items()]
-    return [f"# TYPE vllm:{name} {kind}", *rows]
+    return [f"# HELP vllm:{name} {HELP[name]}", f"# TYPE vllm:{name} {kind}", *rows]
 
 
 def _latency(counts: RequestCounts, about: str) -> list[str]:
     name, seen = "vllm:e2e_request_latency_seconds", 0
-    lines = [f"# TYPE {name} histogram"]
+    help_line = f"# HELP {name} Seconds from the request to the end of its answer."
+    lines = [help_line, f"# TYPE {name} histogram"]
     for bound, count in zip((*LATENCY_BOUNDS_S, "+Inf"), counts.latencies, strict=True):
         seen += count
         lines.append(f'{name}_bucket{{{about},le="{bound}"}} {float(seen)}')

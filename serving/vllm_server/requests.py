@@ -73,8 +73,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 class VllmChatRequest(openai_requests.ChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"parallel_tool_calls"})  # calls stay in the text
-
     required_prefix_token_ids: list[int] | None = None
     """Tokens of the conversation up to its last assistant message, as NeMo-Gym keeps them."""
 

@@ -1,13 +1,13 @@
 """Response bodies of vLLM's three kinds of completion, whole and as chunks of a stream.
 
 Plain functions, which turn a turn's output into the dicts that :mod:`completions` sends as JSON.
-The gateway's response bodies are built from them, too. Depends on :mod:`outputs` and numpy.
+Depends on :mod:`outputs`, numpy, and the gateway's response bodies.
 """
 
 import base64
 import io
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,12 @@ from typing_extensions import override
 
 from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
 from tidegate.serving.openai_requests import CompletionRequest
+from tidegate.serving.token_logprobs import LogprobRow, as_ids, as_text, completion_logprobs
+from tidegate.serving.vllm_server.chat_turns import ServedTurn
 from tidegate.serving.vllm_server.outputs import Output, OutputTokenizer
 from tidegate.serving.vllm_server.requests import GenerateRequest, Prompt, VllmChatRequest
 
 PromptLogprobs = list[dict[str, Any] | None]
-
-_LogprobRow = tuple[int, float | None, Mapping[int, float] | None]
-"""A token, its log-prob, and those of the likeliest tokens; None for a prompt's first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,81 +205,6 @@ def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
     return [(token, logprob, {token: logprob, **top}) for token, logprob, top in rows]
 
 
-def as_ids(
-    token: int, logprob: float, top: dict[int, float], likeliest: Collection[int]
-) -> dict[str, Any]:
-    """Return the log-prob entry of a token as ``/inference/v1/generate`` has it.
-
-    ``top`` begins with the token itself; ``likeliest`` are the likeliest tokens in their order.
-    """
-    ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
-
-    def entry_of(token: int, logprob: float) -> dict[str, Any]:
-        # vLLM 0.32 has the id; verifiers' TrainClient 0.4 reads it from the text.
-        text = f"token_id:{token}"
-        return {"token_id": token, "token": text, "logprob": logprob, "rank": ranks.get(token)}
-
-    return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
-
-
-def as_text(
-    texts: TokenTexts,
-    token: int,
-    logprob: float,
-    top: Mapping[int, float],
-    *,
-    shows_ids: bool | None = False,
-) -> dict[str, Any]:
-    """Return the log-prob entry of an output's next token as OpenAI's chat has it.
-
-    ``top``: likeliest tokens to list. ``shows_ids``: whether tokens are named by their ids.
-    """
-    sampled = texts.add(token)
-
-    def entry(token: int, name: str, logprob: float, raw: bytes) -> dict[str, Any]:
-        name = f"token_id:{token}" if shows_ids else name
-        return {"token": name, "logprob": logprob, "bytes": list(raw)}
-
-    tops = [
-        entry(each, name, p, sampled.raw if each == token else texts.raw(each))
-        for name, (each, p) in zip(texts.names(token, sampled, top), top.items(), strict=True)
-    ]
-    return {**entry(token, sampled.text, logprob, sampled.raw), "top_logprobs": tops}
-
-
-def completion_logprobs(
-    texts: TokenTexts,
-    rows: Sequence[_LogprobRow],
-    *,
-    start: int = 0,
-    shows_ids: bool | None = False,
-    is_end: bool = True,
-) -> dict[str, Any]:
-    """Return the log-probs of an output's next tokens as OpenAI's completions have them.
-
-    ``start``: characters before the first one. ``shows_ids``: whether tokens are named by ids.
-    ``is_end``: whether these are the output's last tokens.
-    """
-    names: list[str] = []
-    tops: list[dict[str, float] | None] = []
-    for number, (token, _, top) in enumerate(rows, 1):
-        sampled = texts.add(token, is_last=is_end and number == len(rows))
-        names.append(f"token_id:{token}" if shows_ids else sampled.text)
-        if top is None:
-            tops.append(None)
-            continue
-        listed = texts.names(token, sampled, top)
-        if shows_ids:
-            listed = [f"token_id:{each}" for each in top]
-        tops.append(dict(zip(listed, top.values(), strict=True)))
-    return {
-        "text_offset": list(itertools.accumulate(map(len, names), initial=start))[:-1],
-        "token_logprobs": [logprob for _, logprob, _ in rows],
-        "tokens": names,
-        "top_logprobs": tops,
-    }
-
-
 # ---------------------------------------------------------------- OpenAI's
 
 
@@ -366,7 +290,7 @@ class CompletionBodies(ResponseBodies):
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
-        rows: list[_LogprobRow] = self._prompt_rows(output) if self._echoes(output) else []
+        rows: list[LogprobRow] = self._prompt_rows(output) if self._echoes(output) else []
         if not self._request.is_prompt_only:
             rows += _rows(output)
         index = output.index
@@ -382,12 +306,12 @@ class CompletionBodies(ResponseBodies):
         self._next_offsets[index] = start + sum(map(len, found["tokens"]))
         return found
 
-    def _prompt_rows(self, output: Output) -> "list[_LogprobRow]":
+    def _prompt_rows(self, output: Output) -> "list[LogprobRow]":
         """Return the prompt's tokens as :func:`_rows` does; the first has no log-probs."""
         ids = self.facts.prompts[output.index].token_ids
         entries = self.facts.prompt_logprobs[output.index] or [None] * len(ids)
         most = 1 + (self._request.num_top_logprobs or 0)  # the token itself, and the likeliest
-        rows: list[_LogprobRow] = []
+        rows: list[LogprobRow] = []
         for token, entry in zip(ids, entries, strict=True):
             if entry is None:
                 rows.append((token, None, None))
@@ -397,12 +321,21 @@ class CompletionBodies(ResponseBodies):
         return rows
 
 
+def _ended_by_calls(output: Output, message: Mapping[str, Any]) -> dict[str, Any]:
+    has_called = output.finish_reason == "stop" and message.get("tool_calls")
+    return {"finish_reason": "tool_calls"} if has_called else {}
+
+
 class ChatBodies(ResponseBodies):
     """Bodies of ``/v1/chat/completions``."""
 
-    def __init__(self, facts: RequestFacts, request: VllmChatRequest) -> None:
+    def __init__(
+        self, facts: RequestFacts, request: VllmChatRequest, turns: Sequence[ServedTurn] = ()
+    ) -> None:
+        """``turns``: the choices' turns, if their replies are parsed; else all is content."""
         super().__init__(facts)
         self._request = request
+        self._turns = turns
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the whole answer."""
@@ -443,8 +376,9 @@ class ChatBodies(ResponseBodies):
         ]
 
     def chunk(self, output: Output) -> dict[str, Any]:
-        """Return the chunk with a part's text."""
-        choice = {"delta": {"content": output.text}, **self._choice(output)}
+        """Return the chunk with a part's text, and with the calls after the last text."""
+        delta = self._delta(output)
+        choice = {"delta": delta, **self._choice(output), **_ended_by_calls(output, delta)}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
@@ -476,8 +410,36 @@ class ChatBodies(ResponseBodies):
             "reasoning": None,
             "tool_calls": [],
         }
-        experts = _experts_of(output)
-        return {"message": message, **self._choice(output), "routed_experts": experts}
+        message |= self._parsed(output)
+        if message["tool_calls"] and not message["content"]:
+            message["content"] = None
+        choice = self._choice(output) | _ended_by_calls(output, message)
+        return {"message": message, **choice, "routed_experts": _experts_of(output)}
+
+    def _parsed(self, output: Output) -> dict[str, Any]:
+        """Return the fields of the message that the reply of an ended choice sets; empty if replies
+        are not parsed."""
+        message = self._turns[output.index].message() if self._turns else {}
+        reasoning = message.pop("reasoning_content", None)
+        return message if reasoning is None else {**message, "reasoning": reasoning}
+
+    def _delta(self, output: Output) -> dict[str, Any]:
+        if not self._turns:
+            return {"content": output.text}
+        turn, is_last = self._turns[output.index], output.finish_reason is not None
+        message = self._parsed(output) if is_last else {}
+        stops = self._request.stop_strings
+        text = message.get("content", "") if is_last else turn.settled_text(stops)
+        delta: dict[str, Any] = {"content": turn.unsent(text)}
+
+        def reasoning() -> str:
+            return str(message.get("reasoning", "")) if is_last else turn.reasoning_so_far()
+
+        if (delta["content"] or is_last) and (thought := turn.unsent_reasoning(reasoning)):
+            delta["reasoning"] = thought
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+        return delta
 
     def _choice(self, output: Output) -> dict[str, Any]:
         choice = self._about_choice(output.index) | {

@@ -25,12 +25,17 @@ from tidegate.orchestrator.trainer.weight_updates import (
 from tidegate.serving.api_errors import ApiError, UpdateError
 from tidegate.serving.vllm_server.model_info import HEAD, ModelInfo, VersionLabels
 from tidegate.serving.vllm_server.receivers import UpdateReceiver, read_tensors
+from tidegate.transport.weight_names import wrapper_hint
 
 if TYPE_CHECKING:
     import torch
 
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
     from tidegate.orchestrator.trainer.run import Run
+
+FLOAT_BYTES_MIN = 2
+"""Bytes of the smallest floating-point numbers that weights are published in, as ``publish`` has
+it."""
 
 RANK_NAME = "dp0:pp0:pcp0:tp0:"
 """Prefix that vLLM puts before a tensor's name in checksums; the server is one rank."""
@@ -53,6 +58,8 @@ class _Session:
     checksums: dict[str, str] = field(default_factory=dict)
     label: str | None = None
     """Name of the weights, if it came with the tensors."""
+    is_whole: bool = False
+    """Whether files were sent without ``names``, which must have all tensors of the model."""
 
 
 class WeightUpdates:
@@ -130,6 +137,7 @@ class WeightUpdates:
                 if isinstance(path := piece.get("path"), str):
                     piece = {**piece, "path": str(self._permitted(path))}
                 await in_daemon_thread(self._receive, session, piece)
+                session.is_whole |= "path" in piece and piece.get("names") is None
             except BaseException:
                 self._forget()
                 raise
@@ -185,7 +193,7 @@ class WeightUpdates:
     async def reload(self, path: str | None, label: str | None = None) -> None:
         """Read all weights from files, and publish them to every engine, named ``label``."""
         async with self._one_at_a_time:
-            session = _Session()
+            session = _Session(is_whole=True)
             where = Path(self._info.path) if path is None else self._permitted(path)
             await asyncio.to_thread(self._read, session, where)
             await self._publish_tensors(session, label)
@@ -346,7 +354,8 @@ class WeightUpdates:
             facts = self._info.facts_of(name)
             if facts is None:
                 raise UpdateError(
-                    f"the model has no tensor {name!r}; send the names that the model directory has"
+                    f"the model has no tensor {name!r}; send the names that the model directory "
+                    f"has{wrapper_hint(name)}"
                 )
             if not hasattr(torch, facts.dtype) and self._info.transformers_names.is_passed_over(
                 name
@@ -357,13 +366,22 @@ class WeightUpdates:
                     f"{name} has shape {list(tensor.shape)}, and the model's has "
                     f"{list(facts.shape)}"
                 )
+            if not tensor.is_floating_point() or tensor.element_size() < FLOAT_BYTES_MIN:
+                raise UpdateError(
+                    f"{name} is {tensor.dtype}; send float32, bfloat16, float16 or float64"
+                )
             wanted = getattr(torch, facts.dtype if dtype == "auto" else dtype)
             fitted[name] = tensor.to(wanted)
         return fitted
 
     async def _publish_tensors(self, session: _Session, label: str | None) -> None:
-        is_partial = bool(await asyncio.to_thread(self._info.lacking, list(session.tensors)))
-        call = WeightPublish(self._run, session.tensors, "live", partial=is_partial)
+        lacking = await asyncio.to_thread(self._info.lacking, list(session.tensors))
+        if lacking and session.is_whole:
+            raise UpdateError(
+                f"the files lack {len(lacking)} of the model's tensors, such as {lacking[0]!r}: "
+                f"save all of them, or select by `names` those that an update changes"
+            )
+        call = WeightPublish(self._run, session.tensors, "live", partial=bool(lacking))
         await self._publish(call, label)
         if session.checksums:
             sums = {**self._checksums, **session.checksums}

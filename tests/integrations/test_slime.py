@@ -158,5 +158,5 @@ def test_an_episode_that_forks_or_generates_nothing_gives_no_batch(
     with tidegate.serve_sync(model=model, group_size=2, groups_per_batch=1, max_staleness=0) as run:
         held_out = {"held out": [sample_class(index=0, prompt="one")]}
         slime.use_run(run, episode=silent, evaluation=held_out)
-        with pytest.raises(EpisodeError, match="1 episodes of held out failed"):
+        with pytest.raises(EpisodeError, match="1 of 1 episodes of the evaluation set 'held out'"):
             slime.generate_rollout(SimpleNamespace(), 0, None, evaluation=True)

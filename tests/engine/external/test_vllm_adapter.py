@@ -104,6 +104,17 @@ async def test_a_server_without_routes_for_training_is_refused_with_how_to_start
     assert "0.19.1 is too old" in await refusal(model, version="0.19.1")
 
 
+async def test_a_server_whose_environment_has_no_pip_is_refused_with_what_to_install(
+    models: Models,
+) -> None:
+    """vLLM lists its packages for /server_info, and fails so in an environment made by uv."""
+    reported = "'NoneType' object has no attribute 'splitlines'"
+    why = await refusal(models.directories[0], server_info_error=reported)
+    assert "uv pip install pip" in why
+    assert reported in why
+    assert "uv pip" not in await refusal(models.directories[0], server_info_error="no such thing")
+
+
 async def test_a_server_with_a_key_is_sent_it_and_one_without_it_says_how(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

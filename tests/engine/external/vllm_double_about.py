@@ -42,6 +42,9 @@ class About:
         return JSONResponse({"data": [failure, *self._double.loras.cards]})
 
     async def server_info(self, request: Request) -> Response:
+        if why := self._double.config.get("server_info_error"):
+            body = {"error": {"message": why, "type": "InternalServerError", "code": 500}}
+            return JSONResponse(body, status_code=500)
         return JSONResponse(
             {
                 "vllm_config": {

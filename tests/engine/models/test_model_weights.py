@@ -100,6 +100,8 @@ def test_parameters_that_require_gradients_can_be_loaded(weights: Weights) -> No
         ("model.layers.0.mlp.up_proj.weight", torch.zeros(64, 96), r"\[64, 96\].*\[96, 64\]"),
         ("model.layers.0.self_attn.q_norm.weight", torch.zeros(4, 32), r"\[4, 32\].*\[32\]"),
         (EMBEDDING, torch.zeros(96, 64, dtype=torch.int8), "int8"),
+        (f"_orig_mod.{EMBEDDING}", torch.zeros(96, 64), "torch.compile has added '_orig_mod'"),
+        (f"module.{EMBEDDING}", torch.zeros(96, 64), f"name the tensor '{EMBEDDING}'"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_name(

@@ -27,7 +27,7 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport import messages
 from tidegate.transport.messages import LENGTH, RUNNING, STOP, SubmitTurn
-from tidegate.transport.sampling import LogitsProcessor, SamplingParams
+from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
 
 pytestmark = pytest.mark.wire
 
@@ -436,6 +436,25 @@ def test_a_json_schema_makes_every_turn_end_as_json_that_fits(engine: Engine, mo
         assert isinstance(value["ok"], bool)
         said.add(text)
     assert len(said) > 1
+
+
+def test_a_model_that_prefers_spaces_still_ends_its_json(engine: Engine, model: Path) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer = ModelTokenizer(model).get()
+    (space,) = tokenizer.encode(" ", add_special_tokens=False).ids
+    engine.submit(
+        0,
+        [5, 6],
+        LogitsProcessor("json_schema", {"schema": SCHEMA}),
+        max_tokens=240,
+        stop_token_ids=[EOS_TOKEN_ID],
+        logit_bias=[TokenBias(space, 100.0)],
+    )
+    assert engine.run() == {}
+    assert engine.finish[0] == STOP
+    text = tokenizer.decode(engine.tokens[0][:-1])
+    assert json.loads(text).keys() == {"n", "ok"}
+    assert text.count(" ") >= 24
 
 
 def test_a_grammar_continues_where_a_moved_turn_stopped(engine: Engine, model: Path) -> None:

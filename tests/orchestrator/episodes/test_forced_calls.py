@@ -77,6 +77,22 @@ def test_a_call_of_any_tool_is_forced_in_the_form_of_hermes() -> None:
     assert parse_reply(said, ["add"]).tool_calls == (ToolCall("add", {"a": 3}),)
 
 
+@pytest.mark.parametrize("form", [CHATML, GLM])
+def test_white_space_in_a_forced_calls_json_is_bounded(form: str) -> None:
+    begin, end = ('{"name": "add", "arguments": {', '"a": 3}}')
+    if form == GLM:
+        begin, end = "", "3"
+    write = (
+        hermes
+        if form == CHATML
+        else "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>".format
+    )
+    forced = forced_call("required", TWO, form)
+    assert allows(forced, write(begin + end))
+    assert allows(forced, write(begin + " " * 20 * (form == CHATML) + end))
+    assert not allows(forced, write(begin + " " * 30 + end))
+
+
 def test_a_named_one_is_forced_in_the_form_of_llama() -> None:
     forced = forced_call(NAMED, TWO, LLAMA3)
     assert allows(forced, said := '{"name": "stop", "parameters": {}}')

@@ -107,6 +107,20 @@ async def test_a_stream_has_the_blocks_of_the_whole_message(
         assert events[7]["delta"]["stop_reason"] == "tool_use"
 
 
+async def test_a_number_that_json_lacks_is_null_whole_and_streamed(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    said = '<tool_call>\n{"name": "add", "arguments": {"a": NaN}}\n</tool_call>'
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"{said}{END}"] * 2
+        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
+        [use] = (await client.post(MESSAGES, json=body)).json()["content"]
+        events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
+        [delta] = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+        assert delta["partial_json"] == '{"a":null}'
+        assert use["input"] == {"a": None}
+
+
 async def test_an_assistants_message_at_the_end_is_continued(
     gateway: Gateway, tmp_path: Path
 ) -> None:
@@ -158,16 +172,23 @@ async def test_tool_choices_thinking_and_structured_output_reach_the_engine(
         assert "add" not in talk.text(list(talk.rollout.rows)[-1])
 
 
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "must not be empty"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not served"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "'web_search_20250305'"),
+        ({"tools": [{"type": "web_saerch", "name": "w"}]}, "'web_saerch'"),
         ({"tool_choice": {"type": "all"}}, "auto, any, tool or none, got 'all'"),
         ({"thinking": {"type": "deep"}}, "got 'deep'"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "'video'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]},
+            "type 'base64': text and content are served",
+        ),
         ({"messages": [{"role": "user", "content": [3]}]}, "without a type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "without text"),
         ({"messages": [{"role": "robot", "content": "q"}]}, "needs a role and content"),
@@ -185,6 +206,55 @@ async def test_what_can_not_be_honoured_is_refused_in_anthropics_form(
         reported = answer.json()
         assert (reported["type"], reported["error"]["type"]) == ("error", "invalid_request_error")
         assert why in reported["error"]["message"]
+
+
+async def test_documents_and_search_results_are_shown_as_their_text(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    plain = {"type": "text", "media_type": "text/plain", "data": "A tide."}
+    found: dict[str, Any] = {
+        "type": "search_result",
+        "source": "u/1",
+        "title": "Gates",
+        "content": [],
+    }
+    found["content"] = [{"type": "text", "text": "A gate."}]
+    blocks = [
+        {"type": "document", "title": "Notes", "source": plain},
+        {"type": "document", "source": {"type": "content", "content": [found]}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": blocks}
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"3{END}", f"4{END}"]
+        for content in (blocks, [result]):
+            body = {**ASK, "messages": [{"role": "user", "content": content}]}
+            assert (await client.post(MESSAGES, json=body)).status_code == 200
+        for row in talk.rollout.rows:
+            assert "Notes\nA tide.Gates\nu/1\nA gate." in talk.text(row)
+
+
+async def test_what_changes_nothing_here_leaves_the_prompt_as_it_is(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    """Hosted tools, edits of the context, and the block with Claude Code's version."""
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f;"}
+    more = {
+        "context_management": edits,
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+        "system": [header, {"type": "text", "text": "Add."}],
+    }
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"1{END}", f"2{END}", f"3{END}"]
+        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "system": "Add."}
+        assert "context_management" not in (await client.post(MESSAGES, json=body)).json()
+        said = (await client.post(MESSAGES, json={**body, **more})).json()
+        assert said["context_management"] == {"applied_edits": []}
+        streamed = await client.post(MESSAGES, json={**body, **more, "stream": True})
+        delta = events_of(streamed)[-2]
+        assert delta["context_management"] == {"applied_edits": []}
+        plain, given, again = (context for _, context, _ in talk.engine.received)
+        assert plain == given == again
 
 
 async def test_the_key_is_read_from_x_api_key(gateway: Gateway, tmp_path: Path) -> None:

@@ -120,12 +120,13 @@ async def test_an_answer_of_long_ago_is_forgotten_and_named_in_the_error(
         ({"input": [{"role": "robot", "content": "q"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input"),
         ({"input": [{"role": "user"}]}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "fuction", "name": "f"}]}, "tools"),
+        ({"tools": [{"type": "custom"}]}, "tools"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"text": {"verbosity": "low"}}, "text"),
+        ({"input": [{"type": "compaction_trigger"}]}, "input"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
     ],
 )
 async def test_what_can_not_be_honoured_is_refused_by_name(
@@ -135,6 +136,125 @@ async def test_what_can_not_be_honoured_is_refused_by_name(
         answer = await client.post(RESPONSES, json={"input": "q", **fields})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": {"verbosity": "low"}},
+        {"truncation": "auto"},
+        {"context_management": [{"type": "compaction", "compact_threshold": 1000}]},
+        {
+            "tools": [
+                {"type": "web_search_preview_2025_03_11"},
+                {"type": "mcp", "server_label": "x"},
+            ]
+        },
+        {
+            "input": [
+                {"type": "compaction", "encrypted_content": "x"},
+                {"role": "user", "content": "q"},
+            ]
+        },
+    ],
+)
+async def test_what_changes_nothing_here_leaves_the_prompt_as_it_is(
+    gateway: Gateway, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"1{END}", f"2{END}"]
+        for body in ({"input": "q"}, {"input": "q", **fields}):
+            answer = await client.post(RESPONSES, json=body)
+            assert answer.status_code == 200, answer.text
+        plain, given = (context for _, context, _ in talk.engine.received)
+        assert given == plain
+
+
+def calls(name: str, arguments: dict[str, Any]) -> str:
+    said = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{said}\n</tool_call>{END}"
+
+
+OFFERED: list[Any] = [
+    {"type": "custom", "name": "apply_patch", "format": {"syntax": "lark", "definition": "g: x"}},
+    {
+        "type": "namespace",
+        "name": "agents",
+        "description": "Sub-agents.",
+        "tools": [
+            {"type": "function", "name": "spawn", "parameters": {"type": "object"}},
+            {"type": "custom", "name": "tell"},
+        ],
+    },
+    {"type": "web_search"},
+]
+
+
+@pytest.mark.parametrize(
+    ("said", "item"),
+    [
+        (
+            calls("apply_patch", {"input": "*** Begin"}),
+            {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin"},
+        ),
+        (
+            calls("agents__spawn", {"n": 2}),
+            {
+                "type": "function_call",
+                "name": "spawn",
+                "namespace": "agents",
+                "arguments": '{"n": 2}',
+            },
+        ),
+        (
+            calls("agents__tell", {"input": "go"}),
+            {"type": "custom_tool_call", "name": "tell", "namespace": "agents", "input": "go"},
+        ),
+    ],
+)
+async def test_custom_tools_and_those_of_namespaces_are_called_by_the_clients_names(
+    gateway: Gateway, tmp_path: Path, said: str, item: dict[str, Any]
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [said, f"Done.{END}"]
+        given: list[Any] = [{"role": "user", "content": "q"}]
+        body: dict[str, Any] = {"input": given, "tools": OFFERED, "stream": True}
+        events = events_of(await client.post(RESPONSES, json=body))
+        [call] = events[-1]["response"]["output"]
+        assert {name: call.get(name) for name in item} == item
+        is_custom = item["type"] == "custom_tool_call"
+        kind = "custom_tool_call_input" if is_custom else "function_call_arguments"
+        text = item["input" if is_custom else "arguments"]
+        sent = {e["type"]: e for e in events}
+        assert sent[f"response.{kind}.delta"]["delta"] == text
+        assert sent["response.output_item.done"]["item"] == call
+        output = {"type": item["type"] + "_output", "call_id": call["call_id"], "output": "ok"}
+        given += [call, output]
+        assert (await client.post(RESPONSES, json=body)).status_code == 200
+        assert [len(row.turns) for row in talk.rollout.rows] == [2]
+        prompt = talk.text(talk.rollout)
+        assert "agents__spawn" in prompt
+        assert "Sub-agents." in prompt
+        assert "g: x" in prompt
+        assert "web_search" not in prompt
+        talk.check()
+
+
+async def test_allowed_tools_are_those_that_the_model_is_told_of_and_may_be_forced(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [calls("agents__spawn", {})] * 2
+        spawn = {"type": "function", "name": "spawn", "namespace": "agents"}
+        names = [spawn, {"type": "web_search"}]
+        for mode in ("auto", "required"):
+            choice = {"type": "allowed_tools", "mode": mode, "tools": names}
+            body = {"input": "q", "tools": OFFERED, "tool_choice": choice}
+            assert (await client.post(RESPONSES, json=body)).status_code == 200
+        free, forced = (row.turns[0].sampling for row in talk.rollout.rows)
+        assert not free.logits_processors
+        assert "agents__spawn" in str(forced.logits_processors)
+        assert "apply_patch" not in talk.text(talk.rollout)
 
 
 @pytest.mark.parametrize("sends_reasoning_back", [True, False])

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 import tidegate
@@ -75,6 +76,9 @@ def test_metrics_have_the_names_that_monitors_read(client: Client) -> None:
     assert float(values[done]) >= 1
     assert float(values['vllm:num_requests_running{model_name="tiny"}']) == 0
     assert all(math.isfinite(float(value)) for value in values.values())
+    families = list(text_string_to_metric_families(text))
+    assert len(families) > 8
+    assert all(family.documentation for family in families)
 
 
 # ---------------------------------------------------------------- tokens in, tokens out

@@ -47,6 +47,7 @@ def test_every_path_that_changes_what_is_served_wants_the_control_token(
 ) -> None:
     posts = {one.path for one in PATHS if one.method == "POST"}
     data = {path for path in posts if "completions" in path or "tokenize" in path}
+    data |= {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
     data |= {"/inference/v1/generate", "/skyrl/v1/generate", "/finish_session", "/generate"}
     assert set(CONTROL) == posts - data
     for path in CONTROL:

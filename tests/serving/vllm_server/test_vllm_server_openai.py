@@ -1,6 +1,7 @@
 """OpenAI's own client, and the requests of vLLM's documentation."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -188,9 +189,7 @@ def test_what_vllm_does_not_do_in_batches_is_refused(
     assert (reported["code"], reported["param"]) == (400, param)
 
 
-def test_the_tools_example_gets_a_text_and_a_forced_call_is_refused(
-    open_ai: openai.OpenAI,
-) -> None:
+def test_the_tools_example_shows_the_model_its_tools(open_ai: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "messages": CONVERSATION, "tools": [WEATHER], "max_tokens": 4}
     answer = open_ai.chat.completions.create(**asked)
     assert not answer.choices[0].message.tool_calls
@@ -201,8 +200,120 @@ def test_the_tools_example_gets_a_text_and_a_forced_call_is_refused(
     assert without.usage is not None
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens  # the model was shown them
     assert answer.usage.prompt_tokens == uncalled.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="no call can be forced"):
-        open_ai.chat.completions.create(**asked | {"tool_choice": "required"})
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+"""Of a tool whose calls soon end, whatever a model of random weights prefers."""
+
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+
+
+def saying(text: str) -> dict[str, Any]:
+    """Fields by which the model says this text."""
+    return {"extra_body": {"structured_outputs": {"choice": [text]}}, "max_tokens": 200}
+
+
+def streamed(open_ai: openai.OpenAI, asked: dict[str, Any]) -> dict[str, Any]:
+    """The message that the chunks of a stream add up to, with the finish reason."""
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    for chunk in open_ai.chat.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        message["content"] += choice.delta.content or ""
+        message["tool_calls"] += [
+            (each.id, each.function.name, each.function.arguments)
+            for each in choice.delta.tool_calls or []
+            if each.function is not None
+        ]
+        message["finish_reason"] = choice.finish_reason
+    return message
+
+
+def test_calls_are_parsed_whole_and_streamed_and_stay_text_where_no_tool_is_offered(
+    open_ai: openai.OpenAI,
+) -> None:
+    text = f"I add. {CALL}"
+    asked: Any = {"model": "tiny", "messages": CONVERSATION, "tools": [ADD], **saying(text)}
+    (choice,) = open_ai.chat.completions.create(**asked).choices
+    assert (choice.message.content, choice.finish_reason) == ("I add.", "tool_calls")
+    [call] = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+    said = streamed(open_ai, asked)
+    assert (said["content"].strip(), said["finish_reason"]) == ("I add.", "tool_calls")
+    [(_, *function)] = said["tool_calls"]
+    assert function == ["add", '{"a": 1}']
+    for plain in (asked | {"tool_choice": "none"}, asked | {"tools": openai.omit}):
+        (choice,) = open_ai.chat.completions.create(**plain).choices
+        assert choice.message.content == text
+        assert not choice.message.tool_calls
+        assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_may_be_forced_and_its_result_sent_back(open_ai: openai.OpenAI, choice: Any) -> None:
+    asked: Any = {"model": "tiny", "messages": [*CONVERSATION], "tools": [ADD], "max_tokens": 300}
+    answer = open_ai.chat.completions.create(**asked, tool_choice=choice)
+    [call] = answer.choices[0].message.tool_calls or []
+    assert json.loads(call.function.arguments)["a"] in (1, 2)
+    asked["messages"] += [
+        answer.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "3"},
+    ]
+    assert open_ai.chat.completions.create(**asked | {"max_tokens": 4}).choices
+    with pytest.raises(openai.BadRequestError, match="omit response_format"):
+        open_ai.chat.completions.create(
+            **asked, tool_choice=choice, response_format={"type": "json_object"}
+        )
+
+
+def test_responses_are_answered_and_continued(open_ai: openai.OpenAI) -> None:
+    add: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": None}
+    tools: Any = [add, {"type": "web_search"}]
+    asked: Any = {"model": "tiny", "input": "1+2?", "tools": tools}
+    first = open_ai.responses.create(**asked, tool_choice="required", max_output_tokens=300)
+    [call] = [item for item in first.output if item.type == "function_call"]
+    assert (call.name, first.model) == ("add", "tiny")
+    assert first.usage is not None
+    more: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+    asked |= {"input": [more], "max_output_tokens": 8, "previous_response_id": first.id}
+    second = open_ai.responses.create(**asked)
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    with open_ai.responses.stream(**asked) as stream:
+        assert list(stream)[-1].type in ("response.completed", "response.incomplete")
+    with pytest.raises(openai.NotFoundError, match="no answer"):
+        open_ai.responses.create(model="tiny", input="q", previous_response_id="resp_no")
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        open_ai.responses.create(model="no", input="q")
+
+
+def test_messages_are_answered_whole_and_streamed_and_counted(client: Client) -> None:
+    ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": "1+2?"}]}
+    ask["tools"] = [{"name": "add", "input_schema": PARAMETERS}]
+    counted = client.post("/v1/messages/count_tokens", ask)
+    said = client.post("/v1/messages", {**ask, "max_tokens": 300, "tool_choice": {"type": "any"}})
+    assert said["usage"]["input_tokens"] == counted["input_tokens"]
+    assert [block["type"] for block in said["content"]] == ["tool_use"]
+    assert said["weight_versions"][0]["version"] == "default"
+    text = client.http.post("/v1/messages", json={**ask, "max_tokens": 4, "stream": True}).text
+    assert text.startswith("event: message_start")
+    assert "event: message_stop" in text
+    refused = client.http.post("/v1/messages", json={**ask, "max_tokens": 4, "model": "no"})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
+    client.post("/pause", mode="abort")
+    assert client.http.post("/v1/messages", json={**ask, "max_tokens": 4}).status_code == 503
+
+
+def test_a_model_is_described_by_its_name(open_ai: openai.OpenAI) -> None:
+    assert open_ai.models.retrieve("tiny") == open_ai.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        open_ai.models.retrieve("other/model")
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,30 @@ def test_an_update_that_fails_changes_nothing(
         expect(client, models[0])
 
 
+def test_files_that_publish_would_refuse_are_refused(
+    client: Client, models: list[Path], tmp_path: Path
+) -> None:
+    whole = load_file(models[1] / "model.safetensors")
+    norm = "model.norm.weight"
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in whole.items()}
+    for tensors, why in (
+        ({**whole, norm: torch.ones(64, dtype=torch.int8)}, "model.norm.weight is torch.int8"),
+        (
+            {n: t for n, t in whole.items() if n != norm},
+            f"lack 1 of the model's tensors, such as '{norm}'",
+        ),
+        (compiled, "torch.compile has added '_orig_mod'"),
+    ):
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+        assert why in client.refusal("/collective_rpc", reload)["message"]
+        client.post("/start_weight_update")
+        sent = client.http.post("/update_weights", json={"update_info": {"path": str(tmp_path)}})
+        reported = sent.text if sent.status_code == 500 else ""
+        assert why in reported + str(client.refusal("/finish_weight_update"))
+        expect(client, models[0])
+
+
 def test_weights_are_reloaded_from_a_directory_and_named_later(
     client: Client, models: list[Path]
 ) -> None:
@@ -367,3 +391,34 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+async def test_a_run_generates_on_this_server_as_on_vllm_and_publishes_to_it(
+    models: list[Path], tmp_path: Path
+) -> None:
+    async def play(episode: tidegate.Episode, task: object) -> float:
+        episode.append(PROMPT)
+        turn = await episode.generate(max_tokens=4, top_logprobs=2)
+        assert turn.top_logprobs is not None
+        assert {len(top) for top in turn.top_logprobs} == {2}
+        return 1.0
+
+    with tidegate.vllm_server(
+        model=models[0], needs_control_token=False, weight_directories=[tmp_path]
+    ) as server:
+        async with tidegate.serve(
+            model=models[0],
+            engine_urls=[f"vllm+{server.url}"],
+            group_size=2,
+            groups_per_batch=1,
+            run_directory=tmp_path / "run",
+        ) as rollouts:
+            await rollouts.evaluate(["t"], episode=play)
+            await rollouts.publish(load_file(models[1] / "model.safetensors"))
+            await rollouts.evaluate(["t"], episode=play)
+            ledger = rollouts.statistics().evaluation_ledger
+            assert ledger.generated > 0
+            assert ledger.error == 0
+        client = Client(server)
+        with client.http:
+            expect(client, models[1])
