@@ -137,16 +137,17 @@ class FuzzedFleet:
                 self._events += [ev.EpisodeReturned(turn.rollout_id, 1.0) for turn in turns]
             case ev.FailTurn(turn=turn):
                 self._events.append(ev.EpisodeFailed(turn.rollout_id, "refused"))
-            case ev.HandOver(groups=groups):
+            case ev.HandOver(groups=groups, number=number, request=request):
                 for rollout in (rollout for group in groups for rollout in group.kept):
                     self._check_rollout(rollout)
-                self._publish()
+                self._publish(number, request)
 
-    def _publish(self) -> None:
+    def _publish(self, batch: int, request: int) -> None:
         """Make every engine serve the next version at once, and request another batch."""
         self.batches += 1
         version = self.fleet.newest_version + 1
         self.fleet.newest_version = self._healthy.version = self._bad.version = version
+        self._events += [ev.BatchTaken(request), ev.BatchesTrained((batch,))]
         self._events.append(ev.VersionPublished(version))
         for name, engine in self.fleet.engines.items():
             engine.weight_version = version

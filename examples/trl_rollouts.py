@@ -29,8 +29,7 @@ import tidegate
 from examples.trl_async_grpo import QUESTIONS, StalenessSeen, run_on_cpu
 
 MAX_STALENESS = 1
-"""Staleness bound of the run. Trained tokens are up to one version older, because TRL's data loader
-prefetches a batch."""
+"""Staleness bound of the run, because TRL's data loader asks for one micro-batch ahead."""
 
 GROUP_SIZE = 4
 GROUPS_PER_BATCH = 2
@@ -96,7 +95,8 @@ def _rollouts(
         tidegate.serve_sync(
             model=arguments.model,
             engines=arguments.engines,
-            max_staleness=MAX_STALENESS,
+            # With a token budget it is known a weight sync later what TRL has trained on.
+            max_staleness=MAX_STALENESS + (config.token_budget != 0),
             group_size=GROUP_SIZE,
             groups_per_batch=GROUPS_PER_BATCH,
         )

@@ -87,6 +87,12 @@ class _SlimeRollouts:
     evaluation: Mapping[str, Sequence[Any]] | None
     published: str = ""
     """Name of the directory whose weights were published last."""
+    first_version: int | None = None
+    """slime's number of the weights that it has begun with; None until they are published."""
+    handed: list[int] = field(default_factory=list)
+    """Numbers of the batches that slime has got, in order."""
+    num_named: int = 0
+    """Number of them that published weights were made from."""
     finished: dict[int, tuple[Sequence[Any], Any]] = field(default_factory=dict)
     """By rollout id: the group of samples that a finished rollout belongs to, and the rollout's own
     sample."""
@@ -98,8 +104,25 @@ class _SlimeRollouts:
         directory = getattr(args, "update_weight_disk_dir", None)
         ready = sorted(Path(directory).glob(f"*/{READY}")) if directory else []
         if ready and ready[-1].parent.name != self.published:
-            self.run.publish(read_tensors(ready[-1].parent))
-            self.published = ready[-1].parent.name
+            trained = self._num_trained(ready[-1].parent.name, args)
+            batches = self.handed[self.num_named : trained]
+            self.run.publish(read_tensors(ready[-1].parent), batches=batches)
+            self.published, self.num_named = ready[-1].parent.name, max(self.num_named, trained)
+
+    def _num_trained(self, directory: str, args: Any) -> int:
+        """Return how many of the batches slime has trained on for these weights.
+
+        slime numbers its weights and writes them after each rollout, or each
+        ``update_weights_interval`` of them, the first before any. ``train_async.py`` gets one
+        rollout more before it writes them.
+        """
+        version = int("".join(filter(str.isdigit, directory)) or 0)
+        if self.first_version is None:
+            self.first_version = version
+        interval = getattr(args, "update_weights_interval", None) or 1
+        before = (getattr(args, "start_rollout_id", None) or 0) % interval
+        updates = version - self.first_version
+        return min(len(self.handed), max(0, updates * interval - before))
 
     def train(self, args: Any, data_source: Any) -> Any:
         """Return the samples of the run's next batch, in groups in the order of their index."""
@@ -116,6 +139,7 @@ class _SlimeRollouts:
                 "groups for a batch were taken from it; lower groups_per_batch, or end training "
                 "earlier"
             )
+        self.handed.append(batch.number)
         groups: dict[int, tuple[Sequence[Any], list[Any]]] = {}
         for number in batch.rollout_ids.tolist():
             given, sample = self.finished.pop(number)

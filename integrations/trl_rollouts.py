@@ -102,6 +102,11 @@ class TRLRows:
         """Number of rows handed to TRL."""
         self._handed_at_syncs: list[int] = []
         """Value of ``_handed`` at TRL's last three weight syncs; the first precedes any step."""
+        self._of_batch = 0
+        """Number of rows of the current batch that TRL got."""
+        self._ended: deque[tuple[int, int]] = deque()
+        """(batch, value of ``_handed``) at the last row of each batch that TRL has all rows of, and
+        that no publish has named."""
         self._last_handed: deque[TrlRow] = deque()
         """The last rows handed to TRL, which it may not have trained on yet."""
         self.is_over = False
@@ -116,8 +121,11 @@ class TRLRows:
         """
         while (row := self._next()) is not None:
             reason = self._drop_reason(row)
+            self._of_batch += reason is None
+            self._handed += reason is None
+            if not self._rows and self._of_batch:  # else the run counts the batch as done by itself
+                self._ended.append((row.batch, self._handed))
             if reason is None:
-                self._handed += 1
                 self._last_handed.append(row)
                 return row.sample
             log.info("batch=%d row=%d discarded, %s for TRL", row.batch, row.index, reason)
@@ -133,6 +141,25 @@ class TRLRows:
     def qsize(self) -> int:
         """Number of rows left of the current batch."""
         return len(self._rows)
+
+    def trained_batches(self) -> list[int]:
+        """Return the batches that TRL has certainly trained on whole and no publish has named;
+        called before a weight sync.
+
+        TRL holds one micro-batch ahead at a sync. With a token budget nobody outside TRL knows how
+        many rows it has; but what TRL held at the previous sync, it has trained on since.
+        """
+        rows = self._args.per_device_train_batch_size * self._args.world_size
+        budget = self._args.token_budget
+        if budget is not None and budget <= 0:
+            trained = max(0, self._handed // rows - 1) * rows
+        else:
+            trained = self._handed_at_syncs[-1] - 1 if self._handed_at_syncs else 0
+        return [batch for batch, end in self._ended if end <= trained]
+
+    def named(self, batches: Sequence[int]) -> None:
+        """Record that a publish has named these batches."""
+        self._ended = deque(each for each in self._ended if each[0] not in batches)
 
     def synced(self, version: int) -> None:
         """Record that TRL has published its weights, as TRL's ``version``."""
@@ -151,6 +178,7 @@ class TRLRows:
         self._rows.clear()
         self._last_handed.clear()
         self._handed, self._handed_at_syncs = 0, []
+        self._ended.clear()
         for number in sorted({row.batch for row in untrained}):
             indices = [row.index for row in untrained if row.batch == number]
             try:
@@ -160,6 +188,7 @@ class TRLRows:
 
     def _next(self) -> TrlRow | None:
         if not self._rows:
+            self._of_batch = 0
             self._rows.extend(self._more())
         return self._rows.popleft() if self._rows else None
 
@@ -207,8 +236,9 @@ class TRLRollouts:
     One batch of the run has the rollouts that TRL trains on between two weight syncs. So
     ``groups_per_batch * group_size`` must equal ``per_device_train_batch_size *
     gradient_accumulation_steps * processes * weight_sync_steps``. TRL's data loader asks for one
-    micro-batch ahead of what it trains on: no token older than the run's ``max_staleness`` plus 1
-    is trained on, and ``max_staleness`` of the run must be at least 1. Rewards and advantages are
+    micro-batch ahead of what it trains on, so ``max_staleness`` of the run must be at least 1, or 2
+    with a ``token_budget``: then it is known a sync later which rows TRL has trained on. Each sync
+    names the batches that TRL has trained on whole. Rewards and advantages are
     the run's; TRL's ``reward_funcs`` are not called. Pauses do nothing, because engines decode
     while weights travel. Rows that TRL would drop, or has not consumed when it ends, are discarded.
     """
@@ -235,20 +265,40 @@ class TRLRollouts:
             )
         settings = getattr(run, "settings", None)  # a remote run's are elsewhere
         staleness = settings.staleness if settings is not None else None
+        is_counted = args.token_budget is not None and args.token_budget <= 0
+        needed = 1 if is_counted else 2
         if (
             staleness is not None
             and staleness.staleness_policy is None
-            and staleness.max_staleness < 1
+            and staleness.max_staleness < needed
         ):
+            late = (
+                ""
+                if is_counted
+                else (
+                    ", and with a token_budget it is known a weight sync later which rows it has "
+                    "trained on (token_budget=0 avoids that)"
+                )
+            )
             raise ConfigError(
-                "TRL asks for a micro-batch before it has trained on the one in hand, so its run "
-                f"needs max_staleness of at least 1, got {staleness.max_staleness}"
+                f"TRL asks for a micro-batch before it has trained on the one in hand{late}, so "
+                f"its run needs max_staleness of at least {needed}, got {staleness.max_staleness}"
             )
         if settings is not None and (tasks is None or episode is None):
             raise ConfigError(
                 "a run of this process has its tasks and its episode from here: give "
                 "TRLRollouts(run, tasks, episode=…)"
             )
+        if staleness is not None and is_counted:
+            rows = args.per_device_train_batch_size * args.world_size
+            rows *= args.gradient_accumulation_steps * args.weight_sync_steps
+            size = staleness.group_size * staleness.groups_per_batch
+            if staleness.staleness_policy is None and rows < size:
+                raise ConfigError(
+                    f"TRL would publish after {rows} rows, which is less than a batch of the run "
+                    f"(group_size * groups_per_batch = {size}), and a batch would get older while "
+                    f"it is trained on; set groups_per_batch so that a batch has {rows} rows"
+                )
         self._model_tensors = frozenset(
             read_model_info(settings.model, name=None, dtype=settings.engine.dtype).tensors
             if settings is not None
@@ -301,7 +351,9 @@ class TRLRollouts:
         """Publish TRL's tensors as the run's next version; omitted tensors stay unchanged."""
         tensors = dict(iterator)
         is_partial = not self._model_tensors <= tensors.keys()
-        self._run.publish(tensors, partial=is_partial)
+        batches = self.rollout_buffer.trained_batches()
+        self._run.publish(tensors, batches=batches, partial=is_partial)
+        self.rollout_buffer.named(batches)
 
     def resume(self) -> None:
         """Do nothing: :meth:`pause` has stopped nothing."""

@@ -17,7 +17,7 @@ A sampled token's way from an engine's decode step to the trainer's ``Batch``, m
    token to ``core/rollout.py``, and ``core/ledger.py`` counts it.
 4. End of the turn and of the episode: ``episodes/episode.py``, ``episodes/generated_turn.py``,
    ``episodes/runner.py``, ``core/groups.py``.
-5. Batch: ``policies/asynchrony.py`` selects it, ``core/handed_batches.py`` keeps it,
+5. Batch: ``policies/asynchrony.py`` selects it, ``core/hand_over.py`` keeps it,
    ``scheduler/trainer_side.py`` offers it to ``trainer/batch_handle.py``, and
    ``batches/batches.py`` makes tensors.
 

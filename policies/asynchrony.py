@@ -77,9 +77,9 @@ class BoundedStaleness(StalenessPolicy):
     """Number of batches that the trainer trains on before each publish, k >= 1, as with gradient
     accumulation. All k are trained at the same version, so a rollout that ends while the trainer
     trains on the first of them need not wait for the next version: fewer tokens are masked, and
-    engines and trainer wait less (docs/scheduling.md). If k > 1, the trainer publishes after each k
-    batches, and a publish after part of them is refused. 1: the core infers the number from the
-    trainer's requests."""
+    engines and trainer wait less (docs/scheduling.md). The number plans at which version the next
+    batch will be trained; what a version is made from is what its publish names. A trainer that
+    publishes more often ages the groups that wait, some of which are then too old."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -280,7 +280,7 @@ def _log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
 
 def clamped_ratio(log_ratio: Tensor) -> Tensor:
     """Return exp of log ratios, finite with a finite gradient however large they are."""
-    return log_ratio.clamp(max=LOG_RATIO_MAX).exp()
+    return at_least_float32(log_ratio).clamp(max=LOG_RATIO_MAX).exp()
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:

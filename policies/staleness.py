@@ -153,8 +153,7 @@ class StalenessPolicy:
 
     @property
     def batches_per_version(self) -> int:
-        """Number of batches that the trainer trains on before each publish. 1: the core infers
-        the number from the trainer's requests, and never assumes more than they show."""
+        """Number of batches that the trainer trains on before each publish."""
         return 1
 
     @property

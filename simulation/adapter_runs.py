@@ -12,7 +12,7 @@ the weights that the token's tag names. Built on :mod:`processes` (runs that cra
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,7 @@ def scenario_of_adapter(run: Scenario, number: int) -> Scenario:
         are_tasks_async=chance.random() < 0.3,
         train_s=chance.choice((0.0, 0.05, 0.3)),
         discarded_rows=chance.choice((0.0, 0.0, 0.3)),
+        names_batches=run.chance("names", number).random() < 0.5,
     )
     kept = {"placement", "engines_per_update_wave", "publish_wait", "pausing"}
     rules = {name: value for name, value in draw_rules(plain).items() if name not in kept}
@@ -124,7 +125,9 @@ def _fingerprint(core: Core) -> tuple[object, ...]:
         core.outstanding_groups,
         core.buffered_groups,
         core.handed.count,
-        core.batch_requests,
+        tuple(core.handed.requests),
+        core.handed.offer,
+        tuple(core.handed.held),
         core.is_halted,
         core.is_paused,
     )
@@ -186,6 +189,8 @@ class IsolationCheckedCore(CheckedCore):
             case ev.HandOver(adapter=owner) | ev.EndBatches(adapter=owner):
                 owners = {owner}
             case ev.RefuseBatch(adapter=owner) | ev.RequeueTask(adapter=owner):
+                owners = {owner}
+            case ev.LoseBatch(adapter=owner):
                 owners = {owner}
             case ev.Cancel(handle=handle) if not isinstance(event, ev.StepArrived):
                 owners = {self._owners.get(handle, adapter)}
@@ -274,6 +279,8 @@ class SimulatedAdapterTrainer:
         """Lineage -> content of these weights: the same tensors whenever they are published."""
         self._lineages: dict[int, tuple[tuple[int, int], ...]] = {}
         """Content -> the lineage of these weights."""
+        self._unnamed: list[int] = []
+        """Batches of this process that the weights were made from and that no publish has named."""
         self._checkpoint_batches = self._chance.choice((1, 1, 2))
         self._last_group = -1
         self.excused: set[int] = set()
@@ -289,6 +296,7 @@ class SimulatedAdapterTrainer:
         self.stopped.clear()
         self.served = ServedAdapter()
         self._trained = self.checkpoint.trained
+        self._unnamed.clear()
         self._last_group = -1
 
     async def train(self, scheduler: Scheduler) -> None:
@@ -309,6 +317,7 @@ class SimulatedAdapterTrainer:
             self._check_staleness(batch, scheduler.core.of(self.name).trainer_version)
             await self._pause_and_train(scheduler)
             batches = batch.number
+            self._unnamed.append(batches)
             tasks_of_batch = [g.task for g in batch.groups if not g.is_split_remainder]
             self._trained += tuple(
                 (task, self._run.processes) for task in tasks_of_batch if isinstance(task, int)
@@ -365,7 +374,9 @@ class SimulatedAdapterTrainer:
             is_cancelled = self._chance.random() < self.scenario.cancelled_publishes
             try:
                 async with asyncio.timeout(0.3 * self._chance.random() if is_cancelled else None):
-                    await self._run.publish(scheduler, self.name, self._content())
+                    await self._run.publish(
+                        scheduler, self.name, self._content(), self._name_batches(scheduler)
+                    )
             except WeightsRefused:
                 # An engine refuses the same weights again: these become others by training on.
                 self._trained += ((-1, len(self._trained)),)
@@ -376,6 +387,18 @@ class SimulatedAdapterTrainer:
             else:
                 return
         raise AssertionError(f"{PUBLISH_TRIES_MAX} publishes of {self.name} failed in a row")
+
+    def _name_batches(self, scheduler: Scheduler) -> Callable[[], None]:
+        """Return what names the weights' batches, as :meth:`AdapterTrainer.publish`."""
+        side = scheduler.trainers[self.name]
+        told = tuple(self._unnamed) if self.scenario.names_batches else None
+        batches = side.batches_of_publish(told)
+
+        def name_batches() -> None:
+            side.name_batches(batches)
+            self._unnamed.clear()
+
+        return name_batches
 
     def _content(self) -> int:
         content = self._contents.setdefault(self._trained, self._run.next_content())
@@ -518,7 +541,13 @@ class AdapterRun(RunOfProcesses):
         self._contents += 1
         return self._contents
 
-    async def publish(self, scheduler: Scheduler, name: str, content: int) -> None:
+    async def publish(
+        self,
+        scheduler: Scheduler,
+        name: str,
+        content: int,
+        name_batches: Callable[[], None],
+    ) -> None:
         """Publish weights of an adapter, as :meth:`AdapterHandle.publish` does.
 
         The write takes no virtual time, because the real one is done by another thread.
@@ -530,7 +559,9 @@ class AdapterRun(RunOfProcesses):
             return [update]
 
         adapter = LoadedAdapter(1.0, {})
-        await scheduler.engines.adapters.publish(name, adapter, write, is_archived=False)
+        await scheduler.engines.adapters.publish(
+            name, adapter, write, name_batches=name_batches, is_archived=False
+        )
 
     # ------------------------------------------------------------ a run of processes
 

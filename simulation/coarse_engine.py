@@ -144,7 +144,7 @@ class CoarseSimulatedEngine:
             vocab_size=1,
             context_tokens_max=1 << 30,
             max_running_turns=self._costs.slots,
-            num_kv_blocks=1,
+            num_kv_blocks=1 << 20,  # contexts are as long as they like
             block_tokens=16,
             pause_modes=["abort", "keep", "wait"],
             kv_policies=["keep", "recompute"],

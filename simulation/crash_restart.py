@@ -134,6 +134,8 @@ class CrashRestartRun(RunOfProcesses):
         """Value of :attr:`Checkpoint.taken_before` for the next checkpoint."""
         self._trained: tuple[TrainedTask, ...] = ()
         """Tasks trained by the current process, and before its checkpoint."""
+        self._unnamed: list[int] = []
+        """Batches trained by the current process that no publish has named."""
 
     def run(self) -> CrashRestartReport:
         """Run the scenario to its end or its first failure."""
@@ -147,6 +149,7 @@ class CrashRestartRun(RunOfProcesses):
 
     def _begin_process(self) -> None:
         self._stopped.clear()
+        self._unnamed.clear()
 
     def _resume_event(self) -> ev.RunResumed:
         return ev.RunResumed(self._checkpoint.batches, offer=self._checkpoint.offer)
@@ -327,6 +330,7 @@ class CrashRestartRun(RunOfProcesses):
             self._check_age(batch, scheduler.core.trainer_version)
             await asyncio.sleep(scenario.train_s)
             batches = batch.number
+            self._unnamed.append(batches)
             whole = [group.task for group in batch.groups if not group.is_split_remainder]
             taken = [task for task in whole if isinstance(task, int)]
             self._trained += tuple(TrainedTask(task, self.report.processes) for task in taken)
@@ -379,7 +383,14 @@ class CrashRestartRun(RunOfProcesses):
         return sum(rows[row].sampled_tokens - rows[row].masked_tokens for row in discarded)
 
     async def _publish(self, scheduler: Scheduler) -> None:
+        names, trainer = (
+            self._scenario.look_ahead or self._scenario.names_batches,
+            scheduler.trainer,
+        )
+        batches = trainer.batches_of_publish(tuple(self._unnamed) if names else None)
         reserved = await scheduler.control.reserve(has_deltas=self._scenario.patches)
+        trainer.name_batches(batches)
+        self._unnamed.clear()
         version, base_version = reserved.version, reserved.delta_base_version
         update = self._buffer.begin(
             version, keep=reserved.keep, content=version, patches_version=base_version

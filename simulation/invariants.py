@@ -25,28 +25,36 @@ class TrainedRows:
     """Rows that the trainer of one run has received, and those that it has discarded."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, list[tuple[int, int]]] = {}
-        """Batch -> (rollout, number of trainable tokens) of each row."""
+        self._rows: dict[int, list[tuple[int, int, int | None]]] = {}
+        """Batch -> (rollout, number of trainable tokens, oldest version of these) of each row."""
         self._discarded_rows: dict[int, dict[int, str]] = {}
         """Batch -> row index -> reason, of the rows that the trainer has discarded."""
+        self._trainer_versions: dict[int, int] = {}
+        """Batch -> trainer version at which the batch is trained: planned, or when it was named."""
 
     @property
     def tokens(self) -> int:
         """Number of trained tokens, without those of discarded rows."""
         discarded = sum(self._discarded_tokens().values())
-        return sum(tokens for rows in self._rows.values() for _, tokens in rows) - discarded
+        return sum(tokens for rows in self._rows.values() for _, tokens, _ in rows) - discarded
 
     def handed(self, batch: ev.HandOver) -> None:
         """Add a batch that the trainer has received."""
         rows = [rollout for group in batch.groups for rollout in group.kept]
-        oldest_trainable = batch.oldest_trainable
         self._rows[batch.number] = [
-            (rollout.root.rollout_id, _tokens_from(rollout, oldest_trainable)) for rollout in rows
+            (rollout.root.rollout_id, *_tokens_from(rollout, batch.oldest_trainable))
+            for rollout in rows
         ]
+        self._trainer_versions[batch.number] = batch.trainer_version
 
-    def returned(self, batch: int) -> None:
-        """Remove a batch that did not reach the trainer."""
+    def named(self, batch: int, trainer_version: int) -> None:
+        """Record the trainer version at which a batch was named."""
+        self._trainer_versions[batch] = trainer_version
+
+    def removed(self, batch: int) -> None:
+        """Remove a batch that did not reach the trainer, or that was lost."""
         del self._rows[batch]
+        self._discarded_rows.pop(batch, None)
 
     def discarded(self, event: ev.RowsDiscarded) -> None:
         """Record the rows that the trainer has discarded; the first reason given for a row
@@ -54,8 +62,18 @@ class TrainedRows:
         reasons = self._discarded_rows.setdefault(event.batch, {})
         reasons.update({row: event.reason for row in event.rows if row not in reasons})
 
+    def is_empty(self, batch: int) -> bool:
+        """Return whether the trainer has discarded all rows of a batch."""
+        return len(self._discarded_rows.get(batch, {})) == len(self._rows[batch])
+
+    def staleness(self, batch: int, trainer_version: int) -> int:
+        """Return the staleness of a batch's oldest trainable token at a trainer version."""
+        versions = [oldest for _, _, oldest in self._trained_of(batch) if oldest is not None]
+        return trainer_version - min(versions, default=trainer_version)
+
     def check(self, core: Core) -> None:
-        """Check that the core counts discarded rows under their reasons, and not as trained.
+        """Check that the core counts discarded rows under their reasons, and not as trained, and
+        rollouts by their staleness.
 
         Raises:
             AssertionError: a count of the core differs.
@@ -64,13 +82,24 @@ class TrainedRows:
         counted = {reason: core.ledger.discarded[reason] for reason in tokens}
         assert counted == tokens, f"{dict(tokens)} tokens were discarded, {counted} are counted"
         assert core.ledger.trained == self.tokens, f"{core.ledger.trained} != {self.tokens} tokens"
-        trained = {
-            rollout
-            for batch, rows in self._rows.items()
-            for row, (rollout, _) in enumerate(rows)
-            if row not in self._discarded_rows.get(batch, {})
-        }
-        assert core.trained.rollouts == len(trained), f"{core.trained.rollouts} != {len(trained)}"
+        trained, staleness = 0, Counter[int]()
+        for batch, version in self._trainer_versions.items():
+            oldest: dict[int, list[int]] = {}
+            for rollout, _, version_of_row in self._trained_of(batch):
+                oldest.setdefault(rollout, []).extend(
+                    [] if version_of_row is None else [version_of_row]
+                )
+            trained += len(oldest)
+            staleness.update(version - min(versions) for versions in oldest.values() if versions)
+        assert core.trained.rollouts == trained, f"{core.trained.rollouts} != {trained}"
+        assert core.trained.staleness == staleness, (
+            f"rollouts by staleness are {staleness}, counted as {core.trained.staleness}"
+        )
+
+    def _trained_of(self, batch: int) -> list[tuple[int, int, int | None]]:
+        discarded = self._discarded_rows.get(batch, {})
+        rows = enumerate(self._rows.get(batch, ()))
+        return [row for index, row in rows if index not in discarded]
 
     def _discarded_tokens(self) -> Counter[str]:
         tokens: Counter[str] = Counter()
@@ -80,10 +109,13 @@ class TrainedRows:
         return tokens
 
 
-def _tokens_from(rollout: Rollout, oldest_trainable: int) -> int:
-    """Return the number of tokens that version ``oldest_trainable`` or a later one sampled."""
+def _tokens_from(rollout: Rollout, oldest_trainable: int) -> tuple[int, int | None]:
+    """Return the number of tokens that version ``oldest_trainable`` or a later one sampled, and the
+    oldest version of these tokens."""
     spans = [span for turn in rollout.turns for span in turn.spans()]
-    return sum(span.end - span.start for span in spans if span.version >= oldest_trainable)
+    trained = [span for span in spans if span.version >= oldest_trainable]
+    oldest = min((span.version for span in trained), default=None)
+    return sum(span.end - span.start for span in trained), oldest
 
 
 class CheckedCore(Core):
@@ -105,6 +137,19 @@ class CheckedCore(Core):
             raise
         return commands
 
+
+HAND_OVER_EVENTS = (
+    ev.BatchTaken,
+    ev.BatchReturned,
+    ev.BatchesTrained,
+    ev.VersionPublished,
+    ev.VersionRetracted,
+    ev.RowsDiscarded,
+)
+"""Events after which the oracle compares the batches that the trainer holds with the core's."""
+
+ADMITTED_AGAIN = ("stale", "tail", "rolled_back")
+"""Reasons of discarded groups whose tasks are admitted again."""
 
 MASKING = ("mask", "split")
 """Settings of ``deadline_policy`` with which tokens older than the bound are masked."""
@@ -142,15 +187,16 @@ class InvariantChecker:
         self.live_version = 0
         """Newest version that every engine has served, or a later one, as reported."""
         self._published = 0
-        self._batches_handed = 0
-        """Number of batches handed over since the last publish."""
-        self._idle_publishes = 0
-        """Number of publishes with fewer batches before them than the policy is told. They age
-        buffered groups by versions that admission does not count on."""
-        self._may_be_retried = False
-        """Whether a publish failed while the trainer held a batch that it had not begun to train
-        on. The core takes the next publish for a retry. If the trainer has trained on that batch
-        instead, the core counts buffered groups as one version older than they are."""
+        self._newest_group = -1
+        self._admitted_as: dict[int, int] = {}
+        """Rollout -> the group that it was admitted in; the remainder of a split group has
+        another."""
+        self._irregular_version = 0
+        """Newest version that was made from fewer batches than the policy is told. It ages
+        outstanding groups by a version that admission does not count on."""
+        self._aged_groups = -1
+        """Newest group that may get too old, because it was admitted before an irregular version
+        was live, or because the trainer trained on a batch before an older one."""
         self._admitted_groups = 0
         self._dropped_groups = 0
         self._discarded: Counter[int] = Counter()
@@ -162,19 +208,18 @@ class InvariantChecker:
         """Running rollout -> its group."""
         self._handed: dict[int, ev.HandOver] = {}
         """Batches handed over and not returned, by number."""
-        self._versions_without_batch_before: dict[int, int] = {}
-        """Batch -> :attr:`_versions_without_batch` when the batch was handed over."""
-        self._unpublished = 0
-        """Number of batches that the trainer has received and not published."""
-        self._begun = 0
-        """Number of unpublished batches that the trainer has begun to train on."""
-        self._holds_too_many = False
-        """Whether the trainer may have looked ahead too far: it requested a batch while it held as
-        many as it may hold, and got "no more tasks" instead of a refusal. The bound is promised
-        only to trainers within their limit: docs/architecture.md."""
-        self._versions_without_batch = 0
-        """Number of published versions beyond one per trained batch; they age the batches that the
-        trainer holds."""
+        self._held: set[int] = set()
+        """Batches that the trainer has, and that no publish has named."""
+        self._begun: set[int] = set()
+        """Batches that the trainer has begun to train on."""
+        self._lost: set[int] = set()
+        """Batches that the run has declared lost."""
+        self._lost_groups: set[int] = set()
+        """Groups of the lost batches."""
+        self._bad_versions: set[int] = set()
+        """Versions that the trainer has rolled back."""
+        self._named = 0
+        """Number of batches named since the last release of a version."""
         self._draining: set[str] = set()
         """Engines that are about to leave, and must get no turns."""
         self._drained: set[tuple[str, int]] = set()
@@ -226,6 +271,10 @@ class InvariantChecker:
                     self._check_refused(turn)
                 case ev.StartEpisode(rollout=rollout) if rollout.group_id >= 0:
                     self._running_rollouts[rollout.rollout_id] = rollout.group_id
+                    self._admitted_as.setdefault(rollout.rollout_id, rollout.group_id)
+                    self._newest_group = max(self._newest_group, rollout.group_id)
+                    if self.live_version < self._irregular_version:
+                        self._aged_groups = self._newest_group
                 case ev.RetryEpisode(rollout=rollout):
                     self._check_retry(rollout)
                 case ev.StartEpisode(rollout=rollout):
@@ -237,13 +286,15 @@ class InvariantChecker:
                     self._coverage.record(CoverageMark.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)
-                case ev.EndBatches():
-                    held = self._unpublished * self._scenario.groups_per_batch
-                    self._holds_too_many |= held >= self._outstanding_max
+                case ev.LoseBatch(number=number):
+                    self._lose_batch(number)
                 case ev.Record(rollout=rollout, task=task):
                     self._check_record(rollout, task)
-        if isinstance(event, ev.RowsDiscarded):
+        if isinstance(event, ev.RowsDiscarded | ev.BatchesTrained):
             self.trained_rows.check(core)
+        if isinstance(event, HAND_OVER_EVENTS):
+            held = [batch.number for batch in core.handed.held]
+            assert held == sorted(self._held), f"the trainer holds {self._held}, not {held}"
         if isinstance(event, ev.TurnRequested) and not commands:
             self._coverage.record(CoverageMark.ALONE)
         self._release()
@@ -258,13 +309,6 @@ class InvariantChecker:
         assert outstanding <= self._outstanding_max, (
             f"{outstanding} groups are outstanding of {self._outstanding_max} allowed"
         )
-        stale = core.discarded_rollouts["stale"]
-        if stale:
-            self._coverage.record(CoverageMark.STALE)
-            is_expected = self._idle_publishes or self._may_be_retried
-            assert is_expected or self._scenario.deadline_policy == "drop", (
-                f"admission let {stale} rollouts get too old"
-            )
 
     def _count(self, event: ev.Event) -> None:
         match event:
@@ -307,23 +351,24 @@ class InvariantChecker:
                 self.admitted[task] += 1
             case ev.VersionPublished(version=version):
                 assert version > self._published, f"v{version} after v{self._published}"
-                is_skipping = version > self._published + 1  # a publish in between was dropped
-                before, self._published = self._published, version
-                has_few_batches = self._batches_handed < self._scenario.batches_per_version
-                self._idle_publishes += is_skipping or has_few_batches
-                self._batches_handed = 0
-                self._versions_without_batch += max(0, version - before - self._begun)
-                self._unpublished -= self._begun
-                self._begun = 0
+                if version - self._published > self._named // self._scenario.batches_per_version:
+                    self._irregular_version, self._aged_groups = version, self._newest_group
+                self._published, self._named = version, 0
                 self._training = {
-                    number: (version if v is None else v, groups)
+                    number: (version if v is None and number not in self._held else v, groups)
                     for number, (v, groups) in self._training.items()
                 }
                 self.progress += 1
-            case ev.PublishFailed():
-                self._may_be_retried |= self._unpublished > self._begun
-            case ev.RowsDiscarded():
+            case ev.VersionRetracted(version=version):
+                self._bad_versions.update(range(version, self._published + 1))
+                self.live_version = max(self.live_version, self._published + 1)
+            case ev.BatchesTrained(batches=batches):
+                self._name(batches)
+            case ev.RowsDiscarded(batch=number):
                 self.trained_rows.discarded(event)
+                if number in self._held and self.trained_rows.is_empty(number):
+                    self._held.remove(number)  # nothing is left to train on
+                    self._named += 1
             case ev.BatchReturned(number=number):
                 self._coverage.record(CoverageMark.BATCH_RETURNED)
                 self._take_back(number)
@@ -397,14 +442,42 @@ class InvariantChecker:
             if version is not None and version <= live:
                 del self._training[number]
 
+    def _name(self, batches: tuple[int, ...]) -> None:
+        """Check the batches that a publish names: their age is final."""
+        bound = self._scenario.staleness_bound
+        assert self._begun.issuperset(batches), f"{batches} are named, trained are {self._begun}"
+        for number in self._held.intersection(batches):
+            staleness = self.trained_rows.staleness(number, self._published)
+            assert bound is None or staleness <= bound, (
+                f"batch {number} is named at v{self._published}, staleness {staleness}, not {bound}"
+            )
+            self._held.remove(number)
+            self._named += 1
+            self.trained_rows.named(number, self._published)
+        if any(number < max(batches) for number in self._held):
+            self._aged_groups = self._newest_group
+
     def _take_back(self, number: int) -> None:
         """Undo the hand-over of a batch that did not reach the trainer."""
         batch = self._handed.pop(number)
-        self._training.pop(number, None)
-        self._batches_handed -= 1
-        self._unpublished -= 1
         self.progress -= 1
-        self.trained_rows.returned(number)
+        if number in self._held:  # else it was lost while it was on offer
+            self._remove_batch(batch)
+
+    def _lose_batch(self, number: int) -> None:
+        """Record that the trainer must not train on a held batch any more."""
+        self._coverage.record(CoverageMark.BATCH_LOST)
+        assert number in self._held, f"batch {number} is lost, but the trainer holds {self._held}"
+        self._lost.add(number)
+        batch = self._handed[number]
+        self._remove_batch(batch)
+        self._lost_groups |= {group.group_id for group in batch.groups}
+        self._dropped_groups += sum(not group.is_split_remainder for group in batch.groups)
+
+    def _remove_batch(self, batch: ev.HandOver) -> None:
+        self._held.remove(batch.number)
+        self._training.pop(batch.number, None)
+        self.trained_rows.removed(batch.number)
         for group in batch.groups:
             assert isinstance(group.task, int)
             self.trained[group.task] -= not group.is_split_remainder
@@ -449,32 +522,37 @@ class InvariantChecker:
         if rollout.group_id < 0 or rollout.branch_of is not None:
             return
         self._running_rollouts.pop(rollout.rollout_id, None)
+        if reason == "stale" and self._scenario.deadline_policy != "drop":
+            group = self._admitted_as[rollout.rollout_id]
+            assert group <= self._aged_groups, (
+                f"admission let rollout {rollout.rollout_id} of group {group} get too old, though "
+                f"each version was made from its batches"
+            )
+        if reason == "stale":
+            self._coverage.record(CoverageMark.STALE)
+        if rollout.group_id in self._lost_groups:
+            return
         self._discarded[rollout.group_id] += 1
         if self._discarded[rollout.group_id] == self._scenario.group_size:
             self._dropped_groups += 1
             is_filtered = reason == "zero_variance"
             self._coverage.record(CoverageMark.FILTERED if is_filtered else CoverageMark.DROPPED)
-            if reason not in ("stale", "tail"):  # the tasks of such groups are admitted again
+            if reason not in ADMITTED_AGAIN:
                 self.dropped[task] += 1
 
     def _check_batch(self, batch: ev.HandOver) -> None:
         ahead = batch.trainer_version - self._published
         per_version = self._scenario.batches_per_version
-        is_plain = not self._scenario.look_ahead
-        is_plain &= self._scenario.batches_per_publish == per_version
-        assert not is_plain or ahead == self._unpublished // per_version, (
-            f"batch {batch.number} is counted as consumed {ahead} versions after the published "
-            f"one, but the trainer holds {self._unpublished} unpublished batches, of "
-            f"{per_version} per version"
+        assert ahead == len(self._held) // per_version, (
+            f"batch {batch.number} is planned to be trained {ahead} versions after the published "
+            f"one, but the trainer holds {sorted(self._held)}, of {per_version} per version"
         )
         slots = sum(not group.is_split_remainder for group in batch.groups)
         assert batch.groups
         assert slots <= self._scenario.groups_per_batch
         self.progress += 1
-        self._batches_handed += 1
-        self._unpublished += 1
         self._handed[batch.number] = batch
-        self._versions_without_batch_before[batch.number] = self._versions_without_batch
+        self._held.add(batch.number)
         self._training[batch.number] = (None, slots)
         self._check_order(batch.groups)
         is_masking = (
@@ -491,27 +569,25 @@ class InvariantChecker:
         self.trained_rows.handed(batch)
 
     def begin_training(self, batch: ev.HandOver) -> None:
-        """Check the age of a batch's tokens when the trainer begins to train on the batch.
+        """Check a batch when the trainer begins to train on it.
 
         Raises:
-            AssertionError: a token is older than the bound allows, although every version since the
-                hand-over was made from a batch.
+            AssertionError: the batch is lost, was trained before, or has a token that is of a bad
+                version or older than the bound allows.
         """
-        self._begun += 1
-        bound = self._scenario.staleness_bound
-        trained = [
-            span for rollout in _rows(batch) for turn in rollout.turns for span in turn.spans()
-        ]
-        versions = [s.version for s in trained if s.version >= batch.oldest_trainable]
-        if bound is None or not versions or self._holds_too_many:
-            return
-        staleness = self._published - min(versions)
-        staleness -= (
-            self._versions_without_batch - self._versions_without_batch_before[batch.number]
+        number, bound = batch.number, self._scenario.staleness_bound
+        assert number in self._held, (
+            f"batch {number} is trained, but the trainer holds {self._held}"
         )
-        assert staleness <= bound, (
-            f"batch {batch.number} is trained at v{self._published}, staleness {staleness}, "
-            f"not {bound}"
+        assert number not in self._begun, f"batch {number} is trained twice"
+        self._begun.add(number)
+        rows = (rollout for group in batch.groups for rollout in group.kept)
+        versions = {span.version for row in rows for turn in row.turns for span in turn.spans()}
+        bad = versions & self._bad_versions
+        assert not bad, f"batch {number} is trained, with tokens of the bad versions {bad}"
+        staleness = self.trained_rows.staleness(number, self._published)
+        assert bound is None or staleness <= bound, (
+            f"batch {number} is trained at v{self._published}, staleness {staleness}, not {bound}"
         )
 
     def _check_order(self, groups: list[Group]) -> None:
@@ -633,10 +709,6 @@ class InvariantChecker:
         ledger = core.ledger
         assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()
         self.trained_rows.check(core)
-
-
-def _rows(batch: ev.HandOver) -> list[Rollout]:
-    return [rollout for group in batch.groups for rollout in group.kept]
 
 
 def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:

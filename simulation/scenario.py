@@ -85,7 +85,7 @@ class ScenarioRules(
     split_rollouts_limit: int | None = None
     """Most rollouts of split groups that may run on after a batch; None: no limit."""
     batches_per_version: Count = 1
-    """Number of batches per version that the policy is told; 1: it infers the number."""
+    """Number of batches per version that the policy is told."""
     filters_groups: bool = False
     """Whether groups of equal rewards are dropped."""
     decide_after: int | None = None
@@ -333,8 +333,16 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     write_s: float = 0.0
     """Time that the trainer needs to write one version to the weight buffer, in seconds."""
     batches_per_publish: Count = 1
+    names_batches: bool = False
+    """Whether publishes name their batches even if the trainer takes one batch at a time."""
     publishing_twice: float = 0.0
-    """Share of publishes that are followed by another publish, without a batch in between."""
+    """Share of publishes that are followed by another publish, which names no batch."""
+    publishing_partly: float = 0.0
+    """Share of publishes that are followed by one of some tensors, which names no batch."""
+    rolling_back: float = 0.0
+    """Share of publishes that are followed by a rollback."""
+    out_of_order: float = 0.0
+    """Share of batches that the trainer trains on after the next batch, if it has both."""
     cancelled_publishes: float = 0.0
     """Share of publishes that the trainer cancels after a timeout."""
     patches: bool = False
@@ -404,6 +412,12 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     def longest_run_s(self) -> float:
         """Seconds after which a run is stuck: several times the longest runs that succeed."""
         return 15 * self.episode_timeout_s
+
+    @property
+    def must_name_batches(self) -> bool:
+        """Whether the trainer may hold batches that a publish's weights were not made from."""
+        is_told = self.batches_per_publish == self.batches_per_version
+        return self.names_batches or self.look_ahead > 0 or not is_told
 
     def chance(self, *name: object) -> random.Random:
         """Return a random generator for one purpose, the same in each run of the scenario."""
@@ -538,6 +552,7 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
         evaluation_engines=random.Random(f"{seed}/kept").choice((0, 0, 1)),
         discarded_rows=random.Random(f"{seed}/left out").choice((0.0, 0.0, 0.3)),
         look_ahead=random.Random(f"{seed}/look-ahead").choice((0, 0, 0, 0, 1, 2)),
+        names_batches=random.Random(f"{seed}/names").random() < 0.5,
         patches=random.Random(f"{seed}/patches").random() < 0.5,
         faults=[
             *plan_faults(
@@ -562,7 +577,7 @@ def _with_batches_per_version(plain: Scenario) -> Scenario:
     """Tell half of the policies that may know it how many batches a version is made from."""
     may_know = plain.policy == "bounded" and plain.outstanding_groups_limit is None
     is_told = random.Random(f"{plain.seed}/told").random() < 0.5
-    if not may_know or not is_told or plain.look_ahead:
+    if not may_know or not is_told:
         return plain
     return msgspec.structs.replace(plain, batches_per_version=plain.batches_per_publish)
 
@@ -580,6 +595,7 @@ def _with_run_wide_faults(plain: Scenario, kinds: frozenset[FaultKind]) -> Scena
             "cancelled_publishes": chance.choice((0.0, 0.0, 0.3)),
             "batch_timeout_s": chance.choice((None, None, 0.03, 0.3)),
             **_draw_slow_trainer_loop(plain),
+            **_draw_unusual_publishes(plain),
         },
     }
     run_wide = [times[kind] for kind in sorted(kinds & times.keys())]
@@ -608,6 +624,16 @@ def _draw_slow_trainer_loop(plain: Scenario) -> dict[str, object]:
     return {
         "batch_poll_delay_s": chance.choice((0.0, 0.0, 0.0, 0.01, 0.1)),
         "tasks_per_offer": chance.choice((None, None, None, plain.groups_per_batch + 1)),
+    }
+
+
+def _draw_unusual_publishes(plain: Scenario) -> dict[str, object]:
+    """Draw the shares of versions made from no batch, and of batches trained out of order."""
+    chance = random.Random(f"{plain.seed}/unusual publishes")
+    return {
+        "publishing_partly": chance.choice((0.0, 0.0, 0.0, 0.2)),
+        "rolling_back": chance.choice((0.0, 0.0, 0.0, 0.2)),
+        "out_of_order": chance.choice((0.0, 0.5)),
     }
 
 

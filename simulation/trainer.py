@@ -9,13 +9,17 @@ before it checks. Built on :class:`Scheduler`, ``scenario.py`` (what the trainer
 """
 
 import asyncio
+import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
 
 from tidegate.errors import (
+    BatchNotHeld,
+    BatchTooOld,
     EngineLagging,
     PublishDropped,
     PublishNeeded,
@@ -25,9 +29,15 @@ from tidegate.errors import (
 )
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.weight_content import Change, patch_elements, replace_all
+from tidegate.orchestrator.core.weight_content import (
+    Change,
+    patch_elements,
+    replace_all,
+    replace_some,
+)
+from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.fleet.pending_futures import BatchRequest
+from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.context import SimulationContext
@@ -43,6 +53,16 @@ PUBLISH_TIMEOUT_MAX_S = 0.3
 QUICK_REQUESTS = 32
 """Requests for one batch after which the trainer waits twice as long before each next one. Else
 nine of ten such requests would be made while nothing happens but that an episode hangs."""
+
+OUT_OF_ORDER_WAIT_S = 0.5
+"""Longest time that the trainer waits for a batch that it trains on before an older one, in
+seconds."""
+
+ROLLBACK_DELAY_MAX_S = 1.0
+"""Longest time after which the trainer notices that a version is bad, in seconds."""
+
+ROLLBACK_TRIES_MAX = 20
+"""Number of failed rollbacks in a row after which the simulation reports a bug."""
 
 DISCARD_REASONS = ("too_long", "too_stale")
 """Reasons that the trainer reports for rows that it discards."""
@@ -113,6 +133,8 @@ class SimulatedTrainer:
         """Number of batches trained since the last offer of tasks."""
         self._unpublished = 0
         """Number of batches trained since the last publish."""
+        self._unnamed: list[int] = []
+        """Batches that the trainer's weights were made from and that no publish has named."""
         self._sync_tasks = iter(self._remaining_tasks())
         self._is_asleep = False
         """Whether engines were put to sleep and are not completely awake again."""
@@ -122,6 +144,8 @@ class SimulatedTrainer:
         """Batch received last, possibly ahead of training."""
         self._requested: asyncio.Queue[tuple[_BatchOutcome, ev.HandOver | None]] = asyncio.Queue()
         """Outcomes of requests made ahead, in order."""
+        self._postponed: deque[tuple[_BatchOutcome, ev.HandOver | None]] = deque()
+        """Outcomes that were taken from the queue early, in order."""
         self._lookahead_slots = asyncio.Semaphore(scenario.look_ahead)
         """Number of batches that may still be requested ahead."""
         self._may_request = asyncio.Event()
@@ -131,6 +155,9 @@ class SimulatedTrainer:
         self._exhausted_iterators = 0
         """Value of ``_offered_iterators`` when the run last answered that it has no more
         batches."""
+        self._has_lost = False
+        """Whether a batch was lost since the run last answered that it has no more batches. The
+        batch's tasks are started again, so there may be more."""
         self._is_repeated_refusal = False
         """Whether a request was refused before a publish, and has been made once more since."""
         self._async_tasks: list[AsyncIterator[int]] = []
@@ -150,11 +177,7 @@ class SimulatedTrainer:
             while await self._has_more(outcome := await self._next_outcome(scheduler), scheduler):
                 if outcome is _BatchOutcome.BATCH:
                     assert self._current_batch is not None
-                    self._begin_training(self._current_batch)
-                    self.activity = "training"
-                    self._batches += 1
-                    self._unpublished += 1
-                    await self._pause_and_train(scheduler)
+                    await self._train(scheduler, self._current_batch)
                 if self._must_publish(outcome):
                     self._unpublished = 0
                     await self._publish_and_evaluate(scheduler, background)
@@ -166,12 +189,27 @@ class SimulatedTrainer:
             if lookahead is not None:
                 lookahead.cancel()
 
+    async def _train(self, scheduler: Scheduler, batch: ev.HandOver) -> None:
+        """Train on a batch, unless it was lost or all its rows were discarded."""
+        if batch.number not in [each.number for each in scheduler.core.handed.held]:
+            self._has_lost = True
+            return
+        self._begin_training(batch)
+        self.activity = "training"
+        self._batches += 1
+        self._unpublished += 1
+        self._unnamed.append(batch.number)
+        await self._pause_and_train(scheduler)
+
     async def _has_more(self, outcome: _BatchOutcome, scheduler: Scheduler) -> bool:
         """Return whether batches may follow; offer another iterator if tasks are left."""
         if outcome is not _BatchOutcome.NO_MORE:
             return True
         if self._exhausted_iterators < self._offered_iterators:
             return True  # the request was made before the newest offer
+        if self._has_lost:
+            self._has_lost = False
+            return True
         if len(self.taken_tasks) == self._scenario.tasks:
             return False
         self._context.coverage.record(CoverageMark.SHORT_BATCH)
@@ -207,10 +245,30 @@ class SimulatedTrainer:
             return await self._next_batch(scheduler)
         self.activity = "waiting for a batch requested ahead"
         self._may_request.set()
-        outcome, self._current_batch = await self._requested.get()
+        outcome, self._current_batch = await self._next_requested()
         if outcome is _BatchOutcome.BATCH:
             self._lookahead_slots.release()
         return outcome
+
+    async def _next_requested(self) -> tuple[_BatchOutcome, ev.HandOver | None]:
+        """Return the outcome of the oldest request ahead; sometimes of the next one first."""
+        if self._postponed:
+            return self._postponed.popleft()
+        first = await self._requested.get()
+        is_chosen = self._chance.random() < self._scenario.out_of_order
+        if first[0] is not _BatchOutcome.BATCH or not is_chosen or self._scenario.look_ahead < 2:
+            return first
+        try:
+            async with asyncio.timeout(OUT_OF_ORDER_WAIT_S):
+                second = await self._requested.get()
+        except TimeoutError:
+            return first
+        if second[0] is not _BatchOutcome.BATCH:
+            self._postponed.append(second)
+            return first
+        self._context.coverage.record(CoverageMark.OUT_OF_ORDER)
+        self._postponed.append(first)
+        return second
 
     async def _look_ahead(self, scheduler: Scheduler) -> None:
         """Request batches until cancelled. At most ``look_ahead`` received batches wait for their
@@ -312,10 +370,15 @@ class SimulatedTrainer:
         self, scheduler: Scheduler, background: asyncio.TaskGroup
     ) -> None:
         await self._publish(scheduler)
-        is_twice = self._chance.random() < self._scenario.publishing_twice
-        if is_twice and not self._scenario.look_ahead:  # with look-ahead, held batches may age
-            self._context.coverage.record(CoverageMark.PUBLISHED_TWICE)
+        chance, scenario, coverage = self._chance, self._scenario, self._context.coverage
+        if chance.random() < scenario.publishing_twice:
+            coverage.record(CoverageMark.PUBLISHED_TWICE)
             await self._publish(scheduler)
+        if chance.random() < scenario.publishing_partly:
+            coverage.record(CoverageMark.PUBLISHED_PARTLY)
+            await self._publish(scheduler, is_part=True)
+        if chance.random() < scenario.rolling_back and not self._is_asleep:
+            await self._roll_back(scheduler)
         await self._wake(scheduler)
         if not self._scenario.evaluation_tasks:
             return
@@ -326,14 +389,33 @@ class SimulatedTrainer:
             self.activity = "evaluating"
             await self._evaluate(scheduler)
 
-    async def _publish(self, scheduler: Scheduler) -> None:
+    async def _publish(self, scheduler: Scheduler, *, is_part: bool = False) -> None:
         """Publish as :meth:`Rollouts.publish` does; record a failure and continue."""
         is_cancelled = self._chance.random() < self._scenario.cancelled_publishes
         timeout_s = PUBLISH_TIMEOUT_MAX_S * self._chance.random() ** 2 if is_cancelled else None
-        coverage = self._context.coverage
         try:
             async with asyncio.timeout(timeout_s):
-                await self._write_and_publish(scheduler)
+                while not await self._try_to_publish(scheduler, is_part=is_part):
+                    pass
+        except TimeoutError:
+            self._context.coverage.record(CoverageMark.CANCELLED_PUBLISH)
+
+    async def _try_to_publish(
+        self, scheduler: Scheduler, *, is_part: bool = False, first_bad: int | None = None
+    ) -> bool:
+        """Publish once; return False if a batch was lost while the trainer trained on it, or if a
+        rollback has failed. The trainer then restores its weights from before that batch."""
+        names = self._scenario.must_name_batches
+        batches: Sequence[int] | None = tuple(self._unnamed) if names else None
+        if is_part or first_bad is not None:
+            batches = ()
+        coverage = self._context.coverage
+        try:
+            await self._write_and_publish(scheduler, batches, is_part=is_part, first_bad=first_bad)
+        except (BatchNotHeld, BatchTooOld) as error:
+            self._unnamed.remove(error.batch)
+            self._has_lost = True
+            return False
         except EngineLagging:
             coverage.record(CoverageMark.LAGGED)
         except WeightsRefused as error:
@@ -341,28 +423,69 @@ class SimulatedTrainer:
             coverage.record(CoverageMark.REFUSED)
         except PublishDropped:
             coverage.record(CoverageMark.FAILED_LATER)
-        except TimeoutError:
-            coverage.record(CoverageMark.CANCELLED_PUBLISH)
+        else:
+            return True
+        return first_bad is None
 
-    async def _write_and_publish(self, scheduler: Scheduler) -> None:
+    async def _roll_back(self, scheduler: Scheduler) -> None:
+        """Roll back from the newest version; try again until engines serve other weights, because
+        they stay paused until then."""
+        first_bad = scheduler.core.trainer_version
+        if not first_bad:
+            return
+        self._context.coverage.record(CoverageMark.ROLLED_BACK)
+        self.activity = "about to notice that its weights are bad"
+        await asyncio.sleep(ROLLBACK_DELAY_MAX_S * self._chance.random())
+        for _ in range(ROLLBACK_TRIES_MAX):
+            if await self._try_to_publish(scheduler, first_bad=first_bad):
+                return
+        raise AssertionError(f"{ROLLBACK_TRIES_MAX} rollbacks failed in a row")
+
+    async def _write_and_publish(
+        self,
+        scheduler: Scheduler,
+        batches: Sequence[int] | None,
+        *,
+        is_part: bool,
+        first_bad: int | None,
+    ) -> None:
+        """Name the batches, write the weights and publish them, as :meth:`WeightPublish.run`."""
         self.activity = "waiting until weights can be written"
-        has_patches, buffer = self._scenario.patches, self._context.buffer
-        reserved = await scheduler.control.reserve(has_deltas=has_patches)
-        version, base_version = reserved.version, reserved.delta_base_version
-        update = buffer.begin(version, keep=reserved.keep, patches_version=base_version)
+        control, buffer = scheduler.control, self._context.buffer
+        has_deltas = self._scenario.patches and not is_part
+        batches = scheduler.trainer.batches_of_publish(batches)
         try:
+            reserved = await control.reserve(
+                is_part=is_part, has_deltas=has_deltas, first_bad=first_bad
+            )
+        except BaseException:
+            with contextlib.suppress(BatchNotHeld, BatchTooOld):
+                self._name(scheduler, batches)
+            raise
+        version, base_version = reserved.version, reserved.delta_base_version
+        try:
+            self._name(scheduler, batches)
+            update = buffer.begin(version, keep=reserved.keep, patches_version=base_version)
             await asyncio.sleep(self._scenario.write_s)
         except BaseException:
-            scheduler.control.release()
+            control.release()
             raise
         buffer.end(update)
         self.activity = f"publishing v{version}"
         change: Change = replace_all
-        if base_version is not None and buffer.is_patch(update):
+        if is_part:
+            buffer.forget()  # the next publish is a whole one
+            change = replace_some
+        elif base_version is not None and buffer.is_patch(update):
             self._context.coverage.record(CoverageMark.PATCHED)
             change = partial(patch_elements, base_version)
-        wait = self._scenario.publish_wait
-        await scheduler.control.publish(version, [update], wait, change)
+        is_rollback = first_bad is not None
+        wait: PublishWait = "live" if is_rollback else self._scenario.publish_wait
+        await control.publish(version, [update], wait, change, is_rollback=is_rollback)
+
+    def _name(self, scheduler: Scheduler, batches: Sequence[int]) -> None:
+        scheduler.trainer.name_batches(batches)
+        self._unnamed = [number for number in self._unnamed if number not in batches]
 
     async def _evaluate(self, scheduler: Scheduler) -> None:
         tasks = [-1 - task for task in range(self._scenario.evaluation_tasks)]
@@ -373,7 +496,8 @@ class SimulatedTrainer:
             return  # one engine, or a newer version was published meanwhile
         for rollout in rollouts:
             if version is not None:
-                versions = {run.version for turn in rollout.turns for run in turn.runs}
+                turns = [turn for row in rollout.rows for turn in row.turns]
+                versions = {run.version for turn in turns for run in turn.runs}
                 assert versions <= {version}, f"pinned to v{version}, sampled by {versions}"
                 if versions:
                     self._context.coverage.record(CoverageMark.EVALUATED_PINNED)

@@ -86,6 +86,8 @@ class PrepareParts(TrainerRequest, frozen=True, kw_only=True, tag="prepare_parts
     first_bad: Count | None = None
     held: str = ""
     """Plan of the publish whose parts the rank has kept, to make patches from; empty if none."""
+    batches: list[Count] | None = None
+    """As :attr:`PublishWeights.batches`."""
 
 
 class PublishWeights(TrainerRequest, frozen=True, kw_only=True, tag="publish_weights"):
@@ -112,6 +114,9 @@ class PublishWeights(TrainerRequest, frozen=True, kw_only=True, tag="publish_wei
     is_too_dense: bool = False
     """Whether patches of this rank's parts would be too large, so that nothing is sent yet and all
     ranks should send whole parts."""
+    batches: list[Count] | None = None
+    """Numbers of the batches that the weights were made from; None: those that rank 0 holds, if it
+    asks for none ahead. Rank 0's counts."""
 
 
 class UploadChunk(TrainerRequest, frozen=True, kw_only=True, tag="upload_chunk"):
@@ -253,6 +258,8 @@ class BatchReply(TrainerReply, frozen=True, kw_only=True, tag="batch_reply"):
     version: Count = 0
     """Newest published version; ``trainer_version`` may be a later one if the trainer
     prefetches."""
+    is_ahead: bool = False
+    """Whether the rank held all batches of a version when it requested this one."""
 
 
 class NoMoreBatches(TrainerReply, frozen=True, kw_only=True, tag="no_more_batches"):

@@ -99,7 +99,7 @@ class FakeEngine:
                 vocab_size=VOCAB_SIZE,
                 context_tokens_max=1 << 20,
                 max_running_turns=self._slots,
-                num_kv_blocks=1,
+                num_kv_blocks=1 << 20,  # contexts are as long as they like
                 block_tokens=16,
                 pause_modes=["keep"],
                 kv_policies=["keep", "recompute"],

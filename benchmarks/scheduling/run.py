@@ -134,13 +134,16 @@ class Trainer:
         """Train for this many versions; return the tally at each, from 0 on."""
         tallies = [self._tally()]
         while len(tallies) <= versions:
+            batches: list[int] = []
             for _ in range(self._scheduler.core.policy.batches_per_version):
                 batch = await self._scheduler.trainer.next_batch()
                 assert batch is not None
+                batches.append(batch.number)
                 with self._stopwatch:
                     tokens = self._count(batch)
                 await asyncio.sleep(self._switch_s + tokens * self._s_per_token)
             version = (await self._scheduler.control.reserve()).version
+            self._scheduler.trainer.name_batches(batches)
             update = UpdateWeights(version=version, location="0", tensors=[])
             await self._scheduler.control.publish(version, [update])
             tallies.append(self._tally())

@@ -336,14 +336,18 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         self._prompts: queue.SimpleQueue[_VerlTask | None] = queue.SimpleQueue()
         self._actor_loop = asyncio.get_running_loop()
         self._published = asyncio.Event()
+        self.untrained: list[int] = []
+        """Numbers of the batches that verl has, and that no published weights were made from."""
         self.advantages: Advantages = {}
         """Advantages of the batch handed over last."""
         self._handing_over: asyncio.Task[None] | None = None
         self.failed_prompts = 0
         """Number of training prompts whose group kept too few rollouts; verl replaces them."""
 
-    def published(self) -> None:
-        """Allow the next batch to be handed over, because new weights are live."""
+    def published(self, batches: Sequence[int]) -> None:
+        """Allow the next batch to be handed over, because new weights are live; they were made from
+        ``batches``."""
+        self.untrained = [number for number in self.untrained if number not in batches]
         self._published.set()
 
     async def close(self) -> None:
@@ -471,6 +475,7 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
             await self._run.offer(self._offered(), episode=play)
             while (batch := await self._run.next_batch()) is not None:
                 self._published.clear()
+                self.untrained.append(batch.number)
                 await self._write_batch(batch)
                 await self._published.wait()
         except Exception as error:

@@ -242,14 +242,17 @@ class TidegateServer:
         # Set before, because the new weights sample tokens before the publish returns.
         self.steps.newest = before if global_steps is None else global_steps
         is_partial = not self._model_tensors <= tensors.keys()
+        # verl trains on the batch that it has before it publishes a later step.
+        is_later = global_steps not in (None, before)
+        batches = self._agents.untrained if self._agents is not None and is_later else []
         try:
-            version = await self.run.publish(tensors, partial=is_partial)
+            version = await self.run.publish(tensors, batches=batches, partial=is_partial)
         except BaseException:
             self.steps.newest = before
             raise
         self.steps.published(version)
         if self._agents is not None:
-            self._agents.published()
+            self._agents.published(batches)
 
     # ------------------------------------------------------------ agent loops, for Manager
 

@@ -10,20 +10,26 @@ turns and the numbers of rollouts. Only the run's core is given events; it passe
 events to that adapter's core.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.groups import GroupTracker, ServedVersions
-from tidegate.orchestrator.core.handed_batches import HandedBatches, discard_rows, undo_batch
+from tidegate.orchestrator.core.hand_over import (
+    HandedBatch,
+    HandOvers,
+    TrainedCounts,
+    WaitingRequest,
+    discard_rows,
+    undo_batch,
+)
 from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules, made_of
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.task_records import TaskRecords
-from tidegate.orchestrator.core.trained import TrainedCounts
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.staleness import OffPolicyness, refuse_selection
 
@@ -52,6 +58,7 @@ def check(core: "Core") -> None:
     assert core.outstanding_groups <= limit, f"{core.outstanding_groups} groups > {limit}"
     oldest, bound = max(core.trained.staleness, default=0), core.policy.guaranteed_bound
     assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
+    assert not core.handed.too_old(core.trainer_version, bound), "a held batch can't be trained"
     running = core.groups.running.values()
     in_flight = sum([r.sampled_tokens for r, group in running if not group.is_evaluation])
     assert in_flight == core.ledger.in_flight, f"{in_flight} != {core.ledger.in_flight}"
@@ -67,21 +74,17 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     the run continues under a version number that no token was sampled with, and groups with tokens
     of the lost versions are discarded.
     """
-    core.batch_requests = 0
     core.are_tasks_exhausted = False
     core.is_restoring, core.is_paused, core.is_halted = True, False, False
     core.turns.halted.discard(core.adapter)  # pauses are of the process that asked for them
     core.pending_after_resume = {}
-    core.has_unmet_request = False
     commands = core.groups.end_evaluations()
     first_lost = core.handed.first_lost_version(event.batches)
     if not core.adapter:
         core.turns.resume()
     for batch in core.handed.undo_after(event.batches):
-        core.trained.batches -= 1
-        core.task_records.trained(batch.groups, batch.trainer_version, -1)
-        undo_batch(batch, core.groups, core.trained)
-    core.handed.forget_trainer_pace()
+        core._return_groups(batch)
+    core.handed.resume(event.batches)
     core.handed.mark_checkpointed(event.batches, event.offer)
     core.tasks.resume(event.offer)
     if first_lost is not None:
@@ -205,9 +208,7 @@ class Core:
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger
         self.discarded_rollouts = self.groups.discarded_rollouts
-        self.handed = HandedBatches(
-            is_kept=survives_crashes, batches_per_version=rules.policy.batches_per_version
-        )
+        self.handed = HandOvers(is_kept=survives_crashes)
         self.trained = TrainedCounts()
         self.adapters: dict[str, int] = {} if base is None else base.adapters
         """Newest released version of each adapter with versions of its own."""
@@ -215,10 +216,6 @@ class Core:
             self.turns.adapters = self.adapters
             self.turns.on_tokens_removed = self._discard_refused
         self.trainer_version = 0
-        self.batch_requests = 0
-        self.has_unmet_request = False
-        """Whether, since the newest publish, a batch request was refused, or put on hold because a
-        publish was undecided."""
         self.are_tasks_exhausted = False
         self.pending_after_resume: dict[TaskKey, list[Group]] = {}
         """After a resume: unfinished groups by task key, until their task is given again."""
@@ -273,8 +270,9 @@ class Core:
 
     @property
     def consumption_version(self) -> int:
-        """Version at which a batch handed over now is trained, after those the trainer holds."""
-        return self.trainer_version + self.handed.untrained // self.policy.batches_per_version
+        """Version at which a batch handed over now will be trained: after the batches that the
+        trainer holds, of which each publish names ``batches_per_version``."""
+        return self.trainer_version + self.handed.num_held // self.policy.batches_per_version
 
     @property
     def next_version(self) -> int:
@@ -363,20 +361,26 @@ class Core:
                 if curriculum == self.task_records.name_of(self.tasks.offer):
                     self.are_tasks_exhausted = False  # a task may have a positive weight again
                 return []
-            case ev.BatchRequested():
-                self.batch_requests += 1
-                return self._release([]) if self.handed.on_batch_requested() else self._hand_over()
-            case ev.BatchRequestCancelled(is_held=is_held):
-                self.batch_requests -= 1
-                self.has_unmet_request |= is_held
+            case ev.BatchRequested(request=request):
+                per_version = self.policy.batches_per_version
+                self.handed.request(request, batches_per_version=per_version)
+                return self._hand_over()
+            case ev.BatchRequestCancelled(request=request):
+                self.handed.close_request(request)
                 return []
+            case ev.BatchTaken(request=request):
+                self.handed.acknowledge(request)
+                return self._hand_over()
             case ev.BatchReturned():
                 return self._undo_hand_over(event)
+            case ev.HandOverPaused(is_paused=is_paused):
+                self.handed.is_paused = is_paused
+                return self._hand_over()
+            case ev.BatchesTrained(batches=batches):
+                self._name_batches(batches)
+                return []
             case ev.VersionPublished():
                 return self._on_published(event)
-            case ev.PublishFailed():
-                self.handed.on_publish_failed(is_batch_requested=self._is_requested_ahead)
-                return []
             case ev.AdapterReleased(name=name, version=version):
                 return self._on_adapter_released(name, version)
             case ev.AdapterServed(engine=engine, name=name, version=version):
@@ -409,7 +413,9 @@ class Core:
                 self.handed.mark_checkpointed(batches, offer)
                 return []
             case ev.RowsDiscarded(batch=number, rows=rows, reason=reason):
-                discard_rows(self.handed[number], rows, reason, self.groups, self.trained)
+                batch = self.handed[number]
+                discard_rows(batch, rows, reason, self.groups, self.trained)
+                self.handed.mark_if_empty(batch)
                 return []
             case ev.RunResumed():
                 return resume(self, event)
@@ -509,29 +515,28 @@ class Core:
                     commands += agent._hand_over()
         if groups.revision == revision and not self.policy.splits_groups:
             return commands  # other rollouts of its group run: no new batch is possible
-        return commands + self._hand_over() if self.batch_requests else commands
+        return commands + self._hand_over() if self.handed.requests else commands
 
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
+        """Offer a batch to the oldest request, if one may be offered and has filled."""
         commands: list[ev.Command] = []
-        while self.batch_requests:
+        while self.handed.wants_batch:
             batch = self._select()
             if batch is None:
-                break
-            if stale := self._discard_stale(batch):
+                if self._can_fill():
+                    break
+                request = self.handed.requests.popleft().number
+                held = tuple(each.number for each in self.handed.held)
+                groups = self.handed.unpublished_groups
+                commands.append(ev.RefuseBatch(request, groups, held, self.adapter))
+            elif stale := self._discard_stale(batch):
                 commands += stale
-                continue
-            self.batch_requests -= 1
-            commands += self._train(batch)
-        if self.batch_requests and not self._can_fill():
-            if self.handed.assume_trained():
-                return self._release(commands)
-            self.batch_requests -= 1
-            self.has_unmet_request = (
-                True  # the trainer may look ahead further than admission allows
-            )
-            commands.append(ev.RefuseBatch(self.handed.unpublished_groups, self.adapter))
+            elif batch:
+                commands += self._train(batch)
+            else:
+                commands.append(ev.EndBatches(self.handed.requests.popleft().number, self.adapter))
         return commands
 
     def _select(self) -> list[Group] | None:
@@ -624,20 +629,27 @@ class Core:
         outstanding = (group for group in groups if group in self.groups)
         return [c for group in outstanding for c in self._discard_and_requeue(group, reason)]
 
-    def _train(self, batch: list[Group]) -> list[ev.Command]:
-        if not batch:
-            self.handed.on_tasks_ended()
-            return [ev.EndBatches(self.adapter)]
+    def _train(self, groups: list[Group]) -> list[ev.Command]:
         version = self.consumption_version
         oldest_trainable = 0
         if self.policy.masks_old_tokens:
             oldest_trainable = max(0, self.policy.oldest_trainable(version))
-        rows = self.groups.train(batch, oldest_trainable=oldest_trainable)
-        number = self.handed.add(batch, version, num_groups=self._groups_counted_for(batch))
+        rows = self.groups.train(groups, oldest_trainable=oldest_trainable)
+        request = self.handed.requests[0]
+        num_groups = self._groups_counted_for(groups)
+        number = self.handed.add(groups, version, num_groups=num_groups).number
         self.trained.batches += 1
         self.trained.count(rows, version, 1)
-        self.task_records.trained(batch, version, 1)
-        hand_over = ev.HandOver(batch, version, number, oldest_trainable, self.adapter)
+        self.task_records.trained(groups, version, 1)
+        hand_over = ev.HandOver(
+            groups,
+            version,
+            number,
+            oldest_trainable,
+            self.adapter,
+            request.number,
+            request.is_ahead,
+        )
         return [hand_over, *self._expire(), *self._pause_generation()]
 
     def _groups_counted_for(self, batch: list[Group]) -> int:
@@ -653,14 +665,55 @@ class Core:
         return max(groups, min(self.policy.groups_per_batch, left))
 
     def _undo_hand_over(self, event: ev.BatchReturned) -> list[ev.Command]:
-        """Undo the newest hand-over; its groups may be selected again at a later version."""
-        assert event.number == self.handed.count, f"{event} of {self.handed.count} batches"
-        self.has_unmet_request |= event.is_held
-        self.trained.batches -= 1
+        """Undo a hand-over; the batch's groups may be selected again at a later version."""
+        number = event.number
+        if number in self.handed.lost:  # by a rollback, before the offer was withdrawn
+            self.handed.offer = None
+            if event.request is not None:
+                is_ahead = self.handed.num_held >= self.policy.batches_per_version
+                self.handed.requests.appendleft(WaitingRequest(event.request, is_ahead))
+            return self._hand_over()
+        assert number == self.handed.count, f"batch {number} of {self.handed.count}"
         batch = self.handed.undo_newest()
+        if event.request is not None:
+            self.handed.requests.appendleft(WaitingRequest(event.request, batch.is_ahead))
+        self._return_groups(batch)
+        return self._release([])
+
+    def _return_groups(self, batch: HandedBatch) -> None:
+        """Return the groups of a batch to the buffer, as if they had not been handed over."""
+        self.trained.batches -= 1
         self.task_records.trained(batch.groups, batch.trainer_version, -1)
         undo_batch(batch, self.groups, self.trained)
-        return self._release([])
+
+    def refuse_untrainable(self, numbers: Sequence[int]) -> None:
+        """Refuse a publish whose weights were made from these batches, as
+        :meth:`HandOvers.refuse_untrainable`."""
+        self.handed.refuse_untrainable(
+            numbers, trainer_version=self.trainer_version, bound=self.policy.guaranteed_bound
+        )
+
+    def _name_batches(self, numbers: Sequence[int]) -> None:
+        """Make the age of these batches final: their trainer has trained on them."""
+        version = self.trainer_version
+        for batch in self.handed.name(numbers, version):
+            rows = [row for row in batch.rows if row.discard_reason is None]
+            roots = list({row.root.rollout_id: row.root for row in rows}.values())
+            self.trained.count(roots, batch.trainer_version, -1)
+            self.task_records.trained(batch.groups, batch.trainer_version, -1)
+            batch.trainer_version = version
+            self.trained.count(roots, version, 1)
+            self.task_records.trained(batch.groups, version, 1)
+
+    def _lose(self, batches: Iterable[HandedBatch], reason: str) -> list[ev.Command]:
+        """Discard held batches that must not be trained on any more, and put their tasks back."""
+        commands: list[ev.Command] = []
+        for batch in batches:
+            self.handed.lose(batch, reason)
+            self._return_groups(batch)
+            commands.append(ev.LoseBatch(batch.number, reason, self.adapter))
+            commands += self._discard_and_requeue_all(batch.groups, reason)
+        return commands
 
     def _pause_generation(self) -> list[ev.Command]:
         """Pause generation until the version made from a batch is live, if the policy wants that.
@@ -690,39 +743,23 @@ class Core:
 
     # ------------------------------------------------------------ versions
 
-    @property
-    def _is_requested_ahead(self) -> bool:
-        """Whether a batch request is pending while the trainer publishes (look-ahead).
-
-        The number of batches since the last publish then does not show how many a version is made
-        from, see :class:`HandedBatches`.
-        """
-        return self.has_unmet_request or self.batch_requests > 0
-
-    def refuse_early_publish(self) -> None:
-        """Refuse a publish after part of the batches that the policy makes a version from.
-
-        Raises:
-            ConfigError: as :meth:`HandedBatches.refuse_early_publish`.
-        """
-        self.handed.refuse_early_publish(is_batch_requested=self._is_requested_ahead)
-
     def _on_published(self, event: ev.VersionPublished) -> list[ev.Command]:
         self.trainer_version = event.version
-        self.handed.publish(
-            event.version,
-            is_batch_requested=self._is_requested_ahead,
-            is_restored=self.is_restoring,
-            replaced=event.replaced,
-        )
-        self.is_restoring = self.has_unmet_request = False
-        return self._release(self._expire())
+        self.handed.publish(event.version)
+        self.is_restoring = False
+        too_old = self.handed.too_old(event.version, self.policy.guaranteed_bound)
+        return self._release(self._lose(too_old, "stale") + self._expire())
 
     def _retract(self, version: int) -> list[ev.Command]:
-        """Discard the groups with tokens of ``version`` or newer, and put their tasks back."""
-        self.handed.forget_rhythm()
+        """Discard the groups with tokens of ``version`` or newer, and put their tasks back.
+
+        An engine that reconnects with bad weights gets no turns until it serves the next version.
+        """
+        self.turns.require(self.next_version, self.adapter)
+        held = [batch for batch in self.handed.held if batch.newest_version >= version]
+        commands = self._lose(held, "rolled_back")
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
-        return self._release(self._discard_and_requeue_all(bad, "rolled_back"))
+        return self._release(commands + self._discard_and_requeue_all(bad, "rolled_back"))
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
         """Release batches whose version is live on every engine from admission, and hand over."""

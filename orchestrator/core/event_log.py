@@ -44,7 +44,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.TurnsRewarded,
     ev.RowsDiscarded,
     ev.BatchReturned,
-    ev.PublishFailed,
+    ev.BatchTaken,
     ev.AdapterReleased,
     ev.EngineDraining,
     ev.TaskWeightsSet,
@@ -55,6 +55,8 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.GenerationHalted,
     ev.ForAdapter,
     ev.TurnsScored,
+    ev.HandOverPaused,
+    ev.BatchesTrained,
 )
 """An event's number in a record is its index in this tuple: add at the end, remove none."""
 

@@ -207,29 +207,47 @@ class EngineSwapped(Struct, frozen=True, gc=False):
 class BatchRequested(Struct, frozen=True, gc=False):
     """The trainer waits for a batch."""
 
+    request: int = 0
+    """Number of the request; unique among those that wait or have an offer."""
+
 
 class BatchRequestCancelled(Struct, frozen=True, gc=False):
-    """The trainer stopped waiting for a batch, or its request is on hold."""
+    """The trainer stopped waiting for a batch before one was offered."""
 
-    is_held: bool = False
-    """True if the trainer still waits, and gets no batch until the outcome of a publish is known;
-    False if it stopped waiting."""
+    request: int = 0
+
+
+class BatchTaken(Struct, frozen=True, gc=False):
+    """The trainer has the batch that was offered to its request."""
+
+    request: int = 0
 
 
 class BatchReturned(Struct, frozen=True, gc=False):
     """The newest batch handed over did not reach the trainer, or was given back untrained."""
 
     number: int
-    is_held: bool = False
-    """As :attr:`BatchRequestCancelled.is_held`."""
+    request: int | None = None
+    """Request that the batch was withdrawn from, and that waits again; None if none does."""
+
+
+class HandOverPaused(Struct, frozen=True, gc=False):
+    """No batch is offered while it is undecided which version the trainer has; or again."""
+
+    is_paused: bool
+
+
+class BatchesTrained(Struct, frozen=True, gc=False):
+    """The trainer is about to publish weights that were made from these batches."""
+
+    batches: tuple[int, ...]
+    """Numbers of the batches."""
 
 
 class VersionPublished(Struct, frozen=True, gc=False):
     """Every engine has staged a version: the trainer's version is now this one."""
 
     version: int
-    replaced: int = 0
-    """Number of earlier publishes that this one replaced before every engine had staged them."""
 
 
 class AdapterReleased(Struct, frozen=True, gc=False):
@@ -276,10 +294,6 @@ class ForAdapter(Struct, frozen=True, gc=False):
     adapter: str
     event: Any
     """An :data:`Event` other than this."""
-
-
-class PublishFailed(Struct, frozen=True, gc=False):
-    """A publish was refused, timed out or was abandoned: no engine serves its weights."""
 
 
 class VersionRetracted(Struct, frozen=True, gc=False):
@@ -397,8 +411,10 @@ Event = (
     | EngineSwapped
     | BatchRequested
     | BatchRequestCancelled
+    | BatchTaken
     | BatchReturned
-    | PublishFailed
+    | HandOverPaused
+    | BatchesTrained
     | AdapterReleased
     | AdapterServed
     | AdapterTrainingStarted
@@ -482,14 +498,18 @@ class HandOver(Struct, frozen=True, gc=False):
 
     groups: list[Group]
     trainer_version: int
-    """Version at which the batch is trained, from which staleness is counted: the newest published,
-    plus one for each batch that the trainer holds and has not published yet."""
+    """Version at which the batch is planned to be trained, from which its staleness is counted: the
+    newest published, plus one for each ``batches_per_version`` batches that the trainer holds."""
     number: int = 0
     """Number of the batch in its run, from 1."""
     oldest_trainable: int = 0
     """Tokens of older versions are masked."""
     adapter: str = ""
     """Adapter whose trainer gets the batch; empty: the run's trainer."""
+    request: int = 0
+    """Request that the batch is offered to."""
+    is_ahead: bool = False
+    """Whether the trainer held all batches of a version when it requested this one."""
 
 
 class PauseGeneration(Struct, frozen=True, gc=False):
@@ -506,6 +526,7 @@ class PauseGeneration(Struct, frozen=True, gc=False):
 class EndBatches(Struct, frozen=True, gc=False):
     """Report to the trainer that there are no more batches."""
 
+    request: int
     adapter: str = ""
 
 
@@ -513,8 +534,21 @@ class RefuseBatch(Struct, frozen=True, gc=False):
     """Refuse the trainer's batch request, because the batch cannot fill before the trainer
     publishes."""
 
+    request: int
     unpublished_groups: int
     """Number of groups that the trainer has and that are not in a published version."""
+    held: tuple[int, ...] = ()
+    """Numbers of the batches that no publish has named."""
+    adapter: str = ""
+
+
+class LoseBatch(Struct, frozen=True, gc=False):
+    """Report that the trainer must not train on a batch that it holds any more. The batch's groups
+    are discarded, and their tasks are started again."""
+
+    number: int
+    reason: str
+    """Ledger account of the batch's tokens: ``stale`` or ``rolled_back``."""
     adapter: str = ""
 
 
@@ -552,6 +586,7 @@ Command = (
     | PauseGeneration
     | EndBatches
     | RefuseBatch
+    | LoseBatch
     | EndEvaluation
     | RequeueTask
     | Record

@@ -20,7 +20,7 @@ from tidegate.orchestrator.core.discards import SavedDiscards
 from tidegate.orchestrator.core.event_log import task_of
 from tidegate.orchestrator.core.failure_counts import FailureKey
 from tidegate.orchestrator.core.group import Group, TaskKey
-from tidegate.orchestrator.core.handed_batches import HandedBatch
+from tidegate.orchestrator.core.hand_over import HandedBatch, WaitingRequest
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.placement import EngineTurns
 from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun
@@ -136,6 +136,8 @@ class SavedBatch(Saved):
     is_holding: bool
     is_kept: bool
     was_undone: bool = False
+    is_trained: bool = False
+    is_ahead: bool = False
 
 
 class SavedLedger(Saved):
@@ -175,7 +177,7 @@ class SavedTasks(Saved):
 
 
 class SavedTraining(Saved):
-    """Saved form of :class:`HandedBatches` and :class:`TrainedCounts`."""
+    """Saved form of :class:`HandOvers` and :class:`TrainedCounts`."""
 
     batches: list[SavedBatch]
     count: int
@@ -188,20 +190,19 @@ class SavedTraining(Saved):
     staleness: list[tuple[int, int]]
     undone: list[tuple[int, ...]] = []
     """Group ids of undone batches, to be handed over again unchanged; oldest batch first."""
-    newest_version_batches: int = 0
-    previous_taken: int = 0
-    count_at_failure: int = 0
-    failed_publishes: int = 0
-    is_requested_ahead: bool = False
-    has_lacked_tasks: bool = False
-    failed_publishes_counted: int = 0
+    requests: list[WaitingRequest] = []
+    offer: tuple[int, int] | None = None
+    is_paused: bool = False
+    lost: list[tuple[int, str]] = []
+    has_lost: bool = False
+    emptied: list[int] = []
+    newest_trained: int = 0
 
 
 class SavedCore(Saved):
     """Saved form of a core."""
 
     trainer_version: int
-    batch_requests: int
     are_tasks_exhausted: bool
     is_restoring: bool
     pending_after_resume: list[TaskKey]
@@ -225,7 +226,6 @@ class SavedCore(Saved):
     prompts: list[tuple[bytes, int, float]]
     """(digest, rollouts, total reward) of each prompt with a history."""
     skipped: int
-    has_unmet_request: bool = False
     adapters: dict[str, int] = {}
     failures: list[tuple[FailureKey, int]] = []
     task_records: SavedTaskRecords = SavedTaskRecords()
@@ -267,7 +267,6 @@ def _saved(core: Core, is_replayed: bool) -> SavedCore:
     evaluations = {id(g): g for _, g in groups.running.values() if g.is_evaluation}
     return SavedCore(
         trainer_version=core.trainer_version,
-        batch_requests=core.batch_requests,
         are_tasks_exhausted=core.are_tasks_exhausted,
         is_restoring=core.is_restoring,
         pending_after_resume=sorted(core.pending_after_resume),
@@ -288,7 +287,6 @@ def _saved(core: Core, is_replayed: bool) -> SavedCore:
         adaptation=core.policy.adaptation,
         prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
         skipped=core.prompts.skipped,
-        has_unmet_request=core.has_unmet_request,
         adapters=core.adapters,
         failures=sorted(groups.failures.items()),
         trained_adapters=[
@@ -455,6 +453,8 @@ def _training(core: Core) -> SavedTraining:
                 number in holding,
                 number in kept,
                 batch.was_undone,
+                batch.is_trained,
+                batch.is_ahead,
             )
             for number, batch in sorted(batches.items())
         ],
@@ -467,13 +467,13 @@ def _training(core: Core) -> SavedTraining:
         mixed_version=trained.mixed_version,
         staleness=[(age, count) for age, count in sorted(trained.staleness.items()) if count],
         undone=list(handed.undone),
-        newest_version_batches=handed.newest_version_batches,
-        previous_taken=handed.previous_taken,
-        count_at_failure=handed.count_at_failure,
-        failed_publishes=handed.failed_publishes,
-        is_requested_ahead=handed.is_requested_ahead,
-        has_lacked_tasks=handed.has_lacked_tasks,
-        failed_publishes_counted=handed.failed_publishes_counted,
+        requests=list(handed.requests),
+        offer=handed.offer,
+        is_paused=handed.is_paused,
+        lost=list(handed.lost.items()),
+        has_lost=handed.has_lost,
+        emptied=list(handed.emptied),
+        newest_trained=handed.newest_trained,
     )
 
 
@@ -498,10 +498,8 @@ def load(state: bytes, core: Core) -> None:
 def _load(saved: SavedCore, core: Core) -> None:
     """Set a core to a saved state, all but its turns and engines."""
     core.trainer_version = saved.trainer_version
-    core.batch_requests = saved.batch_requests
     core.are_tasks_exhausted = saved.are_tasks_exhausted
     core.is_restoring = saved.is_restoring
-    core.has_unmet_request = saved.has_unmet_request
     core.adapters.update(saved.adapters)
     _load_groups(saved, core)
     _load_training(saved.training, core)
@@ -667,9 +665,11 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
             each.number,
             each.num_groups,
             each.trainer_version,
-            each.version,
-            groups,
-            each.was_undone,
+            is_trained=each.is_trained,
+            version=each.version,
+            groups=groups,
+            was_undone=each.was_undone,
+            is_ahead=each.is_ahead,
         )
         if each.is_holding:
             handed.holding.append(batch)
@@ -679,19 +679,11 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
     handed.checkpoint_offer = saved.checkpoint_offer
     handed.versions = deque(saved.versions)
     handed.undone = deque(saved.undone)
-    handed.newest_version_batches, handed.previous_taken = (
-        saved.newest_version_batches,
-        saved.previous_taken,
-    )
-    handed.count_at_failure, handed.failed_publishes = (
-        saved.count_at_failure,
-        saved.failed_publishes,
-    )
-    handed.is_requested_ahead, handed.has_lacked_tasks = (
-        saved.is_requested_ahead,
-        saved.has_lacked_tasks,
-    )
-    handed.failed_publishes_counted = saved.failed_publishes_counted
+    handed.requests = deque(saved.requests)
+    handed.offer, handed.is_paused = saved.offer, saved.is_paused
+    handed.lost, handed.has_lost = dict(saved.lost), saved.has_lost
+    handed.emptied.extend(saved.emptied)
+    handed.newest_trained = saved.newest_trained
     trained.batches = saved.trained_batches
     trained.rollouts = saved.trained_rollouts
     trained.mixed_version = saved.mixed_version

@@ -141,9 +141,15 @@ class TurnTracker:
         """Take all turns of the run's weights, or of an adapter, back from their engines; they
         continue under ``live_version`` or newer."""
         self._take_back(adapter)
+        self.require(live_version, adapter)
+
+    def require(self, live_version: int, adapter: str = "") -> None:
+        """Submit turns of the run's weights, or of an adapter, to engines with ``live_version`` or
+        newer only."""
         if adapter:
             self.adapter_versions[adapter].recall(live_version)
             return
+        self.placement.forget()
         self._oldest = set()
         self.live_version = max(self.live_version, live_version)
 

@@ -322,13 +322,6 @@ class ReleaseVersion(Struct, frozen=True):
     """Every engine has staged a version: it is now the trainer's version."""
 
     version: int
-    replaced: int = 0
-    """Number of earlier publishes that the version replaced before every engine had staged them."""
-
-
-class RecordPublishFailure(Struct, frozen=True):
-    """Record that a publish was refused, timed out or was abandoned: no engine serves its
-    weights."""
 
 
 class RetractVersions(Struct, frozen=True):
@@ -363,7 +356,6 @@ Command = (
     | RefuseEngine
     | RecordSwap
     | ReleaseVersion
-    | RecordPublishFailure
     | RetractVersions
     | SuspendDeadlines
     | HoldBatches
@@ -1005,9 +997,9 @@ class WeightControl:
     def _on_reserve(self, event: ReserveRequested) -> None:
         call = self._begin(_Call(event, Phase.RESERVE))
         if event.is_part and not self.knows_base(event.next_version):
-            self._refuse_publish(call, WeightsRefused(UNKNOWN_BASE))
+            self._end(call, error=WeightsRefused(UNKNOWN_BASE))
         elif (failure := self.take_failure()) is not None:
-            self._refuse_publish(call, failure)
+            self._end(call, error=failure)
         elif event.first_bad is not None:
             self._is_halted = True  # so that no turn continues from KV that bad weights computed
             self._request_pause(call)
@@ -1015,12 +1007,6 @@ class WeightControl:
             self._wait(call)
         else:
             self._reserve(call, event.next_version)
-
-    def _refuse_publish(self, call: _Call, error: TidegateError) -> None:
-        """Fail a publish that has not written anything. It counts as failed for the core, too: its
-        batches count for the next version."""
-        self._out.append(RecordPublishFailure())
-        self._end(call, error=error)
 
     def _reserve(self, call: _Call, next_version: int) -> None:
         """Reserve the buffer for the next version, and abandon a version still being staged."""
@@ -1083,7 +1069,6 @@ class WeightControl:
         self.is_reserved = False
         if self.update is not None and self.update.is_withdrawn:
             self._base = self._kept
-        self._out.append(RecordPublishFailure())
         if not self.is_undecided:
             for call in [c for c in self._publishes if c.version > self.newest_version]:
                 self._end_publish(call, PublishDropped(version=call.version))
@@ -1140,7 +1125,6 @@ class WeightControl:
         is_newest = self.update is not None and self.update.version == call.version
         if is_newest and not any(c.version > self.newest_version for c in self._publishes):
             self._withdraw()
-            self._out.append(RecordPublishFailure())
             self._stop_updates_timer()
             self._send(self._catch_up())
             self._wake_ready_calls()
@@ -1158,8 +1142,6 @@ class WeightControl:
         """Fail the publish of the newest version; unless it was released, no engine swaps to it."""
         is_released = self.update is not None and self.update.is_released
         self._withdraw()
-        if not is_released:
-            self._out.append(RecordPublishFailure())
         self._stop_updates_timer()
         for call in [c for c in self._publishes if is_released or c.version > self.newest_version]:
             self._end_publish(call, error)
@@ -1167,9 +1149,8 @@ class WeightControl:
 
     def _release(self, update: WeightUpdate) -> None:
         """Make a version that all engines have staged the trainer's version."""
-        replaced = [c for c in self._publishes if self.newest_version < c.version < update.version]
         self.newest_version = update.version
-        self._out.append(ReleaseVersion(update.version, len(replaced)))
+        self._out.append(ReleaseVersion(update.version))
         update.is_released = True
         self._kept = update
         for call in self._publishes:

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from tidegate.errors import JournalCorrupt, JournalError, ResumeMismatch, TidegateError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.event_log import replay
@@ -20,7 +18,7 @@ from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.state import digest, load
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, core_from_header
-from tidegate.orchestrator.journal.run_journal import JournalHeader
+from tidegate.orchestrator.journal.run_journal import decode_header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +82,7 @@ def replay_journal(run_directory: Path, *, policies: Iterable[type] = ()) -> Rep
 
 
 def _replay(journal: Journal, policies: Iterable[type]) -> ReplayReport:
-    header = msgspec.json.decode(journal.header, type=JournalHeader)
+    header = decode_header(journal.header)
     core = core_from_header(header, policies)
     snapshot = journal.snapshot()
     if snapshot is not None:

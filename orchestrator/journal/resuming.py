@@ -28,7 +28,12 @@ from tidegate.orchestrator.core.rules import (
     renamed,
 )
 from tidegate.orchestrator.journal.journal import Journal
-from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
+from tidegate.orchestrator.journal.run_journal import (
+    EVENT_FORMAT,
+    JournalHeader,
+    RunJournal,
+    decode_header,
+)
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.transport.private_directory import make_private_directory
 
@@ -127,7 +132,7 @@ def resume_token(resume: Mapping[str, Any]) -> ResumeToken:
 
 
 def _restored(file: Journal, settings: RunSettings) -> RunJournal:
-    header = msgspec.json.decode(file.header, type=JournalHeader)
+    header = decode_header(file.header)
     journal = RunJournal(file, new_core(header, settings), header)
     journal.restore()
     return journal
@@ -181,6 +186,7 @@ def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
         run_id=run_id,
         rules=record_of(settings.rules()),
         seed=settings.sampling.seed,
+        event_format=EVENT_FORMAT,
     )
 
 

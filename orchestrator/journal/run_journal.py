@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tidegate.errors import ResumeMismatch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import encode_event, replay
@@ -56,12 +57,35 @@ class Store(Protocol):
         """Return the newest snapshot with its lsn; None without one."""
 
 
+EVENT_FORMAT = 2
+"""Number of the format of events and snapshots. From 2 on, the trainer's publishes name their
+batches; the events before do not say enough to replay them so."""
+
+
 class JournalHeader(msgspec.Struct, frozen=True):
     """A run's rules and seed, which the journal stores when it is created."""
 
     run_id: str
     rules: dict[str, Any]
     seed: int
+    event_format: int = 1
+    """:data:`EVENT_FORMAT` of the Tidegate that created the journal."""
+
+
+def decode_header(header: bytes) -> JournalHeader:
+    """Return a journal's header.
+
+    Raises:
+        ResumeMismatch: another Tidegate wrote the journal, with events of another format.
+    """
+    decoded = msgspec.json.decode(header, type=JournalHeader)
+    if decoded.event_format != EVENT_FORMAT:
+        raise ResumeMismatch(
+            f"the journal of run {decoded.run_id} has events of format {decoded.event_format}, and "
+            f"this Tidegate reads format {EVENT_FORMAT}; finish the run with the Tidegate that "
+            f"began it, or begin a new run from the checkpoint's weights in another run_directory"
+        )
+    return decoded
 
 
 class RunJournal:

@@ -176,7 +176,8 @@ class RunWatch:
             return
         of_adapter = f" of adapter {core.adapter!r}" if core.adapter else ""
         name = f"the iterator of tasks{of_adapter}"
-        is_waiting = bool(core.batch_requests and core.admissible_groups and not core.is_paused)
+        could_start = core.admissible_groups and not core.is_paused
+        is_waiting = bool(core.handed.wants_batch and could_start)
         if is_waiting and watchdog.is_stuck("tasks", name, core.groups.next_group_id):
             watchdog.report(
                 "tasks", name, f"{core.admissible_groups} groups may start, but it yields no task"
@@ -187,9 +188,11 @@ class RunWatch:
         trainer = f"the trainer{of_adapter}"
         if holds_all and watchdog.is_stuck("trainer", trainer, progress, TRAINER_TIME_FACTOR):
             waits = "generation is paused until" if core.is_paused else "no other may start before"
+            held = ", ".join(str(batch.number) for batch in core.handed.held) or "none"
             where = (
-                f"it holds {unpublished} groups and has published no weights since; "
-                f"{core.buffered_groups} are buffered, and {waits} it publishes"
+                f"it holds {unpublished} groups that are in no published version (batches that no "
+                f"publish has named: {held}); {core.buffered_groups} are buffered, and {waits} it "
+                f"publishes a version that is made from them"
             )
             watchdog.report("trainer", trainer, where)
 

@@ -48,10 +48,12 @@ BASE_EVENTS = frozenset(
         ev.TasksExhausted,
         ev.BatchRequested,
         ev.BatchRequestCancelled,
+        ev.BatchTaken,
         ev.BatchReturned,
+        ev.HandOverPaused,
+        ev.BatchesTrained,
         ev.EvaluationRequested,
         ev.VersionPublished,
-        ev.PublishFailed,
         ev.EngineSwapped,
     )
 )
@@ -398,7 +400,13 @@ class Scheduler:
                     recorder.rollout(rollout, task=task, advantage=None, consumed_version=None)
             case ev.EndBatches() if self._failure.done():
                 pass  # the request fails with that error
-            case ev.HandOver() | ev.EndBatches() | ev.RefuseBatch() | ev.RequeueTask():
+            case (
+                ev.HandOver()
+                | ev.EndBatches()
+                | ev.RefuseBatch()
+                | ev.LoseBatch()
+                | ev.RequeueTask()
+            ):
                 self.trainers[command.adapter].carry_out(command)
             case ev.PauseGeneration(adapter=""):
                 self._pause_generation()
@@ -495,9 +503,9 @@ class Scheduler:
         self.trainers[adapter].offer(tasks, episode, self._group, agents)
 
     def hold_batches(self, is_held: bool, adapter: str = "") -> None:
-        """As :meth:`BatchRequestQueue.hold`; does nothing for an adapter that is not trained."""
+        """As :meth:`BatchRequests.pause`; does nothing for an adapter that is not trained."""
         if adapter in self.trainers:
-            self.trainers[adapter].batch_requests.hold(is_held)
+            self.trainers[adapter].batch_requests.pause(is_held)
 
     def suspend_deadlines(self, is_halted: bool) -> None:
         """As :meth:`EpisodeRunner.suspend_deadlines`."""

@@ -137,7 +137,8 @@ class RunStatistics:
     discarded_rollouts: Mapping[str, int]
     """Number of rollouts that will never be trained, by reason."""
     max_staleness_seen: int
-    """Largest staleness of a trained rollout, in versions."""
+    """Largest staleness of a trained rollout, in versions: final once a publish has named the
+    rollout's batch, planned before."""
     staleness_bound: int | None
     """Staleness that the policy guarantees; None if it guarantees none."""
     mean_staleness: float
@@ -156,6 +157,9 @@ class RunStatistics:
     """Tokens sampled for evaluation, by account."""
     engines: tuple[EngineStatistics, ...] = ()
     """One entry per engine."""
+    held_batches: tuple[int, ...] = ()
+    """Numbers of the batches that the trainer has and no publish has named. Batches that were lost
+    (too old, or sampled by weights that were rolled back) are not among them."""
     pause_mode: str | None = None
     """Mode by which engines are paused; None while they run."""
     asleep: tuple[str, ...] = ()

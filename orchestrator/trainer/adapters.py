@@ -8,6 +8,7 @@ are read by ``weight_sync/adapter_files.py``, and published by the scheduler's
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +26,13 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import SET_BY_POLICY, RunSettings, StalenessSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import HELD_OUT, BatchHandle, Evaluation
+from tidegate.orchestrator.trainer.batch_handle import (
+    HELD_OUT,
+    BatchesOfPublish,
+    BatchHandle,
+    Evaluation,
+    numbers_of,
+)
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.handle import blocking, in_thread, run_blocking
 from tidegate.orchestrator.trainer.run import Run
@@ -86,6 +93,16 @@ class AdapterHandle:
             WeightsRefused: it does not fit the model; the old version stays live.
             EngineLagging: an engine did not receive it in time, and was removed.
         """
+        return await self._publish_version(adapter, config, None)
+
+    async def _publish_version(
+        self,
+        adapter: "Mapping[str, torch.Tensor] | str | Path",
+        config: object,
+        name_batches: Callable[[Scheduler], Callable[[], None]] | None,
+    ) -> int:
+        """Publish a version. ``name_batches`` refuses batches that it can't be made from, and
+        returns what tells the core which it is made from."""
         loaded = load_adapter(adapter, config)
 
         def write(buffer: int, keep: Collection[int]) -> list[UpdateWeights]:
@@ -98,7 +115,11 @@ class AdapterHandle:
                     f"publish_adapter published it; unload it first, or use another name"
                 )
             return await scheduler.engines.adapters.publish(
-                self.name, loaded, write, is_archived=self._is_archived_by_run
+                self.name,
+                loaded,
+                write,
+                name_batches=None if name_batches is None else name_batches(scheduler),
+                is_archived=self._is_archived_by_run,
             )
 
         version: int = await self._work(work)
@@ -304,22 +325,31 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         return await super().next_batch()
 
     async def publish(
-        self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
+        self,
+        adapter: "Mapping[str, torch.Tensor] | str | Path",
+        *,
+        batches: "BatchesOfPublish" = None,
+        config: object = None,
     ) -> int:
         """Publish the adapter's next version, as :meth:`AdapterHandle.publish`. Its batches are
         held back until the version is certain to succeed.
 
+        ``batches`` are those that the version was made from, as of :meth:`Rollouts.publish`.
+
         Raises:
-            ConfigError: after part of the batches that the policy makes a version from, too.
+            PublishUnclear, BatchNotHeld, BatchTooOld: as :meth:`Rollouts.publish`, too.
         """
+        numbers = numbers_of(batches, None)
 
-        async def check(scheduler: Scheduler) -> None:
-            scheduler.core.of(self.name).refuse_early_publish()
+        def name_batches(scheduler: Scheduler) -> Callable[[], None]:
+            side = self._side(scheduler)
+            named = side.batches_of_publish(numbers)
+            self._named = max(self._named, *named, 0)
+            return partial(side.name_batches, named)
 
-        await self._do(check)
         self._mark("train")
         try:
-            return await super().publish(adapter, config=config)
+            return await self._publish_version(adapter, config, name_batches)
         finally:
             self._mark("publish")
 
@@ -349,7 +379,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
             self._side(scheduler).handle(ev.VersionRetracted(bad))
 
         await self._do(retract)
-        version = await self.publish(adapter, config=config)
+        version = await self.publish(adapter, batches=[], config=config)
         await self.resume()
         return version
 
@@ -462,9 +492,9 @@ class SyncAdapterTrainer(SyncAdapterHandle):
         """As :attr:`AdapterTrainer.is_resumed`."""
         return self._handle.is_resumed
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
         """As :meth:`AdapterTrainer.state_dict`."""
-        return self._handle.state_dict()
+        return self._handle.state_dict(trained=trained)
 
     def statistics(self) -> RunStatistics:
         """As :meth:`AdapterTrainer.statistics`."""
@@ -479,6 +509,7 @@ class SyncAdapterTrainer(SyncAdapterHandle):
         while (batch := run_blocking(self._handle._next_batch_of(call))) is not None:
             yield batch
 
+    publish = blocking(AdapterTrainer.publish)
     offer = blocking(AdapterTrainer.offer)
     next_batch = blocking(AdapterTrainer.next_batch)
     return_batch = blocking(AdapterTrainer.return_batch)

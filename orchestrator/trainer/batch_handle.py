@@ -13,9 +13,9 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,8 +28,8 @@ from tidegate.orchestrator.core.failure_counts import failure_statistics
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.fleet.pending_futures import BatchRequest
 from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
+from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 from tidegate.orchestrator.settings.config import RunSettings, cores
@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from tidegate.policies.diagnostics import LagBucket
 
 Result = TypeVar("Result")
+
+BatchesOfPublish: TypeAlias = "Iterable[Batch | int] | None"
+"""Batches that weights were made from, or their numbers; None: those that the trainer holds."""
 
 HELD_OUT = "held_out"
 """Name of an evaluation, unless given; reports and comparisons show it."""
@@ -199,6 +202,7 @@ class MeasuredHandle(ABC):
             episode_activity_s=scheduler.episode_seconds(),
             trainer_activity_s=self._timekeeper.spent_s(),
             publishes=self._timekeeper.publishes,
+            held_batches=tuple(batch.number for batch in core.handed.held),
             event_loop_longest_block_s=self._running.loop_watch.longest_block_s,
             batch_callback_errors=self._batch_callback_errors,
             tool_call_turns=scheduler.tool_calls.turns,
@@ -232,6 +236,10 @@ class BatchHandle(MeasuredHandle):
         """Evaluations that the run repeats, by their names."""
         self._version = 0
         self._batches = 0
+        self._is_ahead = False
+        """Whether the batch received last was requested ahead."""
+        self._named = 0
+        """Highest number of a batch that a publish has named."""
         self._begun: dict[str, tuple[_BegunEvaluation, concurrent.futures.Future[Evaluation]]] = {}
         """Evaluations of :meth:`evaluate_every` that run beside training, by name."""
         self._batches_call = 0
@@ -288,14 +296,17 @@ class BatchHandle(MeasuredHandle):
         """Whether the run continues an earlier one; then publish the checkpoint's weights first."""
         return self._running.resumed is not None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
         """Return the trainer's position in the run, to be saved in its checkpoint.
 
-        Take it when the batch last received is trained. Save it atomically with the weights made
-        from that batch, before you publish them. ``serve(resume=…)`` takes it.
+        ``trained`` is the last batch, or its number, that the checkpoint's weights are trained on;
+        they contain all batches before it, too. By default the batch received last: a trainer that
+        asks for batches ahead must say which it is. Save the position atomically with the weights,
+        before you publish them. ``serve(resume=…)`` takes it.
 
         Raises:
-            ConfigError: the run keeps no journal, so it can't be resumed.
+            ConfigError: the run keeps no journal, so it can't be resumed; or ``trained`` is left
+                out, and the batch received last was asked for ahead.
         """
         if not self._running.run_id:
             raise ConfigError(
@@ -304,7 +315,10 @@ class BatchHandle(MeasuredHandle):
             )
         scheduler = self._running.scheduler
         offer = self._side(scheduler).core.tasks.offer if scheduler is not None else 0
-        token = ResumeToken(self._running.run_id, self._batches, self._version, max(0, offer))
+        batches = trained_batches(
+            trained, received=self._batches, named=self._named, is_ahead=self._is_ahead
+        )
+        token = ResumeToken(self._running.run_id, batches, self._version, max(0, offer))
         return msgspec.structs.asdict(token)
 
     # ------------------------------------------------------------ batches
@@ -316,7 +330,8 @@ class BatchHandle(MeasuredHandle):
 
         ``tasks`` may be endless, sync or async. The run's own thread iterates over it and runs
         ``episode``. Publish after each batch: until then the batch's groups count against the
-        staleness bound.
+        staleness bound. If you step the iterator ahead of training, say which batches a publish is
+        made from.
 
         After this iterator ends, or you break out of it, you may call ``batches()`` again; the new
         iterator also trains the unfinished tasks of the earlier one. Two at once are refused.
@@ -359,8 +374,9 @@ class BatchHandle(MeasuredHandle):
 
         A cancelled call loses no batch: the batch goes back to the run, and a later call gets it,
         unless its groups have become too stale meanwhile. A trainer may call this during a train
-        step, to prefetch. Provided that it publishes after each batch, a prefetched batch's
-        staleness includes the publish of that step.
+        step, to prefetch; it then says which batches each publish is made from
+        (``publish(…, batches=[batch])``). The batch's staleness includes the publishes of the
+        batches that you hold before it.
         """
         await self._evaluate_if_due()
         self._mark("train")
@@ -383,7 +399,7 @@ class BatchHandle(MeasuredHandle):
         """
 
         async def work(scheduler: Scheduler) -> bool:
-            return self._side(scheduler).return_batch(number)
+            return self._side(scheduler).batch_requests.return_batch(number)
 
         if not await self._do(work):
             return False
@@ -629,7 +645,7 @@ class BatchHandle(MeasuredHandle):
         batch = batch_of_rows(rows, handover.groups, version, handover.number)
         if not request.take(handover):
             return None
-        self._batches = handover.number
+        self._batches, self._is_ahead = handover.number, handover.is_ahead
         self._forecast_from(batch)
         self._record_batch(handover, batch, rows)
         self._post(lambda scheduler: self._side(scheduler).batch_requests.acknowledge(request))
@@ -698,6 +714,41 @@ class BatchHandle(MeasuredHandle):
             usage=self._timekeeper.usage(),
             engines=scheduler.fleet.statistics() if scheduler is not None else (),
         )
+
+
+def numbers_of(
+    batches: "Iterable[Batch | int] | None", default: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Return the numbers of batches that a publish names; ``default`` if it names none."""
+    if batches is None:
+        return default
+    return tuple(dict.fromkeys(each if isinstance(each, int) else each.number for each in batches))
+
+
+def trained_batches(
+    trained: "Batch | int | None", *, received: int, named: int, is_ahead: bool
+) -> int:
+    """Return how many batches a checkpoint contains: up to ``trained``, or all ``received``.
+
+    Raises:
+        ConfigError: ``trained`` was not received; or it is left out, and the batch received last
+            ``is_ahead`` and not ``named`` by a publish, so it may be untrained.
+    """
+    if trained is None:
+        if is_ahead and received > named:
+            raise ConfigError(
+                f"batch {received}, received last, was asked for ahead, and state_dict() can't "
+                f"know whether the checkpoint contains it; pass the batch that you trained last: "
+                f"state_dict(trained=batch)"
+            )
+        return received
+    number = trained if isinstance(trained, int) else trained.number
+    if not 0 <= number <= received:
+        raise ConfigError(
+            f"state_dict(trained={number}) names a batch that was not received; the newest is "
+            f"{received}"
+        )
+    return number
 
 
 def warn_if_oversubscribed(settings: RunSettings) -> None:

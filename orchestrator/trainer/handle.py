@@ -16,7 +16,17 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypeVar,
+    cast,
+    get_args,
+)
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.fleet.scores import (
@@ -31,6 +41,9 @@ from tidegate.orchestrator.fleet.scores import (
 )
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.batches.batches import Batch
 
 Result = TypeVar("Result")
 P = ParamSpec("P")
@@ -263,7 +276,7 @@ class TrainerHandle(RunHandle):
         """Whether the trainer must publish its checkpoint's weights first."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
         """Return the trainer's position in the run, to be saved in its checkpoint."""
 
 
@@ -407,6 +420,6 @@ class SyncTrainerHandle:
         """Whether the trainer must publish its checkpoint's weights first."""
         return self._handle.is_resumed
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
         """Return the trainer's position in the run, to be saved in its checkpoint."""
-        return self._handle.state_dict()
+        return self._handle.state_dict(trained=trained)

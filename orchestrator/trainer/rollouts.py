@@ -3,7 +3,7 @@
     async with tidegate.serve(model=path, engines=2) as rollouts:
         async for batch in rollouts.batches(tasks, episode=solve):
             train_step(batch)
-            await rollouts.publish(model.state_dict())
+            await rollouts.publish(model.state_dict(), batches=[batch])
 
 The run has a thread of its own (:mod:`tidegate.orchestrator.trainer.run`), so a train step that
 blocks stalls no rollout. A handle submits requests to that thread, keeps the trainer's time, and
@@ -50,7 +50,12 @@ from tidegate.orchestrator.trainer.adapters import (
     SyncAdapterTrainer,
     adapter_settings,
 )
-from tidegate.orchestrator.trainer.batch_handle import BatchHandle, MeasuredHandle
+from tidegate.orchestrator.trainer.batch_handle import (
+    BatchesOfPublish,
+    BatchHandle,
+    MeasuredHandle,
+    numbers_of,
+)
 from tidegate.orchestrator.trainer.batch_metrics import (
     OnBatch,
 )
@@ -343,13 +348,21 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         self,
         state_dict: "Mapping[str, torch.Tensor]",
         *,
+        batches: "BatchesOfPublish" = None,
         wait: PublishWait = "live",
         partial: bool = False,
     ) -> int:
         """Bring new weights to the engines while they decode; return the weights' version.
 
+        ``batches`` (batches, or their numbers) are those that the weights were made from since the
+        last publish. Their age is final now, and they are checked against the staleness bound; a
+        batch that no publish names counts as untrained. An empty list names none: the weights were
+        published before, or come from elsewhere. You may leave it out if you take one batch at a
+        time (``batches_per_version`` batches): then it is what you hold. A publish that fails has
+        named its batches all the same.
+
         With ``partial``, only the tensors in ``state_dict`` change; all others keep their values of
-        the newest version whose publish did not fail.
+        the newest version whose publish did not fail. It names only the batches that you pass.
 
         ``wait``: ``live`` returns once all engines serve the weights; ``staged`` once all engines
         hold them beside their live weights, after which no engine can refuse them; ``none`` as soon
@@ -361,12 +374,18 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         certain to succeed; a version that fails adds nothing to any batch's staleness.
 
         Raises:
+            PublishUnclear: ``batches`` is left out, and you hold several or have asked for one
+                ahead.
+            BatchNotHeld: you don't hold a batch of ``batches``: it is in a version already, or was
+                lost. ``statistics().held_batches`` has those that you hold.
+            BatchTooOld: a batch was trained out of order, beyond the staleness bound.
             WeightsRefused: names, shapes or dtypes don't fit the model; the old weights stay live.
             EngineLagging: an engine did not receive the weights in time.
             PublishDropped: a newer publish replaced this one, and writing its weights failed.
-            ConfigError: after part of the batches that the policy makes a version from.
         """
-        return await self._publish(WeightPublish(self._running, state_dict, wait, partial=partial))
+        numbers = numbers_of(batches, () if partial else None)
+        call = WeightPublish(self._running, state_dict, wait, partial=partial, batches=numbers)
+        return await self._publish(call)
 
     async def rollback(
         self, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int | None = None
@@ -376,7 +395,10 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         Groups with a token of version ``first_bad`` or newer (default: the newest published) are
         discarded as ``rolled_back``, and their tasks are repeated. Engines are paused meanwhile,
         and stay paused if the rollback fails, because the weights they serve are bad. The new
-        version counts like any other, so groups that wait for training age by one version.
+        version counts like any other, so groups that wait for training, and batches that you hold,
+        age by one version. Batches that you hold and that have a token of a bad version, or are too
+        old now, are lost: their tasks are repeated, and a publish that names them is refused.
+        ``statistics().held_batches`` has the others.
 
         Raises:
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
@@ -388,6 +410,7 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         self,
         collect: CollectParts,
         *,
+        batches: "BatchesOfPublish" = None,
         wait: PublishWait = "live",
         partial: bool = False,
         is_rollback: bool = False,
@@ -400,7 +423,14 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         """
         if is_rollback and first_bad is None:
             first_bad = self._version
-        call = ShardedPublish(self._running, collect, wait, partial=partial, first_bad=first_bad)
+        call = ShardedPublish(
+            self._running,
+            collect,
+            wait,
+            partial=partial,
+            batches=numbers_of(batches, () if partial or is_rollback else None),
+            first_bad=first_bad,
+        )
         return await self._publish(call)
 
     async def publish_adapter(
@@ -408,6 +438,7 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         name: str,
         adapter: "Mapping[str, torch.Tensor] | str | Path",
         *,
+        batches: "BatchesOfPublish" = (),
         config: object = None,
         wait: PublishWait = "live",
     ) -> int:
@@ -417,13 +448,16 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         ``peft.get_peft_model_state_dict`` gives them, with their ``config``: a ``LoraConfig``, or a
         mapping with ``r`` and ``lora_alpha``. Only the adapter's tensors are sent. The new weight
         version consists of the previous version and this adapter. Turns select the adapter by
-        ``generate(adapter=name)``, or all turns do with ``serve(adapter=name)``.
+        ``generate(adapter=name)``, or all turns do with ``serve(adapter=name)``. ``batches`` are
+        those that the adapter was made from, as of :meth:`publish`; by default none.
 
         Raises:
             ConfigError: it is not a LoRA adapter, or needs features that engines lack.
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
         """
-        return await self._publish(AdapterPublish(self._running, name, adapter, config, wait))
+        numbers = numbers_of(batches, ()) or ()
+        call = AdapterPublish(self._running, name, adapter, config, wait, numbers)
+        return await self._publish(call)
 
     async def unload_adapter(self, name: str, *, wait: PublishWait = "live") -> int:
         """Have engines drop an adapter; return the version without it.
@@ -473,6 +507,7 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         try:
             return await self._requests.do(call.run)
         finally:
+            self._named = max(self._named, *call.named, 0)
             self._published(call)
 
     # ------------------------------------------------------------ the trainer's time and batches

@@ -56,8 +56,12 @@ class WeightPublish:
         wait: PublishWait,
         *,
         partial: bool = False,
+        batches: Sequence[int] | None = (),
     ) -> None:
         """Check the arguments. A ``partial`` state dict has only the tensors that change.
+
+        ``batches``: numbers of the batches that the weights were made from; None: those that the
+        trainer holds, if it takes one at a time.
 
         Raises:
             ConfigError: ``wait`` has no such value.
@@ -67,6 +71,9 @@ class WeightPublish:
         self._run = run
         self.state_dict = state_dict
         self._wait: PublishWait = wait
+        self._batches = batches
+        self.named: Sequence[int] = ()
+        """Batches that the publish has named."""
         self._change: Change = replace_some if partial else replace_all
         self._is_part = partial
         """Whether the version takes all other tensors from the version before."""
@@ -92,18 +99,25 @@ class WeightPublish:
 
         Raises:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`EngineControl.publish`.
-            ConfigError: after part of the batches that the policy makes a version from.
+            PublishUnclear, BatchNotHeld, BatchTooOld: as :meth:`TrainerSide.batches_of_publish`.
         """
         _refuse_under_adapters(scheduler.engines.adapters.in_use)
-        if self._first_bad is None:
-            scheduler.core.refuse_early_publish()
-        control = scheduler.control
+        trainer, control = scheduler.trainer, scheduler.control
+        batches = trainer.batches_of_publish(self._batches)
         has_deltas = bool(self._run.settings.weights.weight_deltas) and self._change is replace_all
-        reserved = await control.reserve(
-            is_part=self._is_part, has_deltas=has_deltas, first_bad=self._first_bad
-        )
+        try:
+            reserved = await control.reserve(
+                is_part=self._is_part, has_deltas=has_deltas, first_bad=self._first_bad
+            )
+        except BaseException:
+            with contextlib.suppress(ConfigError):  # the batches were trained on all the same
+                trainer.name_batches(batches)
+                self.named = batches
+            raise
         self._reserved = reserved
         try:
+            trainer.name_batches(batches)
+            self.named = batches
             chunks = await self._write_in_thread(reserved)
         except BaseException:
             control.release()
@@ -252,9 +266,10 @@ class ShardedPublish(WeightPublish):
         wait: PublishWait,
         *,
         partial: bool = False,
+        batches: Sequence[int] | None = (),
         first_bad: int | None = None,
     ) -> None:
-        super().__init__(run, {}, wait, partial=partial)
+        super().__init__(run, {}, wait, partial=partial, batches=batches)
         if first_bad is not None:
             _check_first_bad(first_bad)
         self._collect = collect
@@ -309,6 +324,7 @@ class AdapterPublish(WeightPublish):
         adapter: "Mapping[str, torch.Tensor] | str | Path",
         config: object,
         wait: PublishWait,
+        batches: Sequence[int] = (),
     ) -> None:
         """Read the adapter.
 
@@ -316,7 +332,7 @@ class AdapterPublish(WeightPublish):
             ConfigError: it is not a LoRA adapter that engines can serve.
         """
         loaded = load_adapter(adapter, config)
-        super().__init__(run, loaded.tensors, wait, partial=True)
+        super().__init__(run, loaded.tensors, wait, partial=True, batches=batches)
         self._change = partial(with_adapter, Adapter(checked_name(name), loaded.scale))
         self.parts = WeightParts(is_adapter=True)
 

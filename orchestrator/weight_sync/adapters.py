@@ -141,11 +141,18 @@ class AdapterManager:
         return {*self.state.loaded, *publishing}
 
     async def publish(
-        self, name: str, adapter: LoadedAdapter, write: Write, *, is_archived: bool = True
+        self,
+        name: str,
+        adapter: LoadedAdapter,
+        write: Write,
+        *,
+        name_batches: Callable[[], None] | None = None,
+        is_archived: bool = True,
     ) -> int:
         """Bring a version of an adapter to every engine; return its number once all serve it.
 
-        ``write`` writes the adapter's tensors. ``is_archived``: add them to the run's records.
+        ``write`` writes the adapter's tensors. ``name_batches`` tells the core what a trained
+        adapter's version was made from. ``is_archived``: add the tensors to the run's records.
 
         Raises:
             ConfigError: the run's weight channel or one of its engines cannot do this.
@@ -161,6 +168,8 @@ class AdapterManager:
             result = self._results[call] = asyncio.get_running_loop().create_future()
             self._pending.others.add(result)
             try:
+                if name_batches is not None:
+                    name_batches()
                 async with self._writing:
                     chunks = await self._write(buffer, write)
                     _refuse_too_large(chunks)
@@ -178,7 +187,7 @@ class AdapterManager:
                 del self._results[call]
                 if not result.done() or result.cancelled():
                     self._handle(ac.AdapterCallCancelled(call))
-                self._publish_ended(name, version)
+                self._publish_ended(name)
         return version
 
     def _next_version(self, name: str) -> int:
@@ -188,12 +197,9 @@ class AdapterManager:
         after_newest = core.adapters.get(name, 0) + 1 if trained is None else trained.next_version
         return max(self._assigned.get(name, 0) + 1, after_newest)
 
-    def _publish_ended(self, name: str, version: int) -> None:
+    def _publish_ended(self, name: str) -> None:
         """Let a trained adapter's trainer get batches again, after a publish or its failure."""
-        core = self._callbacks.core
-        if name in core.trained_adapters:
-            if core.adapters.get(name, 0) < version:
-                self._callbacks.handle([ev.ForAdapter(name, ev.PublishFailed())])
+        if name in self._callbacks.core.trained_adapters:
             self._callbacks.hold_batches(False, name)
 
     def publishing(self, name: str) -> asyncio.Lock:

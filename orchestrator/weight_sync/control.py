@@ -319,10 +319,8 @@ class EngineControl:
                 callbacks.when_safe(lambda: self._handle(wc.VersionsDurable()))
             case wc.RecordSwap(engine=engine, message=message):
                 callbacks.swapped(engine, message)
-            case wc.ReleaseVersion(version=version, replaced=replaced):
-                callbacks.handle([ev.VersionPublished(version, replaced)])
-            case wc.RecordPublishFailure():
-                callbacks.handle([ev.PublishFailed()])
+            case wc.ReleaseVersion(version=version):
+                callbacks.handle([ev.VersionPublished(version)])
             case wc.RetractVersions(first_bad=first_bad):
                 callbacks.drains.cut()
                 callbacks.handle([ev.VersionRetracted(first_bad)])

@@ -152,6 +152,7 @@ class _Simulation:
             tokens = await self._take_batch()
             await asyncio.sleep(tokens / speed)
             version = (await self._scheduler.control.reserve()).version
+            self._scheduler.trainer.name_batches([number])
             update = UpdateWeights(version=version, location="0", tensors=[])
             await self._scheduler.control.publish(version, [update])
             self._totals.at_s = self._loop.time()

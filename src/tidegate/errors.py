@@ -2,7 +2,10 @@
 
 TidegateError
 ├── ConfigError             settings are invalid or contradict each other   (also ValueError)
-│   └── SandboxUnavailable  this machine can't start any sandbox            (also RuntimeError)
+│   ├── SandboxUnavailable  this machine can't start any sandbox            (also RuntimeError)
+│   ├── PublishUnclear      a publish doesn't say what it was made from     (also ValueError)
+│   ├── BatchNotHeld        a publish names a batch that can't be in it     (also ValueError)
+│   └── BatchTooOld         a publish names a batch beyond the bound        (also ValueError)
 ├── ModelError              a model directory cannot be loaded              (also ValueError)
 │   └── ModelNotComputed    the built-in engine lacks this architecture     (also ValueError)
 ├── BadFrame                a peer sent an unreadable message               (also ValueError)
@@ -280,15 +283,81 @@ class VersionUnavailable(TidegateError, LookupError):
 class PublishNeeded(TidegateError, RuntimeError):
     """The trainer asked for a batch that cannot fill before it publishes the batches it has."""
 
-    def __init__(self, *, unpublished_groups: int, outstanding_groups_max: int) -> None:
+    def __init__(
+        self, *, unpublished_groups: int, outstanding_groups_max: int, held: Sequence[int] = ()
+    ) -> None:
         self.unpublished_groups = unpublished_groups
         self.outstanding_groups_max = outstanding_groups_max
+        self.held = tuple(held)
+        """Numbers of the batches that no publish has named."""
+        named = f"No publish has named batches {_numbers(held)}. " if held else ""
         super().__init__(
             f"{unpublished_groups} of the {outstanding_groups_max} groups that may be outstanding "
-            f"were handed to the trainer and not published; no further batch can fill. Call "
-            f"publish() after each batch, or raise max_staleness by the batches you train on "
-            f"between two publishes"
+            f"were handed to the trainer and not published; no further batch can fill. {named}Say "
+            f"which batches a version was made from: publish(…, batches=[…]); or raise "
+            f"max_staleness by the batches that you hold ahead"
         )
+
+
+class PublishUnclear(ConfigError):
+    """A publish does not say which batches its weights were made from, and several answers are
+    possible."""
+
+    def __init__(self, *, held: Sequence[int], batches_per_version: int, is_ahead: bool) -> None:
+        self.held = tuple(held)
+        """Numbers of the batches that no publish has named."""
+        first = ", ".join(map(str, held[:batches_per_version]))
+        ahead = ", and has asked for one ahead" if is_ahead else ""
+        super().__init__(
+            f"the trainer holds {_batches(held)}{ahead}, and this publish doesn't say which of "
+            f"them its weights were made from. Pass them: publish(…, batches=[{first}]), or "
+            f"batches=[] for none. Only a trainer that takes batches_per_version="
+            f"{batches_per_version} batches between two publishes, and asks for none ahead, may "
+            f"leave it out"
+        )
+
+
+class BatchNotHeld(ConfigError):
+    """A publish names a batch that its trainer doesn't hold, so the batch can't be in the weights,
+    or must not be."""
+
+    def __init__(self, *, batch: int, why: str, held: Sequence[int]) -> None:
+        self.batch = batch
+        self.held = tuple(held)
+        """Numbers of the batches that a publish may name."""
+        super().__init__(
+            f"publish(batches=…) names batch {batch}, which {why}; nothing was published. A "
+            f"publish may name {_batches(held) if held else 'no batch now'}. If the weights were "
+            f"trained on batch {batch} all the same, restore those from before it"
+        )
+
+
+class BatchTooOld(ConfigError):
+    """A publish names a batch that was trained out of order, after its tokens had reached the
+    staleness bound."""
+
+    def __init__(
+        self, *, batch: int, oldest_version: int, trainer_version: int, max_staleness: int
+    ) -> None:
+        self.batch = batch
+        self.oldest_version = oldest_version
+        self.trainer_version = trainer_version
+        self.max_staleness = max_staleness
+        super().__init__(
+            f"publish(batches=…) names batch {batch}: it has a token of version {oldest_version} "
+            f"and would be trained on at version {trainer_version}, "
+            f"{trainer_version - oldest_version} versions later, where the bound is "
+            f"{max_staleness}; nothing was published. Restore the weights from before batch "
+            f"{batch}, and train batches in the order in which they come, or discard() its old rows"
+        )
+
+
+def _batches(numbers: Sequence[int]) -> str:
+    return f"{'batch' if len(numbers) == 1 else 'batches'} {_numbers(numbers)}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 class PolicyBroken(TidegateError, RuntimeError):

@@ -71,7 +71,7 @@ async def test_every_token_of_a_run_with_updates_in_flight_is_audited(
         run_directory=tmp_path / "run",
     ) as rollouts:
         published = 0
-        async for _ in rollouts.batches(range(10), episode=two_turns):
+        async for batch in rollouts.batches(range(10), episode=two_turns):
             published += 1
             is_part = published % 3 == 0
             changed = [trained.get_output_embeddings().weight] if is_part else trained.parameters()
@@ -79,7 +79,8 @@ async def test_every_token_of_a_run_with_updates_in_flight_is_audited(
                 for parameter in changed:
                     parameter += 0.02 * torch.randn(parameter.shape, generator=noise)
             if is_part:
-                await rollouts.publish(some_by_the_names_of_directories(trained), partial=True)
+                part = some_by_the_names_of_directories(trained)
+                await rollouts.publish(part, batches=[batch], partial=True)
             else:
                 await rollouts.publish(trained.state_dict())
         (engine,) = rollouts.statistics().engines

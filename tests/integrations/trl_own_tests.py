@@ -113,7 +113,7 @@ def _replace_worker(module: Any, _: Any, model: str) -> None:
             groups = max(1, rows_per_sync * args.weight_sync_steps // size)
             if args.token_budget != 0:  # TRL's micro-batches then have any number of rows
                 groups = 32
-            shape = {"group_size": size, "groups_per_batch": groups, "max_staleness": 1}
+            shape = {"group_size": size, "groups_per_batch": groups, "max_staleness": 2}
             run = OPENED.enter_context(tidegate.serve_sync(model=model, **shape))
             tasks = ({"prompt": PROMPT} for _ in iter(int, 1))
             worker = tidegate.TRLRollouts(run, tasks, episode=_solve, args=args)

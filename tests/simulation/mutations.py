@@ -4,19 +4,19 @@ Each changes one decision of the real orchestrator, as a wrong line in its code 
 each is the first that finds it, as of the last search.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from tidegate.orchestrator.batches.tasks import TaskSource
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import filing, groups, handed_batches
+from tidegate.orchestrator.core import filing, groups, hand_over
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.filing import StepCoalescer, StepOutcome
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupTracker
-from tidegate.orchestrator.core.handed_batches import HandedBatches
+from tidegate.orchestrator.core.hand_over import HandedBatch, HandOvers
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.turns import TurnTracker
@@ -24,7 +24,8 @@ from tidegate.orchestrator.core.weight_content import WeightContent
 from tidegate.orchestrator.episodes.runner import EpisodeRunner
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.fleet import Fleet
-from tidegate.orchestrator.scheduler.trainer_side import BatchRequestQueue
+from tidegate.orchestrator.scheduler.batch_requests import BatchRequest, BatchRequests
+from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 from tidegate.policies import asynchrony, consumption
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
@@ -86,8 +87,7 @@ def groups_in_training_are_not_outstanding(patch: pytest.MonkeyPatch) -> None:
 @mutation(seed=8)
 def places_are_free_before_the_version_is_live(patch: pytest.MonkeyPatch) -> None:
     def release(self: Core, commands: list[ev.Command]) -> list[ev.Command]:
-        while self.handed.holding and self.handed.holding[0].version is not None:
-            self.handed.holding.popleft()
+        self.handed.release(self.trainer_version)
         return commands + self._hand_over()
 
     patch.setattr(Core, "_release", release)
@@ -107,7 +107,7 @@ def groups_are_trained_in_the_order_of_completion(patch: pytest.MonkeyPatch) -> 
     patch.setattr(asynchrony, "in_admission_order", consumption.in_completion_order)
 
 
-@mutation(seed=898)
+@mutation(seed=1422)
 def a_group_overtakes_one_that_has_no_time_left(patch: pytest.MonkeyPatch) -> None:
     def by_deadline(waiting: GroupTracker, groups: int, **times: int) -> list[Group] | None:
         return consumption.in_completion_order(waiting, groups)
@@ -125,7 +125,7 @@ def a_window_is_one_group_too_wide(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(asynchrony, "in_window", in_window)
 
 
-@mutation(seed=28)
+@mutation(seed=45)
 def masked_tokens_count_as_trained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rollout, "masked_tokens", property(lambda self: 0))
 
@@ -143,7 +143,7 @@ def rows_that_the_trainer_discarded_stay_trained(patch: pytest.MonkeyPatch) -> N
 
 @mutation(seed=30)
 def a_rollout_is_discarded_with_the_first_of_its_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(handed_batches, "_is_trained", lambda root: root.discard_reason is None)
+    patch.setattr(hand_over, "_is_trained", lambda root: root.discard_reason is None)
 
 
 @mutation(seed=2)
@@ -208,51 +208,131 @@ def a_group_with_one_rollout_left_is_trained(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=1)
 def a_batch_whose_request_was_cancelled_is_lost(patch: pytest.MonkeyPatch) -> None:
-    def undo_offer(self: BatchRequestQueue) -> None:
-        self._offer = None
+    def close(self: BatchRequests, request: BatchRequest) -> None:
+        request.close()
+        if self._open.pop(request.number, None) is not None:
+            self._handle(ev.BatchRequestCancelled(request.number))
+            self._handle(ev.BatchTaken(request.number))
 
-    patch.setattr(BatchRequestQueue, "_undo_offer", undo_offer)
+    patch.setattr(BatchRequests, "close", close)
 
 
-@mutation(seed=13)
+@mutation(seed=563)
+def the_request_of_a_withdrawn_offer_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    right = Core._undo_hand_over
+
+    def undo_hand_over(self: Core, event: ev.BatchReturned) -> list[ev.Command]:
+        return right(self, ev.BatchReturned(event.number))
+
+    patch.setattr(Core, "_undo_hand_over", undo_hand_over)
+
+
+@mutation(seed=8)
 def batches_that_the_trainer_holds_count_no_version(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Core, "consumption_version", property(lambda self: self.trainer_version))
 
 
-@mutation(seed=78)
-def a_publish_counts_for_every_batch_that_the_trainer_holds(patch: pytest.MonkeyPatch) -> None:
-    right = HandedBatches._count_trained
+@mutation(seed=19)
+def a_publish_names_a_batch_that_it_was_not_told(patch: pytest.MonkeyPatch) -> None:
+    right = HandOvers.name
 
-    def count_trained(self: HandedBatches, batches: int, version: int) -> None:
-        right(self, self.count, version)
+    def name(self: HandOvers, numbers: Sequence[int], trainer_version: int) -> list[HandedBatch]:
+        held = [batch.number for batch in self.held]
+        return right(self, held if numbers else (), trainer_version)
 
-    patch.setattr(HandedBatches, "_count_trained", count_trained)
-
-
-@mutation(seed=2005040)
-def a_trainer_is_not_expected_to_catch_up_after_tasks_have_ended(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HandedBatches, "on_tasks_ended", lambda self: None)
+    patch.setattr(HandOvers, "name", name)
 
 
-@mutation(seed=3008926)
-def a_failed_publish_explains_no_batch_that_was_taken(patch: pytest.MonkeyPatch) -> None:
-    right = HandedBatches.on_batch_requested
+@mutation(seed=122)
+def a_publish_that_names_none_names_the_oldest_batch(patch: pytest.MonkeyPatch) -> None:
+    right = TrainerSide.batches_of_publish
 
-    def on_batch_requested(self: HandedBatches) -> bool:
-        failed, self.failed_publishes = self.failed_publishes, 0
-        is_known = right(self)
-        self.failed_publishes = failed
-        return is_known
+    def batches_of_publish(self: TrainerSide, batches: Sequence[int] | None) -> Sequence[int]:
+        held = tuple(batch.number for batch in self.core.handed.held[:1])
+        return right(self, held if batches == () else batches)
 
-    patch.setattr(HandedBatches, "on_batch_requested", on_batch_requested)
+    patch.setattr(TrainerSide, "batches_of_publish", batches_of_publish)
 
 
-@mutation(seed=362)
+@mutation(seed=19)
+def a_version_contains_batches_that_no_publish_has_named(patch: pytest.MonkeyPatch) -> None:
+    right = HandOvers.publish
+
+    def publish(self: HandOvers, version: int) -> None:
+        for batch in self.holding:
+            batch.version = batch.version or version
+        right(self, version)
+
+    patch.setattr(HandOvers, "publish", publish)
+
+
+@mutation(seed=8)
+def a_named_batch_keeps_its_planned_age(patch: pytest.MonkeyPatch) -> None:
+    right = HandOvers.name
+
+    def name(self: HandOvers, numbers: Sequence[int], trainer_version: int) -> list[HandedBatch]:
+        right(self, numbers, trainer_version)
+        return []
+
+    patch.setattr(HandOvers, "name", name)
+
+
+@mutation(seed=122)
+def a_lost_batch_keeps_its_places_in_admission(patch: pytest.MonkeyPatch) -> None:
+    right = HandOvers.lose
+
+    def lose(self: HandOvers, batch: HandedBatch, reason: str) -> None:
+        right(self, batch, reason)
+        batch.groups = []
+        batch.is_trained = True
+        self.holding.appendleft(batch)
+
+    patch.setattr(HandOvers, "lose", lose)
+
+
+@mutation(seed=122)
+def held_batches_get_too_old_with_a_publish_that_names_none(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HandOvers, "too_old", lambda self, trainer_version, bound: [])
+
+
+@mutation(seed=518)
+def held_batches_of_bad_versions_are_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HandedBatch, "newest_version", property(lambda self: -1))
+
+
+@mutation(seed=785)
 def a_short_batch_holds_no_more_places_than_it_has_groups(patch: pytest.MonkeyPatch) -> None:
     def places_of(self: Core, batch: list[Group]) -> int:
         return sum(group.split_from is None for group in batch)
 
     patch.setattr(Core, "_groups_counted_for", places_of)
+
+
+@mutation(seed=45)
+def the_remainder_of_a_split_group_is_taken_for_young(patch: pytest.MonkeyPatch) -> None:
+    right = GroupTracker.split
+
+    def split(self: GroupTracker, group: Group) -> Group:
+        part = right(self, group)
+        self._raise_oldest_possible_version(group, self._versions.live_version)
+        group.oldest_possible_version = self._versions.live_version
+        return part
+
+    patch.setattr(GroupTracker, "split", split)
+
+
+@mutation(seed=999)
+def a_branch_loses_its_pin(patch: pytest.MonkeyPatch) -> None:
+    right = GroupTracker._fork
+
+    def fork(self: GroupTracker, event: ev.RolloutForked) -> list[ev.Command]:
+        commands = right(self, event)
+        for command in commands:
+            if isinstance(command, ev.StartBranch):
+                command.rollout.pinned_version = None
+        return commands
+
+    patch.setattr(GroupTracker, "_fork", fork)
 
 
 @mutation(seed=39)
@@ -289,7 +369,7 @@ def a_lost_engines_turns_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TurnTracker, "leave", leave)
 
 
-@mutation(seed=88)
+@mutation(seed=121)
 def turns_sent_before_a_reconnect_are_assumed_to_have_arrived(patch: pytest.MonkeyPatch) -> None:
     right = TurnTracker.join
 

@@ -10,19 +10,18 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupTracker
-from tidegate.orchestrator.core.handed_batches import HandedBatch, HandedBatches
+from tidegate.orchestrator.core.hand_over import HandedBatch, HandOvers, TrainedCounts
 from tidegate.orchestrator.core.rollout import RolloutState
 from tidegate.orchestrator.core.state import SavedTurns
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
-from tidegate.orchestrator.core.trained import TrainedCounts
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.journal.run_journal import RunJournal
+from tidegate.orchestrator.scheduler.batch_requests import BatchRequest, BatchRequests
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.task_feed import TaskFeed
-from tidegate.orchestrator.scheduler.trainer_side import BatchRequestQueue
 from tidegate.simulation.crash_restart import CrashRestartReport, simulate_crash_restarts
 from tidegate.simulation.scenario import read_scenario
 from tidegate.simulation.shrinking import run_any
@@ -122,7 +121,7 @@ def new_weights_get_the_number_of_the_restored_ones(patch: pytest.MonkeyPatch) -
 
 @mutation
 def lost_weights_are_taken_for_the_checkpoints(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HandedBatches, "first_lost_version", lambda self, batches: None)
+    patch.setattr(HandOvers, "first_lost_version", lambda self, batches: None)
 
 
 @mutation
@@ -212,15 +211,39 @@ def discarded_rows_are_not_journalled(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_batch_whose_request_was_cancelled_is_lost(patch: pytest.MonkeyPatch) -> None:
-    def undo_offer(self: BatchRequestQueue) -> None:
-        self._offer = None
+    def close(self: BatchRequests, request: BatchRequest) -> None:
+        request.close()
+        if self._open.pop(request.number, None) is not None:
+            self._handle(ev.BatchRequestCancelled(request.number))
+            self._handle(ev.BatchTaken(request.number))
 
-    patch.setattr(BatchRequestQueue, "_undo_offer", undo_offer)
+    patch.setattr(BatchRequests, "close", close)
 
 
 @mutation
 def batches_that_the_trainer_holds_count_no_version(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Core, "consumption_version", property(lambda self: self.trainer_version))
+
+
+@mutation
+def batches_of_the_checkpoint_stay_untrained_after_a_resume(patch: pytest.MonkeyPatch) -> None:
+    def resume(self: HandOvers, batches: int) -> None:
+        self.requests.clear()
+        self.offer, self.is_paused = None, False
+
+    patch.setattr(HandOvers, "resume", resume)
+
+
+@mutation
+def a_resume_keeps_the_requests_of_the_trainer_before(patch: pytest.MonkeyPatch) -> None:
+    right = HandOvers.resume
+
+    def resume(self: HandOvers, batches: int) -> None:
+        requests = self.requests.copy()
+        right(self, batches)
+        self.requests = requests
+
+    patch.setattr(HandOvers, "resume", resume)
 
 
 @mutation

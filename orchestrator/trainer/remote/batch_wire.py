@@ -21,11 +21,16 @@ from tidegate.transport.trainer_messages import BatchReply
 
 
 def batch_to_wire(
-    batch: Batch, journal: Mapping[str, Any] | None = None, *, version: int = 0
+    batch: Batch,
+    journal: Mapping[str, Any] | None = None,
+    *,
+    version: int = 0,
+    is_ahead: bool = False,
 ) -> tuple[BatchReply, list[bytes]]:
     """Return the header message and its frames. Tasks that MessagePack can't hold become None.
 
-    ``version`` is the newest published weight version.
+    ``version`` is the newest published weight version. ``is_ahead``: whether the rank requested the
+    batch ahead.
     """
     columns, frames = to_frames(
         (name, column.numpy()) for name, column in batch_columns(batch).items()
@@ -50,6 +55,7 @@ def batch_to_wire(
         journal=None if journal is None else dict(journal),
         rows=list(shard.rows),
         version=version,
+        is_ahead=is_ahead,
     )
     return message, frames
 

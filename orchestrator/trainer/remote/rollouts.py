@@ -3,7 +3,7 @@
     async with tidegate.connect("tcp://host:5600", curve_key_directory="trainer") as rollouts:
         async for batch in rollouts.batches():
             train_step(batch)
-            await rollouts.publish(model.state_dict())
+            await rollouts.publish(model.state_dict(), batches=[batch])
 
 Each of several data-parallel ranks gets its part of each batch.
 :class:`~tidegate.orchestrator.trainer.remote.link.TrainerLink` sends requests over ZeroMQ, and
@@ -29,7 +29,13 @@ from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.fleet.scores import Readout, Score, ScoreQuery, TokenScores
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import HELD_OUT, Evaluation
+from tidegate.orchestrator.trainer.batch_handle import (
+    HELD_OUT,
+    BatchesOfPublish,
+    Evaluation,
+    numbers_of,
+    trained_batches,
+)
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
     RunRequests,
@@ -140,6 +146,10 @@ class RemoteRollouts(TrainerHandle):
         self._welcome: wire.TrainerWelcome | None = None
         self._number = 0
         """Number of the batch received last."""
+        self._is_ahead = False
+        """Whether that batch was requested ahead."""
+        self._named = 0
+        """Highest number of a batch that a publish has named."""
         self._publish_index = 0
         """Number of publishes since that batch."""
         self._version = 0
@@ -161,14 +171,17 @@ class RemoteRollouts(TrainerHandle):
         return self._resume is not None or self._welcomed.is_resumed
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
         """Return this trainer's position, for its checkpoint; ``connect(resume=…)`` takes it.
 
-        Take it when the batch last received is trained. If the run itself must be restarted, pass
-        the state's ``journal`` to ``serve(resume=…)``.
+        ``trained``: as of :meth:`tidegate.Rollouts.state_dict`. If the run itself must be
+        restarted, pass the state's ``journal`` to ``serve(resume=…)``.
         """
-        state = RemoteState(self._welcomed.run_id, self._number, self._journal)
-        return msgspec.structs.asdict(state)
+        batches = trained_batches(
+            trained, received=self._number, named=self._named, is_ahead=self._is_ahead
+        )
+        journal = None if self._journal is None else {**self._journal, "batches": batches}
+        return msgspec.structs.asdict(RemoteState(self._welcomed.run_id, batches, journal))
 
     # ------------------------------------------------------------ the connection
 
@@ -253,6 +266,7 @@ class RemoteRollouts(TrainerHandle):
         assert isinstance(received.reply, wire.BatchReply)
         batch = batch_from_wire(received.reply, received.frames)
         self._number, self._publish_index = batch.number, 0
+        self._is_ahead = received.reply.is_ahead
         self._version = max(self._version, received.reply.version)
         self._journal = received.reply.journal
         return batch
@@ -264,6 +278,7 @@ class RemoteRollouts(TrainerHandle):
         self,
         state_dict: "Mapping[str, torch.Tensor] | None",
         *,
+        batches: list[int] | None = None,
         wait: PublishWait = "live",
         partial: bool = False,
         is_rollback: bool = False,
@@ -277,6 +292,7 @@ class RemoteRollouts(TrainerHandle):
             partial=partial,
             is_rollback=is_rollback,
             first_bad=first_bad,
+            batches=batches,
         )
         if self.rank == 0:
             if state_dict is None:
@@ -421,6 +437,7 @@ class RemoteRollouts(TrainerHandle):
         self,
         state_dict: "Mapping[str, torch.Tensor] | None" = None,
         *,
+        batches: BatchesOfPublish = None,
         wait: PublishWait = "live",
         partial: bool = False,
         sharded: bool = False,
@@ -428,7 +445,8 @@ class RemoteRollouts(TrainerHandle):
         """Bring rank 0's weights to the engines once every rank is done; return their version.
 
         The other ranks either call this equally often, without weights, and get the same version;
-        or they request the next batch instead. Otherwise as :meth:`~tidegate.Rollouts.publish`.
+        or they request the next batch instead. Otherwise as :meth:`~tidegate.Rollouts.publish`;
+        the ``batches`` of rank 0 count, or their numbers.
 
         With ``sharded``, every rank calls this with its own state dict, and sends its own shards of
         the DTensors there, gathering nothing; tensors of other kinds are rank 0's. With
@@ -438,11 +456,18 @@ class RemoteRollouts(TrainerHandle):
             TrainerLost: a rank that is waited for is lost.
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`~tidegate.Rollouts.publish`.
         """
+        numbers = numbers_of(batches, None)
+        named = None if numbers is None else list(numbers)
         if sharded:
-            prepare = self._prepare(wait=wait, partial=partial)
-            return await self._publish_sharded(state_dict, prepare)
-        answer = await in_thread(self._publish, state_dict, wait=wait, partial=partial)
-        return self._published(await result_of(answer))
+            prepare = self._prepare(wait=wait, partial=partial, batches=named)
+            version = await self._publish_sharded(state_dict, prepare)
+        else:
+            answer = await in_thread(
+                self._publish, state_dict, batches=named, wait=wait, partial=partial
+            )
+            version = self._published(await result_of(answer))
+        self._named = max(self._named, *named or (), 0)
+        return version
 
     async def rollback(
         self,

@@ -6,7 +6,7 @@ for all ranks, and has ranks wait for each other; `ranks.py` records which proce
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.hand_over import batches_of_publish
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, TokenScores
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.remote.columns import to_frames
 from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
 from tidegate.orchestrator.trainer.remote.ranks import Barrier, RankRegistry
@@ -117,6 +120,13 @@ class TrainerService:
         self.progress = TrainerProgress()
         self.progress.begin_after(rollouts.batches_received)
         self._published: dict[PublishKey, _Publish] = {}
+        self._waiting: Counter[int] = Counter()
+        """Number of requests for a batch that each rank waits for."""
+        self._ahead: set[tuple[int, int]] = set()
+        """(rank, batch) of the batches that a rank requested while it held all of a version."""
+        self._repeated_to = 0
+        """Number of the last batch that a restarted trainer gets again. Those of them that a
+        version was made from before can't be named again."""
         self._fetching: asyncio.Task[Batch | None] | None = None
         self._has_ended = not has_own_tasks
         """Whether the run has no tasks, because they are used up or not offered yet."""
@@ -193,19 +203,34 @@ class TrainerService:
         if rank == 0:
             async with self._publishing:  # an earlier process of the rank may still publish
                 self._published.clear()
+            self._repeated_to = self.progress.newest
         for publish in self._published.values():
             publish.ranks_done.add(rank)
         self._sharded.rank_joined(rank)
         batches = self.progress.join(rank, ask.last_batch)
+        self._ahead = {each for each in self._ahead if each[0] != rank}
+        if rank == 0:
+            await self._settle_held(batches)
         self._barrier.notify()
         return wire.TrainerWelcome(
             run_id=self._run_id,
             version=self._rollouts.version,
             last_batch=batches,
             is_resumed=self._rollouts.is_resumed and self.progress.newest == self.progress.done,
-            journal=self._journal(),
+            journal=self._journal(batches),
             reads_shared_memory=weights.reads_shared_memory,
         )
+
+    async def _settle_held(self, batches: int) -> None:
+        """Count the batches that an earlier process of rank 0 was done with as trained. No publish
+        of the new process can name them: it gets none of them again."""
+
+        async def settle(scheduler: Scheduler) -> None:
+            held = scheduler.core.handed.held
+            if done := tuple(each.number for each in held if each.number <= batches):
+                scheduler.trainer.handle(ev.BatchesTrained(done))
+
+        await self._rollouts._do(settle)
 
     def left(self, rank: int) -> None:
         """Record that a rank's process has left."""
@@ -215,10 +240,20 @@ class TrainerService:
     # ------------------------------------------------------------ batches
 
     async def _next_batch(self, rank: int, after: int) -> AnswerAndFrames:
+        self._waiting[rank] += 1
+        try:
+            return await self._batch_after(rank, after)
+        finally:
+            self._waiting[rank] -= 1
+
+    async def _batch_after(self, rank: int, after: int) -> AnswerAndFrames:
         progress, number = self.progress, after + 1
         progress.set_consumed(rank, after)
         progress.requested[rank] = number
         self._barrier.notify()
+        held, per_version, _ = await self._held()
+        if sum(each <= after for each in held) >= per_version:
+            self._ahead.add((rank, number))
         while progress.newest < number:
             if self._has_ended:
                 return wire.NoMoreBatches(), ()
@@ -242,7 +277,12 @@ class TrainerService:
         from tidegate.orchestrator.trainer.remote.batch_wire import batch_to_wire  # torch
 
         shard = self.progress.shard(number, rank)
-        return batch_to_wire(shard, self._journal(), version=self._rollouts.version)
+        return batch_to_wire(
+            shard,
+            self._journal(number),
+            version=self._rollouts.version,
+            is_ahead=(rank, number) in self._ahead,
+        )
 
     def _start_fetch(self) -> "asyncio.Task[Batch | None]":
         """Request the run's next batch, once for all ranks. It continues if all ranks vanish."""
@@ -263,8 +303,10 @@ class TrainerService:
             self._fetching = None
             self._barrier.notify()
 
-    def _journal(self) -> dict[str, Any] | None:
-        return self._rollouts.state_dict() if self._rollouts.settings.records.journal else None
+    def _journal(self, trained: int) -> dict[str, Any] | None:
+        if not self._rollouts.settings.records.journal:
+            return None
+        return self._rollouts.state_dict(trained=min(trained, self._rollouts.batches_received))
 
     # ------------------------------------------------------------ tasks
 
@@ -359,7 +401,42 @@ class TrainerService:
         state_dict = weights.state_dict(ask)
         if ask.is_rollback:
             return await self._rollouts.rollback(state_dict, first_bad=ask.first_bad)
-        return await self._rollouts.publish(state_dict, wait=ask.wait, partial=ask.partial)
+        batches = await self._batches_of(ask)
+        return await self._rollouts.publish(
+            state_dict, batches=batches, wait=ask.wait, partial=ask.partial
+        )
+
+    async def _held(self) -> tuple[list[int], int, bool]:
+        """Return the batches that no publish has named, how many a version is made from, and
+        whether one was lost since the last publish."""
+
+        async def read(scheduler: Scheduler) -> tuple[list[int], int, bool]:
+            handed = scheduler.core.handed
+            held = [batch.number for batch in handed.held]
+            return held, scheduler.core.policy.batches_per_version, handed.has_lost
+
+        return await self._rollouts._do(read)
+
+    async def _batches_of(self, ask: wire.PublishWeights | wire.PrepareParts) -> Sequence[int]:
+        """Return the batches that a publish of rank 0 is made from.
+
+        What rank 0 holds is decided here, because the run's requests are made for all ranks. A
+        batch that a restarted trainer trains on again is in an earlier version.
+
+        Raises:
+            PublishUnclear: rank 0 doesn't say, and it has requested a batch ahead.
+        """
+        if ask.batches is None and (ask.partial or ask.is_rollback):
+            return ()
+        held, per_version, has_lost = await self._held()
+        if ask.batches is not None:
+            return [n for n in ask.batches if n in held or n > self._repeated_to]
+        own = [number for number in held if number <= ask.batch_number]
+        is_ahead = (
+            has_lost or self._waiting[0] > 0 or any((0, number) in self._ahead for number in own)
+        )
+        self._ahead = {each for each in self._ahead if each[1] >= min(own, default=0)}
+        return batches_of_publish(own, batches_per_version=per_version, is_ahead=is_ahead)
 
     async def _publish_parts(self, ask: wire.PrepareParts, collect: CollectParts) -> int:
         """Publish the parts of all ranks, which have announced them; return the version."""
@@ -367,6 +444,7 @@ class TrainerService:
             await self._give_back_orphans(ask.batch_number)
             version = await self._rollouts.publish_parts(
                 collect,
+                batches=await self._batches_of(ask),
                 wait=ask.wait,
                 partial=ask.partial,
                 is_rollback=ask.is_rollback,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tidegate.errors import ConfigError, TrainerLost, WeightsRefused
 from tidegate.orchestrator.trainer.remote.progress import TrainerProgress
 from tidegate.orchestrator.trainer.remote.ranks import Barrier
@@ -48,6 +50,8 @@ class _PartsPublish:
     """Ranks whose calls are over: cancelled, or of a process that another has replaced."""
     batches: set[int] = field(default_factory=set)
     """Numbers of the batches that ranks publish after; more than one is an error."""
+    named: list[int] | None = None
+    """Batches that rank 0 says the version is made from; None if it does not say."""
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` in every rank's call."""
@@ -94,6 +98,8 @@ class ShardedPublishes:
             publish = self._current = self._begin(ask)
         publish.batches.add(ask.batch_number)
         publish.held[rank] = ask.held
+        if rank == 0:
+            publish.named = ask.batches
         self._barrier.notify()
         return await asyncio.shield(publish.plan)
 
@@ -133,7 +139,8 @@ class ShardedPublishes:
                     f"ranks call publish(sharded=True) after different batches, "
                     f"{sorted(publish.batches)}; call it after the same batch on every rank"
                 )
-            version = await self._publish(ask, collect)
+            named = msgspec.structs.replace(ask, batches=publish.named)
+            version = await self._publish(named, collect)
         except BaseException as error:
             publish.fail(error)
             if not isinstance(error, Exception):

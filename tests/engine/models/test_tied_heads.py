@@ -195,7 +195,7 @@ async def test_a_run_of_an_untied_directory_is_audited_whatever_is_laid_over_it(
         run_directory=tmp_path / "run",
     ) as rollouts:
         number = 0
-        async for _ in rollouts.batches(range(10), episode=one_turn):
+        async for batch in rollouts.batches(range(10), episode=one_turn):
             number += 1
             with torch.no_grad():
                 trained.lm_head.weight += 0.1
@@ -207,7 +207,8 @@ async def test_a_run_of_an_untied_directory_is_audited_whatever_is_laid_over_it(
                 with torch.no_grad():
                     trained.model.embed_tokens.weight.mul_(0.9)
                 embedding = trained.state_dict()[EMBEDDING]
-                await rollouts.publish({EMBEDDING: embedding}, partial=True)
+                part = {EMBEDDING: embedding}
+                await rollouts.publish(part, batches=[batch], partial=True)
 
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()

@@ -161,17 +161,18 @@ async def test_parts_adapters_drafts_and_rounded_weights_are_replayed_exactly(
         run_directory=tmp_path / "run",
     ) as rollouts:
         await rollouts.publish_adapter("policy", policy, config=CONFIG)
-        async for _ in rollouts.batches(range(12), episode=episode):
+        async for batch in rollouts.batches(range(12), episode=episode):
             step = rollouts.version
             if step % 2:
                 await rollouts.publish_adapter(
                     "policy",
                     {name: t * (1 + step / 10) for name, t in policy.items()},
+                    batches=[batch],
                     config=CONFIG,
                 )
             else:
                 part = {name: t * 1.01 for name, t in state.items() if "mlp" in name}
-                await rollouts.publish(part, partial=True)
+                await rollouts.publish(part, batches=[batch], partial=True)
     report = audit_run(tmp_path / "run", exact=True)
     assert report.agrees, report.lines()
     assert report.versions >= 3

@@ -53,8 +53,6 @@ class ControlDriver:
         self.refused: dict[str, str] = {}
         self.released: list[int] = []
         self.retracted: list[int] = []
-        self.failures = 0
-        """Number of publishes reported to the core as failed."""
         self.is_held = False
         for engine in engines:
             assert self.join(engine) == [(engine, INIT)]
@@ -89,8 +87,6 @@ class ControlDriver:
                     self.released.append(version)
                 case wc.RetractVersions(first_bad=first_bad):
                     self.retracted.append(first_bad)
-                case wc.RecordPublishFailure():
-                    self.failures += 1
                 case wc.HoldBatches(is_held=is_held):
                     self.is_held = is_held
                 case wc.GiveUp(engine=engine, why=why):

@@ -2,7 +2,7 @@
 
 import random
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.orchestrator.core import events as ev
@@ -98,12 +98,15 @@ class Driver:
         self.batches: list[ev.HandOver] = []
         self.refused: list[ev.RefuseBatch] = []
         self.ended = 0
+        self.lost: list[ev.LoseBatch] = []
+        self.acknowledges = True
+        """Whether the trainer takes each batch as soon as one is offered."""
         self.recorded: list[Rollout] = []
         self.requeued: list[TaskKey] = []
         self.next_task = 0
         self.published = 0
         self.batches_published = 0
-        """Number of batches from which the newest version and all before it were made."""
+        """Highest number of a batch that a version was made from."""
         self.do(ev.TasksOffered())
 
     def new_core(self) -> Core:
@@ -119,7 +122,16 @@ class Driver:
         for command in commands:
             self._act(command)
         self.core.check()
+        if self.acknowledges:
+            for command in commands:
+                if isinstance(command, ev.HandOver):
+                    self.take(command)
         return commands
+
+    def take(self, batch: ev.HandOver) -> None:
+        """Have the trainer take the batch that it was offered."""
+        taken = ev.BatchTaken(batch.request)
+        self.do(ev.ForAdapter(batch.adapter, taken) if batch.adapter else taken)
 
     def _act(self, command: ev.Command) -> None:
         match command:
@@ -137,6 +149,8 @@ class Driver:
                 self.stopped.append(rollout)
             case ev.HandOver():
                 self.batches.append(command)
+            case ev.LoseBatch():
+                self.lost.append(command)
             case ev.EndBatches():
                 self.ended += 1
             case ev.RequeueTask(key=key):
@@ -223,10 +237,16 @@ class Driver:
         """End a rollout's episode with a failure of this cause."""
         return self.do(ev.EpisodeFailed(rollout.rollout_id, reason, cause))
 
-    def publish(self) -> None:
-        """Publish a version; engines keep their weights until they swap."""
+    @property
+    def held(self) -> list[int]:
+        """Numbers of the batches that the trainer holds."""
+        return [batch.number for batch in self.core.handed.held]
+
+    def publish(self, batches: Sequence[int] | None = None) -> None:
+        """Publish a version made from these batches, by default from all that the trainer holds;
+        engines keep their weights until they swap."""
+        self.name(self.held if batches is None else batches)
         self.published += 1
-        self.batches_published = len(self.batches)
         self.do(ev.VersionPublished(self.published))
 
     def swap(self, engine: str, *, abort: bool = False) -> None:
@@ -238,9 +258,16 @@ class Driver:
         state.version = self.published
         self.do(ev.EngineSwapped(engine, self.published))
 
-    def publish_and_swap(self) -> None:
-        """Publish a version and swap all engines."""
-        self.publish()
+    def name(self, batches: Sequence[int]) -> None:
+        """Say that the next version is made from these batches."""
+        self.core.refuse_untrainable(batches)
+        if batches:
+            self.batches_published = max(self.batches_published, *batches)
+            self.do(ev.BatchesTrained(tuple(batches)))
+
+    def publish_and_swap(self, batches: Sequence[int] | None = None) -> None:
+        """Publish a version as :meth:`publish`, and swap all engines."""
+        self.publish(batches)
         for engine in list(self.engines):
             self.swap(engine)
 

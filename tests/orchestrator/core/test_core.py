@@ -60,7 +60,7 @@ def test_asking_for_a_batch_that_only_a_publish_could_make_possible_is_refused()
         finish_group(driver, 2 * batch + 1)
         driver.do(ev.BatchRequested())
     assert len(driver.batches) == 2
-    assert driver.do(ev.BatchRequested()) == [ev.RefuseBatch(unpublished_groups=4)]
+    assert driver.do(ev.BatchRequested()) == [ev.RefuseBatch(0, unpublished_groups=4, held=(1, 2))]
 
 
 def test_a_limit_that_no_batch_fits_into_is_refused_at_the_door() -> None:
@@ -96,7 +96,7 @@ def test_the_last_batch_is_smaller_when_tasks_run_out_and_then_batches_end() -> 
     driver.do(ev.BatchRequested())
     finish_group(driver, 0)
     assert [len(batch.groups) for batch in driver.batches] == [1]
-    assert driver.do(ev.BatchRequested()) == [ev.EndBatches()]
+    assert driver.do(ev.BatchRequested()) == [ev.EndBatches(0)]
 
 
 def test_staleness_is_counted_from_the_oldest_token_at_consumption() -> None:

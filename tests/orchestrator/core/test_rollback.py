@@ -4,11 +4,17 @@ import asyncio
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 
 import tidegate
 from tidegate.errors import ConfigError, WeightsRefused
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.rules import Rules
+from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest
+from tidegate.transport.messages import SamplingParams
 
 SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 2}
 BAD = 2
@@ -65,6 +71,24 @@ async def test_weights_that_are_found_to_be_bad_while_they_are_staged_are_never_
             await asyncio.sleep(0.01)
         assert await rollback == BAD + 1
         assert not rollouts.statistics().discarded_rollouts
+
+
+def test_an_engine_that_comes_back_with_bad_weights_gets_no_turns() -> None:
+    policy = BoundedStaleness(max_staleness=2, groups_per_batch=1)
+    core = Core(Rules(policy=policy, group_size=1))
+    joined = ev.EngineJoined("engine-0", weight_version=0, max_running_turns=8, epoch=1)
+    core.handle(joined)
+    core.handle(ev.VersionPublished(1))
+    core.handle(ev.EngineSwapped("engine-0", 1))
+    core.handle(ev.VersionRetracted(1))
+    core.handle(ev.VersionPublished(2))
+    core.handle(ev.EngineLeft("engine-0", is_crash=True))
+    core.handle(msgspec.structs.replace(joined, weight_version=1, epoch=2))
+    core.handle(ev.TasksOffered())
+    core.handle(ev.TaskArrived(task=0))
+    turn = ev.TurnRequested(0, SamplingParams(max_tokens=1))
+    assert [c for c in core.handle(turn) if isinstance(c, ev.Submit)] == []
+    assert [c for c in core.handle(ev.EngineSwapped("engine-0", 2)) if isinstance(c, ev.Submit)]
 
 
 async def test_engines_stay_paused_if_the_good_weights_can_not_be_brought(

@@ -123,7 +123,7 @@ def test_statistics_and_draws_are_those_of_a_run_that_never_crashed(
                 driver.fail_by(rollout, FailureCause.INFRASTRUCTURE)
             case "batch":
                 driver.do(ev.BatchRequested())
-                if driver.core.batch_requests:
+                if driver.core.handed.requests:
                     driver.do(ev.BatchRequestCancelled())
             case "publish" if len(driver.batches) > driver.batches_published:
                 driver.publish_and_swap()

@@ -134,6 +134,7 @@ class Run:
             case ev.HandOver(groups=groups, trainer_version=version, adapter=name):
                 player = self.players[name]
                 player.is_requested = False
+                self.of(player, ev.BatchTaken(command.request))
                 rows = [
                     (row.group_id, row.index, row.reward, tuple(r.version for r in runs_of(row)))
                     for group in groups
@@ -152,6 +153,9 @@ class Run:
                 self.players[name].log.append("no batch")
 
     def publish(self, player: Player) -> None:
+        held = tuple(batch.number for batch in self.core.of(player.name).handed.held)
+        if held:
+            self.of(player, ev.BatchesTrained(held))
         player.version += 1
         self.do(ev.AdapterReleased(player.name, player.version))
         if player.chance.random() < 0.8:

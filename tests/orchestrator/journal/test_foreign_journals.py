@@ -16,7 +16,7 @@ from tidegate.orchestrator.core.rules import Rules, made_of, record_of
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.replay import replay_journal
 from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, open_run_journal
-from tidegate.orchestrator.journal.run_journal import JournalHeader
+from tidegate.orchestrator.journal.run_journal import EVENT_FORMAT, JournalHeader
 from tidegate.orchestrator.settings.config import run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.consumption import Window
@@ -33,9 +33,9 @@ class OurOwn(Synchronous):
 RULES = record_of(Rules(policy=Synchronous(groups_per_batch=2), group_size=2))
 
 
-def journal_with(directory: Path, rules: Any) -> Path:
+def journal_with(directory: Path, rules: Any, *, event_format: int = EVENT_FORMAT) -> Path:
     """Make a run directory whose journal has these rules and no event."""
-    header = JournalHeader(run_id="foreign", rules=rules, seed=0)
+    header = JournalHeader(run_id="foreign", rules=rules, seed=0, event_format=event_format)
     Journal.create(directory / JOURNAL_FILE, header=msgspec.json.encode(header)).close()
     return directory
 
@@ -93,6 +93,32 @@ def test_a_users_own_policy_is_made_only_if_the_caller_passes_its_class(
     assert status_of([*replay, "--policy", f"{__name__}:OurOwn"], monkeypatch) == 0
     assert "run foreign" in capsys.readouterr().out
     assert status_of([*replay, "--policy", f"{__name__}:RULES"], monkeypatch) == 2
+
+
+@pytest.mark.parametrize("event_format", [1, EVENT_FORMAT + 1])
+def test_a_journal_with_events_of_another_format_is_refused_by_the_runs_name(
+    event_format: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = journal_with(tmp_path / "run", RULES, event_format=event_format)
+    match = f"the journal of run foreign has events of format {event_format}, and this Tidegate"
+    with pytest.raises(ResumeMismatch, match=match):
+        replay_journal(run)
+    settings = run_settings(model=tmp_path, journal=True, run_directory=run)
+    with pytest.raises(ResumeMismatch, match=match):
+        open_run_journal(settings, True)
+    assert status_of(["replay", str(run)], monkeypatch) == 2
+    assert match in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_journal_that_says_no_format_has_that_of_the_first_tidegate(tmp_path: Path) -> None:
+    header = {"run_id": "old", "rules": RULES, "seed": 0}
+    path = tmp_path / JOURNAL_FILE
+    Journal.create(path, header=msgspec.json.encode(header)).close()
+    with pytest.raises(ResumeMismatch, match="run old has events of format 1"):
+        replay_journal(tmp_path)
 
 
 def test_a_run_with_a_users_policy_is_resumed_by_the_policy_it_is_given(

@@ -274,7 +274,8 @@ def test_a_trainer_that_holds_its_batches_while_all_else_is_done_is_named_after_
     run = watched(story)
     (stuck,) = run.watch.stuck
     assert stuck.kind == "trainer"
-    assert "holds 1 groups and has published no weights since; 1 are buffered" in stuck.where
+    held = "holds 1 groups that are in no published version (batches that no publish has named: 1)"
+    assert f"{held}; 1 are buffered" in stuck.where
 
 
 def test_a_trainer_for_whose_publish_generation_is_paused_is_named_though_groups_run() -> None:

@@ -83,7 +83,7 @@ async def test_all_tokens_are_audited_while_the_trained_adapter_changes_beside_a
                 state: Any = load_file(model / "model.safetensors")
                 await rollouts.publish({name: t * 1.05 for name, t in state.items()})
             else:
-                await rollouts.publish_adapter("policy", policy, config=CONFIG)
+                await rollouts.publish_adapter("policy", policy, batches=[batch], config=CONFIG)
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
     assert (report.tokens_unreplayable, report.tokens_unknown) == (0, 0)

@@ -14,7 +14,7 @@ from tidegate.orchestrator.batches.batch_rows import select_rows, shards
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
-from tidegate.orchestrator.core.handed_batches import KEPT_BATCHES
+from tidegate.orchestrator.core.hand_over import KEPT_BATCHES
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.policies.asynchrony import BoundedStaleness

@@ -79,7 +79,7 @@ async def train(
                 state: Any = load_file(model / "model.safetensors")
                 await rollouts.publish({name: t * 1.05 for name, t in state.items()})
             else:
-                await rollouts.publish_adapter("policy", policy, config=CONFIG)
+                await rollouts.publish_adapter("policy", policy, batches=[batch], config=CONFIG)
     return audit_run(run)
 
 

@@ -75,7 +75,7 @@ async def test_tokens_of_versions_published_in_parts_are_audited(tmp_path: Path)
         weight_checksums=True,
         run_directory=tmp_path / "run",
     ) as rollouts:
-        async for _ in rollouts.batches(range(12), episode=episode):
+        async for batch in rollouts.batches(range(12), episode=episode):
             step = rollouts.version
             part = {name: state[name] for name in names[step * 4 : step * 4 + 5]}
             for tensor in part.values():
@@ -83,7 +83,7 @@ async def test_tokens_of_versions_published_in_parts_are_audited(tmp_path: Path)
             if step == 3:
                 await rollouts.publish(state)
             else:
-                await rollouts.publish(part, partial=True)
+                await rollouts.publish(part, batches=[batch], partial=True)
             with pytest.raises(WeightsRefused, match="has no tensor 'head'"):
                 await rollouts.publish({"head": torch.zeros(3)}, partial=True)
     report = audit_run(tmp_path / "run")

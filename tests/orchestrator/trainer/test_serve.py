@@ -277,7 +277,7 @@ async def test_asking_again_without_publishing_says_what_to_do(model: Path) -> N
     async with tidegate.serve(model=model, **SMALL, max_staleness=0) as rollouts:
         batches = rollouts.batches(itertools.repeat(0), episode=two_turns)
         await anext(batches)
-        with pytest.raises(PublishNeeded, match="Call publish"):
+        with pytest.raises(PublishNeeded, match="Say which batches"):
             await anext(batches)
 
 

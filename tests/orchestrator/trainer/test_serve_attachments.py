@@ -206,7 +206,9 @@ async def test_a_batch_has_top_tokens_hidden_states_and_a_teachers_log_probs(
     mixed = 0
     async with (
         tidegate.score_server(model=teacher_model) as teacher,
-        tidegate.serve(model=model, **SMALL, pause_mode="abort", run_directory=run) as rollouts,
+        tidegate.serve(
+            model=model, **SMALL, pause_mode="abort", step_time_min_s=0.01, run_directory=run
+        ) as rollouts,
     ):
         async for batch in rollouts.batches(range(12), episode=solve):
             versions = batch.weight_versions.masked_fill(~batch.loss_mask, 99)

@@ -61,13 +61,13 @@ async def test_tokens_of_two_ranks_that_round_are_audited_after_whole_sets_and_p
         max_staleness=1,
         run_directory=run,
     ) as rollouts:
-        async for _ in rollouts.batches(range(8), episode=two_turns):
+        async for batch in rollouts.batches(range(8), episode=two_turns):
             state = weights.step()
             if rollouts.version % 2:
                 await rollouts.publish(state)
             else:  # all of them are cut, some by outputs and some by inputs
                 part = {name: tensor for name, tensor in state.items() if "_proj" in name}
-                await rollouts.publish(part, partial=True)
+                await rollouts.publish(part, batches=[batch], partial=True)
         [engine] = rollouts.statistics().engines
         assert (engine.quantization, engine.tensor_parallel_size) == ("int8", 2)
     report = audit_run(run)

@@ -354,10 +354,10 @@ async def test_a_waiting_request_for_a_batch_gets_none_of_an_older_version_eithe
         engines=[engine], says=lambda request: next(words), **SMALL
     ) as rollouts:
         batches = rollouts.batches(itertools.count(), episode=one_turn)
-        await anext(batches)
+        first = await anext(batches)
         second: Any = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(0.1)
-        await rollouts.publish({}, wait="none")
+        await rollouts.publish({}, batches=[first], wait="none")
         assert (await second).trainer_version == 1
 
 

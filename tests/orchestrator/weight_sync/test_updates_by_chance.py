@@ -44,7 +44,9 @@ class Chaos:
             timeout_s = self.chance.choice((None, None, 0.01, 0.2))
             with contextlib.suppress(TidegateError, TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    self.numbers.append(await self.rollouts.publish({}, wait=wait))
+                    held = self.rollouts.statistics().held_batches
+                    version = await self.rollouts.publish({}, batches=held, wait=wait)
+                    self.numbers.append(version)
 
     async def pauses(self) -> None:
         """Pause and resume repeatedly."""
@@ -114,8 +116,8 @@ async def test_whatever_happens_the_newest_weights_are_everywhere_in_the_end(
         assert training.cancelled()
         await asyncio.sleep(10.0)  # all have come back
         with contextlib.suppress(TidegateError):
-            await rollouts.publish({})
-        newest = await rollouts.publish({})
+            await rollouts.publish({}, batches=[])
+        newest = await rollouts.publish({}, batches=[])
         assert [engine.weight_version for engine in engines] == [newest] * len(engines)
         assert len(set(chaos.numbers)) == len(chaos.numbers)
         assert newest > max(chaos.numbers, default=0)

@@ -23,6 +23,7 @@ from tests.orchestrator.trainer.remote.remote_runs import (
 from tests.remote_trainer import weights
 from tidegate.errors import (
     ConfigError,
+    PublishUnclear,
     ResumeMismatch,
     RunClosed,
     RunLost,
@@ -58,6 +59,62 @@ async def test_what_a_killed_trainer_had_in_hand_is_given_to_the_next_and_all_is
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
     assert report.tokens == statistics.ledger.trained > 0
+
+
+# ---------------------------------------------------------------- batches ahead
+
+
+async def test_a_remote_prefetcher_that_names_its_batches_keeps_the_bound(
+    model: Path, address: str
+) -> None:
+    settings = {**SMALL, "max_staleness": 2}
+    async with (
+        tidegate.serve(model=model, **settings) as run,
+        listening(run, address, tasks=range(20)) as listen,
+    ):
+        async with tidegate.connect(address) as rollouts:
+            batches, ahead, trained = rollouts.batches(), list[tidegate.Batch](), 0
+            while True:
+                while len(ahead) < 2 and (batch := await anext(batches, None)) is not None:
+                    ahead.append(batch)
+                if not ahead:
+                    break
+                batch = ahead.pop(0)
+                trained += 1
+                assert batch.trainer_version == run.version == trained - 1
+                assert run.version - min(v for v in batch.weight_versions.flatten() if v >= 0) <= 2
+                if trained == 2:
+                    with pytest.raises(PublishUnclear, match=r"batches 2, 3.*batches=\[2\]"):
+                        await rollouts.publish(weights(model, trained))
+                    assert run.version == 1
+                await rollouts.publish(weights(model, trained), batches=[batch])
+        await listen
+        assert trained == run.batches_received > 2
+        assert run.statistics().max_staleness_seen <= 2
+        assert run.statistics().held_batches == ()
+
+
+async def test_a_remote_position_names_the_batch_that_the_checkpoint_has(
+    model: Path, address: str
+) -> None:
+    settings = {**SMALL, "max_staleness": 2}
+    async with (
+        tidegate.serve(model=model, **settings) as run,
+        listening(run, address, tasks=range(8)) as listen,
+    ):
+        async with tidegate.connect(address) as rollouts:
+            batches = rollouts.batches()
+            first = await anext(batches)
+            assert rollouts.state_dict()["batches"] == 1
+            await anext(batches)
+            with pytest.raises(ConfigError, match=r"batch 2, received last.*trained=batch"):
+                rollouts.state_dict()
+            assert rollouts.state_dict(trained=first)["batches"] == 1
+            await rollouts.publish(weights(model, 1), batches=[1, 2])
+            assert rollouts.state_dict()["batches"] == 2
+            async for _ in batches:
+                await rollouts.publish(weights(model, 2))
+        await listen
 
 
 # ---------------------------------------------------------------- one interface for both
@@ -231,6 +288,7 @@ async def test_what_only_a_dead_trainer_had_is_aged_by_the_weights_that_the_next
             batches = rollouts.batches()
             batch = next(batches)
             assert rollouts.version == version
+            rollouts.publish(weights(model, 1))
             for _ in batches:
                 rollouts.publish(weights(model, 1))
         oldest = min(v for v in batch.weight_versions.flatten().tolist() if v >= 0)
