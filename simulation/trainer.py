@@ -19,7 +19,6 @@ from functools import partial
 
 from tidegate.errors import (
     BatchNotHeld,
-    BatchTooOld,
     EngineLagging,
     PublishDropped,
     PublishNeeded,
@@ -412,7 +411,7 @@ class SimulatedTrainer:
         coverage = self._context.coverage
         try:
             await self._write_and_publish(scheduler, batches, is_part=is_part, first_bad=first_bad)
-        except (BatchNotHeld, BatchTooOld) as error:
+        except BatchNotHeld as error:
             self._unnamed.remove(error.batch)
             self._has_lost = True
             return False
@@ -459,7 +458,7 @@ class SimulatedTrainer:
                 is_part=is_part, has_deltas=has_deltas, first_bad=first_bad
             )
         except BaseException:
-            with contextlib.suppress(BatchNotHeld, BatchTooOld):
+            with contextlib.suppress(BatchNotHeld):
                 self._name(scheduler, batches)
             raise
         version, base_version = reserved.version, reserved.delta_base_version

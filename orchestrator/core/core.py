@@ -686,13 +686,6 @@ class Core:
         self.task_records.trained(batch.groups, batch.trainer_version, -1)
         undo_batch(batch, self.groups, self.trained)
 
-    def refuse_untrainable(self, numbers: Sequence[int]) -> None:
-        """Refuse a publish whose weights were made from these batches, as
-        :meth:`HandOvers.refuse_untrainable`."""
-        self.handed.refuse_untrainable(
-            numbers, trainer_version=self.trainer_version, bound=self.policy.guaranteed_bound
-        )
-
     def _name_batches(self, numbers: Sequence[int]) -> None:
         """Make the age of these batches final: their trainer has trained on them."""
         version = self.trainer_version

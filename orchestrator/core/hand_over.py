@@ -12,8 +12,8 @@ What happens to a batch, by its state:
 state       a publish names it   a version is        otherwise
                                  released
 ==========  ===================  ==================  ====================================
-held        trained, or refused  held; lost if       given back, or undone: in the buffer
-            if it is too old     now too old         again. Bad versions retracted: lost
+held        trained              held; lost if       given back, or undone: in the buffer
+                                 now too old         again. Bad versions retracted: lost
 trained     trained (a retry)    in a version        undone by a resume
 in version  refused              in version          once live on every engine: no longer
                                                      in admission
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from tidegate.errors import BatchNotHeld, BatchTooOld, PublishUnclear
+from tidegate.errors import BatchNotHeld, PublishUnclear
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.rollout import Rollout
@@ -48,7 +48,7 @@ LOST_BATCHES_MAX = 64
 
 
 def batches_of_publish(
-    held: Sequence[int], *, batches_per_version: int, is_ahead: bool
+    held: Sequence[int], *, batches_per_version: int, is_ahead: bool, has_lost: bool
 ) -> tuple[int, ...]:
     """Return the batches that a publish which names none was made from: those that the trainer
     holds.
@@ -56,12 +56,19 @@ def batches_of_publish(
     A trainer that takes one batch at a time holds just the batch that it has trained on.
     ``is_ahead``: whether the trainer has requested a batch while it held all batches of a version.
     It may then hold batches that it has not trained on, and nobody but the trainer knows which.
+    ``has_lost``: whether it has lost a batch since a publish named any. It may have trained on the
+    lost batch all the same.
 
     Raises:
-        PublishUnclear: the trainer may hold batches that the weights were not made from.
+        PublishUnclear: the weights may not be made from what the trainer holds.
     """
-    if held and (is_ahead or len(held) > batches_per_version):
-        raise PublishUnclear(held=held, batches_per_version=batches_per_version, is_ahead=is_ahead)
+    if has_lost or (held and (is_ahead or len(held) > batches_per_version)):
+        raise PublishUnclear(
+            held=held,
+            batches_per_version=batches_per_version,
+            is_ahead=is_ahead,
+            has_lost=has_lost,
+        )
     return tuple(held)
 
 
@@ -307,43 +314,31 @@ class HandOvers:
     def batches_of_publish(self, batches_per_version: int) -> tuple[int, ...]:
         """Return :func:`batches_of_publish` for what the trainer holds now."""
         held = self.held
-        is_ahead = self.offer is not None or bool(self.requests) or self.has_lost
+        is_ahead = self.offer is not None or bool(self.requests)
         return batches_of_publish(
             [batch.number for batch in held],
             batches_per_version=batches_per_version,
             is_ahead=is_ahead or any(batch.is_ahead for batch in held),
+            has_lost=self.has_lost,
         )
 
-    def refuse_untrainable(
-        self, numbers: Iterable[int], *, trainer_version: int, bound: int | None
-    ) -> None:
-        """Refuse a publish that names batches which can't be counted as trained now.
+    def refuse_untrainable(self, numbers: Iterable[int]) -> None:
+        """Refuse a publish that names batches which can't be counted as trained.
+
+        A held batch is young enough: too old ones are lost with the version that ages them.
 
         Raises:
             BatchNotHeld: the trainer does not hold one: it was never handed over, is in a version
                 already, or was lost.
-            BatchTooOld: one has a token older than ``bound`` versions at ``trainer_version``.
         """
         known = {batch.number: batch for batch in self.holding}
         for number in numbers:
             batch = known.get(number)
-            if number in self.emptied:
-                continue
-            if batch is None or batch.version is not None:
+            if number not in self.emptied and (batch is None or batch.version is not None):
                 raise BatchNotHeld(
                     batch=number,
                     why=self._why_not_held(number, batch),
                     held=[each.number for each in self.held],
-                )
-            oldest = batch.oldest_trained_version
-            if bound is None or oldest is None or batch.is_trained:
-                continue
-            if trainer_version - oldest > bound:
-                raise BatchTooOld(
-                    batch=number,
-                    oldest_version=oldest,
-                    trainer_version=trainer_version,
-                    max_staleness=bound,
                 )
 
     def _why_not_held(self, number: int, batch: HandedBatch | None) -> str:

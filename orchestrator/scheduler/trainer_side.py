@@ -117,21 +117,21 @@ class TrainerSide:
 
         Raises:
             PublishUnclear: as :func:`batches_of_publish`.
-            BatchNotHeld, BatchTooOld: as :meth:`Core.refuse_untrainable`.
+            BatchNotHeld: as :meth:`HandOvers.refuse_untrainable`.
         """
         core = self.core
         if batches is None:
             batches = core.handed.batches_of_publish(core.policy.batches_per_version)
-        core.refuse_untrainable(batches)
+        core.handed.refuse_untrainable(batches)
         return batches
 
     def name_batches(self, batches: Sequence[int]) -> None:
         """Record that the weights about to be published were made from these batches.
 
         Raises:
-            BatchNotHeld, BatchTooOld: as :meth:`Core.refuse_untrainable`; nothing is recorded.
+            BatchNotHeld: as :meth:`HandOvers.refuse_untrainable`; nothing is recorded.
         """
-        self.core.refuse_untrainable(batches)
+        self.core.handed.refuse_untrainable(batches)
         if batches:
             self.handle(ev.BatchesTrained(tuple(batches)))
 

@@ -337,7 +337,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         ``batches`` are those that the version was made from, as of :meth:`Rollouts.publish`.
 
         Raises:
-            PublishUnclear, BatchNotHeld, BatchTooOld: as :meth:`Rollouts.publish`, too.
+            PublishUnclear, BatchNotHeld: as :meth:`Rollouts.publish`, too.
         """
         numbers = numbers_of(batches, None)
 

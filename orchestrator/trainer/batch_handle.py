@@ -10,6 +10,7 @@ trainer's thread. Built on :class:`Run` (``run.py``), :class:`TrainerSide` of th
 import concurrent.futures
 import contextlib
 import logging
+import operator
 import re
 import time
 from abc import ABC, abstractmethod
@@ -719,10 +720,24 @@ class BatchHandle(MeasuredHandle):
 def numbers_of(
     batches: "Iterable[Batch | int] | None", default: tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
-    """Return the numbers of batches that a publish names; ``default`` if it names none."""
+    """Return the numbers of batches that a publish names; ``default`` if it names none.
+
+    Raises:
+        ConfigError: they are no batches or numbers.
+    """
     if batches is None:
         return default
-    return tuple(dict.fromkeys(each if isinstance(each, int) else each.number for each in batches))
+    numbers: list[int] = []
+    try:
+        for each in batches:
+            number: Any = getattr(each, "number", each)
+            numbers.append(operator.index(number))
+    except TypeError:
+        raise ConfigError(
+            f"batches must be a list of batches or of their numbers, got {batches!r:.200}; for one "
+            f"batch write batches=[batch]"
+        ) from None
+    return tuple(dict.fromkeys(numbers))
 
 
 def trained_batches(

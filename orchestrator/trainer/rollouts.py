@@ -374,11 +374,11 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         certain to succeed; a version that fails adds nothing to any batch's staleness.
 
         Raises:
-            PublishUnclear: ``batches`` is left out, and you hold several or have asked for one
-                ahead.
+            PublishUnclear: ``batches`` is left out, and you hold several, have asked for one ahead,
+                or have lost one.
             BatchNotHeld: you don't hold a batch of ``batches``: it is in a version already, or was
-                lost. ``statistics().held_batches`` has those that you hold.
-            BatchTooOld: a batch was trained out of order, beyond the staleness bound.
+                lost, because another version or a rollback has made it too old.
+                ``statistics().held_batches`` has those that you hold.
             WeightsRefused: names, shapes or dtypes don't fit the model; the old weights stay live.
             EngineLagging: an engine did not receive the weights in time.
             PublishDropped: a newer publish replaced this one, and writing its weights failed.

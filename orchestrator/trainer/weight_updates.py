@@ -99,7 +99,7 @@ class WeightPublish:
 
         Raises:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`EngineControl.publish`.
-            PublishUnclear, BatchNotHeld, BatchTooOld: as :meth:`TrainerSide.batches_of_publish`.
+            PublishUnclear, BatchNotHeld: as :meth:`TrainerSide.batches_of_publish`.
         """
         _refuse_under_adapters(scheduler.engines.adapters.in_use)
         trainer, control = scheduler.trainer, scheduler.control

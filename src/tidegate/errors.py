@@ -4,8 +4,7 @@ TidegateError
 ├── ConfigError             settings are invalid or contradict each other   (also ValueError)
 │   ├── SandboxUnavailable  this machine can't start any sandbox            (also RuntimeError)
 │   ├── PublishUnclear      a publish doesn't say what it was made from     (also ValueError)
-│   ├── BatchNotHeld        a publish names a batch that can't be in it     (also ValueError)
-│   └── BatchTooOld         a publish names a batch beyond the bound        (also ValueError)
+│   └── BatchNotHeld        a publish names a batch that can't be in it     (also ValueError)
 ├── ModelError              a model directory cannot be loaded              (also ValueError)
 │   └── ModelNotComputed    the built-in engine lacks this architecture     (also ValueError)
 ├── BadFrame                a peer sent an unreadable message               (also ValueError)
@@ -290,7 +289,7 @@ class PublishNeeded(TidegateError, RuntimeError):
         self.outstanding_groups_max = outstanding_groups_max
         self.held = tuple(held)
         """Numbers of the batches that no publish has named."""
-        named = f"No publish has named batches {_numbers(held)}. " if held else ""
+        named = f"No publish has named {_batches(held)}. " if held else ""
         super().__init__(
             f"{unpublished_groups} of the {outstanding_groups_max} groups that may be outstanding "
             f"were handed to the trainer and not published; no further batch can fill. {named}Say "
@@ -303,17 +302,20 @@ class PublishUnclear(ConfigError):
     """A publish does not say which batches its weights were made from, and several answers are
     possible."""
 
-    def __init__(self, *, held: Sequence[int], batches_per_version: int, is_ahead: bool) -> None:
+    def __init__(
+        self, *, held: Sequence[int], batches_per_version: int, is_ahead: bool, has_lost: bool
+    ) -> None:
         self.held = tuple(held)
         """Numbers of the batches that no publish has named."""
         first = ", ".join(map(str, held[:batches_per_version]))
-        ahead = ", and has asked for one ahead" if is_ahead else ""
+        why = ", and has asked for one ahead" if is_ahead else ""
+        why += ", and has lost one since it last named any" if has_lost else ""
         super().__init__(
-            f"the trainer holds {_batches(held)}{ahead}, and this publish doesn't say which of "
-            f"them its weights were made from. Pass them: publish(…, batches=[{first}]), or "
-            f"batches=[] for none. Only a trainer that takes batches_per_version="
-            f"{batches_per_version} batches between two publishes, and asks for none ahead, may "
-            f"leave it out"
+            f"the trainer holds {_batches(held) if held else 'no batch'}{why}, and this publish "
+            f"doesn't say which batches its weights were made from. Pass them: publish(…, "
+            f"batches=[{first}]), or batches=[] for none. Only a trainer that takes "
+            f"batches_per_version={batches_per_version} batches between two publishes, and asks "
+            f"for none ahead, may leave it out"
         )
 
 
@@ -329,26 +331,6 @@ class BatchNotHeld(ConfigError):
             f"publish(batches=…) names batch {batch}, which {why}; nothing was published. A "
             f"publish may name {_batches(held) if held else 'no batch now'}. If the weights were "
             f"trained on batch {batch} all the same, restore those from before it"
-        )
-
-
-class BatchTooOld(ConfigError):
-    """A publish names a batch that was trained out of order, after its tokens had reached the
-    staleness bound."""
-
-    def __init__(
-        self, *, batch: int, oldest_version: int, trainer_version: int, max_staleness: int
-    ) -> None:
-        self.batch = batch
-        self.oldest_version = oldest_version
-        self.trainer_version = trainer_version
-        self.max_staleness = max_staleness
-        super().__init__(
-            f"publish(batches=…) names batch {batch}: it has a token of version {oldest_version} "
-            f"and would be trained on at version {trainer_version}, "
-            f"{trainer_version - oldest_version} versions later, where the bound is "
-            f"{max_staleness}; nothing was published. Restore the weights from before batch "
-            f"{batch}, and train batches in the order in which they come, or discard() its old rows"
         )
 
 

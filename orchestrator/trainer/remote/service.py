@@ -432,11 +432,11 @@ class TrainerService:
         if ask.batches is not None:
             return [n for n in ask.batches if n in held or n > self._repeated_to]
         own = [number for number in held if number <= ask.batch_number]
-        is_ahead = (
-            has_lost or self._waiting[0] > 0 or any((0, number) in self._ahead for number in own)
-        )
+        is_ahead = self._waiting[0] > 0 or any((0, number) in self._ahead for number in own)
         self._ahead = {each for each in self._ahead if each[1] >= min(own, default=0)}
-        return batches_of_publish(own, batches_per_version=per_version, is_ahead=is_ahead)
+        return batches_of_publish(
+            own, batches_per_version=per_version, is_ahead=is_ahead, has_lost=has_lost
+        )
 
     async def _publish_parts(self, ask: wire.PrepareParts, collect: CollectParts) -> int:
         """Publish the parts of all ranks, which have announced them; return the version."""

@@ -260,7 +260,7 @@ class Driver:
 
     def name(self, batches: Sequence[int]) -> None:
         """Say that the next version is made from these batches."""
-        self.core.refuse_untrainable(batches)
+        self.core.handed.refuse_untrainable(batches)
         if batches:
             self.batches_published = max(self.batches_published, *batches)
             self.do(ev.BatchesTrained(tuple(batches)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.orchestrator.core.driver import Driver
-from tidegate.errors import BatchNotHeld, BatchTooOld, PublishUnclear
+from tidegate.errors import BatchNotHeld, PublishUnclear
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.hand_over import BatchState
 from tidegate.orchestrator.core.state import digest, load, save
@@ -168,10 +168,10 @@ def test_a_batch_in_a_version_can_not_be_named_again() -> None:
     ask(driver)
     driver.publish([1])
     with pytest.raises(BatchNotHeld, match=r"names batch 1, which is in version 1 already"):
-        driver.core.refuse_untrainable([1])
+        driver.core.handed.refuse_untrainable([1])
     driver.swap("a")
     with pytest.raises(BatchNotHeld, match=r"batch 1, which is in version already.*no batch now"):
-        driver.core.refuse_untrainable([1])
+        driver.core.handed.refuse_untrainable([1])
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -180,7 +180,7 @@ def test_a_batch_that_was_not_handed_over_can_not_be_named(number: int) -> None:
     ask(driver)
     ask(driver)
     with pytest.raises(BatchNotHeld, match="which was not handed over") as refused:
-        driver.core.refuse_untrainable([1, number])
+        driver.core.handed.refuse_untrainable([1, number])
     assert (refused.value.batch, refused.value.held) == (number, (1, 2))
 
 
@@ -214,14 +214,6 @@ def test_the_next_batch_is_planned_after_all_that_no_publish_has_named() -> None
     assert [ask(driver).trainer_version for _ in range(5)] == [0, 0, 1, 1, 2]
     driver.publish_and_swap([1])
     assert driver.core.consumption_version == 1 + 4 // 2
-
-
-def test_a_batch_that_was_trained_out_of_order_beyond_the_bound_is_refused_by_its_age() -> None:
-    driver = new_driver(max_staleness=0)
-    ask(driver)
-    driver.core.trainer_version = 1  # without the loss that a publish brings
-    with pytest.raises(BatchTooOld, match=r"token of version 0.*at version 1.*bound is 0"):
-        driver.core.refuse_untrainable([1])
 
 
 # ---------------------------------------------------------------- trainers
@@ -351,7 +343,7 @@ def test_a_publish_that_names_none_ages_held_batches_and_loses_those_that_are_to
     assert driver.core.trained.batches == 0
     assert not driver.core.trained.staleness
     with pytest.raises(BatchNotHeld, match=r"batch 1, which was lost \(stale\)"):
-        driver.core.refuse_untrainable([1])
+        driver.core.handed.refuse_untrainable([1])
 
 
 def test_a_rollback_loses_held_batches_of_bad_versions_and_their_tasks_start_again() -> None:
@@ -368,9 +360,9 @@ def test_a_rollback_loses_held_batches_of_bad_versions_and_their_tasks_start_aga
     assert driver.held == [batch.number for batch in driver.batches[:-1]]
     assert driver.core.ledger.discarded["rolled_back"] >= 3
     driver.publish_and_swap([])
-    driver.core.refuse_untrainable([first.number])
+    driver.core.handed.refuse_untrainable([first.number])
     with pytest.raises(BatchNotHeld, match=r"was lost \(rolled_back\)"):
-        driver.core.refuse_untrainable([bad.number])
+        driver.core.handed.refuse_untrainable([bad.number])
 
 
 def test_a_rollback_loses_by_age_what_its_own_version_makes_too_old() -> None:
@@ -428,7 +420,7 @@ def test_a_batch_all_of_whose_rows_the_trainer_discarded_counts_as_trained() -> 
     driver.do(ev.RowsDiscarded(1, (1,), "discarded_rows"))
     assert driver.held == []
     assert silent(driver) == ()
-    driver.core.refuse_untrainable([1])  # the trainer may name it all the same
+    driver.core.handed.refuse_untrainable([1])  # the trainer may name it all the same
     driver.publish_and_swap([])
     assert driver.lost == []
     assert driver.core.outstanding_groups == 0

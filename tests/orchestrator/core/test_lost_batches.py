@@ -1,6 +1,9 @@
 """Batches that a trainer lost while it held them: snapshots and resumes after that."""
 
+import pytest
+
 from tests.orchestrator.core.driver import Driver
+from tidegate.errors import PublishUnclear
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.state import digest, load, save
 
@@ -67,7 +70,7 @@ def test_a_batch_of_which_the_trainer_has_discarded_all_rows_may_be_named_or_not
     driver.name([2])
     loaded = Driver(max_staleness=2, groups_per_batch=1, group_size=1).new_core()
     load(save(driver.core), loaded)
-    loaded.refuse_untrainable([2])
+    loaded.handed.refuse_untrainable([2])
 
 
 def test_a_request_whose_offered_batch_a_rollback_has_lost_waits_for_the_next_batch() -> None:
@@ -83,3 +86,9 @@ def test_a_request_whose_offered_batch_a_rollback_has_lost_waits_for_the_next_ba
     driver.do(ev.HandOverPaused(True))
     driver.do(ev.BatchReturned(1, 1))
     assert [request.number for request in driver.core.handed.requests] == [1]
+
+
+def test_a_publish_that_says_nothing_after_a_loss_is_refused_though_nothing_is_held() -> None:
+    driver = lost_batch()
+    with pytest.raises(PublishUnclear, match="holds no batch, and has lost one since it last"):
+        driver.core.handed.batches_of_publish(1)

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tidegate.errors import BatchNotHeld, BatchTooOld, PublishUnclear
+from tidegate.errors import BatchNotHeld, PublishUnclear
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import encode_event, replay
@@ -766,14 +766,13 @@ class World:
     def is_unclear(self) -> bool:
         """Whether the contract refuses a publish that does not say what it was made from."""
         held = self.held
-        if not held:
-            return False
+        if self.has_lost or not held:
+            return self.has_lost  # it may have trained on what it has lost
         return (
             len(held) > self.policy.batches_per_version
             or bool(self.open)
             or self.offer is not None
             or any(batch.is_ahead for batch in held)
-            or self.has_lost
         )
 
     def begin_publish(self, names: list[int], *, may_be_silent: bool = False) -> None:
@@ -820,7 +819,7 @@ class World:
         if number in self.batches:
             return  # handed over again since a resume
         try:
-            self.core.refuse_untrainable([number])
+            self.core.handed.refuse_untrainable([number])
         except BatchNotHeld:
             self.events_of["lost named"] += 1
         else:
@@ -832,8 +831,8 @@ class World:
         olds = [v for number in names if (v := self.batches[number].oldest) is not None]
         is_too_old = bound is not None and self.version - min(olds, default=self.version) > bound
         try:
-            self.core.refuse_untrainable(names)
-        except (BatchTooOld, BatchNotHeld) as error:
+            self.core.handed.refuse_untrainable(names)
+        except BatchNotHeld as error:
             # A held batch that is too old is lost when it becomes so, and is then in no list.
             raise AssertionError(f"{names} are held, and are refused: {error}") from error
         assert not is_too_old, f"{names} are trained at version {self.version}, too old"
@@ -857,7 +856,9 @@ class World:
             self.of(ev.BatchesTrained(tuple(names)))
             retrained = self.chance.random() < self.habits.p_retrain
             if retrained:
-                self.core.refuse_untrainable(names)  # a retry of a failed publish may say it again
+                self.core.handed.refuse_untrainable(
+                    names
+                )  # a retry of a failed publish may say it again
         self.trained = [number for number in self.trained if number not in names]
         self.skipped = [number for number in self.skipped if number not in names]
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
-from tidegate.errors import ConfigError, RunClosed, TidegateError, TurnRefused
+from tidegate.errors import BatchNotHeld, ConfigError, RunClosed, TidegateError, TurnRefused
 from tidegate.observability.dashboard.dashboard import URL_FILE
 from tidegate.orchestrator.trainer import run as run_module
 from tidegate.policies.asynchrony import BoundedStaleness
@@ -71,6 +71,26 @@ async def test_a_publish_after_part_of_a_versions_batches_is_taken_and_no_later_
         assert taken == 7
         assert await rollouts.publish(weights) == 5  # the last version, of one batch
         assert rollouts.statistics().max_staleness_seen <= 1
+
+
+async def test_a_publish_that_names_no_batches_but_something_else_is_refused_and_sends_nothing(
+    model: Path,
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    async with tidegate.serve(model=model, **SMALL) as rollouts:
+        await rollouts.offer(range(4), episode=one_turn)
+        batch = await rollouts.next_batch()
+        wrong: list[Any] = [1, batch, "1", ["1"], [1.0], [None]]
+        for batches in wrong:
+            with pytest.raises(ConfigError, match="batches must be a list of batches or"):
+                await rollouts.publish(weights, batches=batches)
+        for unknown in (0, -1, 2):
+            with pytest.raises(BatchNotHeld, match=f"names batch {unknown}, which was not handed"):
+                await rollouts.publish(weights, batches=[unknown])
+        assert rollouts.version == 0
+        assert await rollouts.publish(weights, batches=[1, batch]) == 1
+        with pytest.raises(BatchNotHeld, match="names batch 1, which is in version"):
+            await rollouts.publish(weights, batches=[batch])
 
 
 # ---------------------------------------------------------------- settings
