@@ -80,6 +80,7 @@ async def test_a_publish_that_names_no_batches_but_something_else_is_refused_and
     async with tidegate.serve(model=model, **SMALL) as rollouts:
         await rollouts.offer(range(4), episode=one_turn)
         batch = await rollouts.next_batch()
+        assert batch is not None
         wrong: list[Any] = [1, batch, "1", ["1"], [1.0], [None]]
         for batches in wrong:
             with pytest.raises(ConfigError, match="batches must be a list of batches or"):
