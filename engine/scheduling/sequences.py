@@ -55,7 +55,7 @@ class KvHistory:
         self._closed = self.spans(old_version, end)
 
     def leading(self, version: int) -> int:
-        """Return the number of leading positions computed by ``version``.
+        """Return how many leading positions have KV that weights ``version`` computed.
 
         Later positions of ``version`` do not count, because they attend to older KV before them.
         """

@@ -493,7 +493,8 @@ def _stages(turn: RecordedTurn, history: TurnPrefill, spans: list[VersionSpan]) 
 
 
 def _unclaimed(rollout: RecordedRollout, logprobs: npt.NDArray[np.float32]) -> list[Problem]:
-    """Report sampled tokens in no turn, or in two. A given token has a log-prob of exactly 0."""
+    """Report sampled tokens that belong to no turn, or to two. Tokens that the episode appended are
+    recognised by their log-prob of exactly 0."""
     claims = np.zeros(len(logprobs), dtype=np.int32)
     for turn in rollout.turns:
         claims[turn.start : turn.start + turn.length] += 1

@@ -1,5 +1,4 @@
-"""State machine of the hand-over of batches to one trainer: requests, offers, and what becomes of
-each batch.
+"""State machine of one trainer's batches: its requests, offers, and the state of each batch.
 
 :class:`Core` owns one :class:`HandOvers` for the run's weights and one for each trained adapter. A
 trainer says which batches its weights were made from; nothing is inferred from how often it

@@ -36,7 +36,7 @@ CLAIM_TIMEOUT_S = 30.0
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One rollout with the key by which its agent uses it."""
+    """An agent's rollout, and the API key that the agent sends with its requests."""
 
     session_id: str
     api_key: str

@@ -135,7 +135,8 @@ class BegunRequest:
 
     @property
     def reported_tokens(self) -> int:
-        """Number of tokens and log-probs in an answer that is written now."""
+        """Size of the answer, in tokens and listed log-probs; large answers are encoded in a
+        thread."""
         choices = self.request.choices
         outputs = sum(choice.num_tokens for choice in choices) * (1 + self.top_logprobs)
         return outputs + sum(len(choice.prompt.token_ids) for choice in choices)
@@ -278,7 +279,8 @@ class Completer:
             raise ApiError(400, str(error)) from None
 
     def _shown(self, prompt: Prompt) -> str:
-        """Return a prompt's text, or its end where the prompt was given as tokens."""
+        """Return the text of a prompt; if it was given as tokens, the text of its last ones, where
+        the reply's parser looks for an open reasoning mark."""
         if prompt.text is not None:
             return prompt.text
         end = prompt.token_ids[-PROMPT_END_TOKENS:]
