@@ -37,6 +37,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[tidegate.Rollout
         groups_per_batch=2,
         weight_deltas="elements",
         weight_checksums=True,
+        deterministic=True,  # scores are compared to the bit, in whatever steps they are computed
         **options,
     ) as rollouts:
         yield rollouts
