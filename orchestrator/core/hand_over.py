@@ -368,6 +368,7 @@ class HandOvers:
         """Count a batch as trained if the trainer has discarded all of its rows."""
         if all(row.discard_reason is not None for row in batch.rows):
             batch.is_trained = True
+            self.newest_trained = max(self.newest_trained, batch.number)
             self.emptied.append(batch.number)
 
     def publish(self, version: int) -> None:

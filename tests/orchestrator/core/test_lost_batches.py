@@ -92,3 +92,16 @@ def test_a_publish_that_says_nothing_after_a_loss_is_refused_though_nothing_is_h
     driver = lost_batch()
     with pytest.raises(PublishUnclear, match="holds no batch, and has lost one since it last"):
         driver.core.handed.batches_of_publish(1)
+
+
+def test_a_version_after_an_emptied_batch_is_lost_by_a_resume_from_before_that_batch() -> None:
+    driver = Driver(max_staleness=2, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    driver.do(ev.BatchRequested(1))
+    for rollout in list(driver.running.values()):
+        driver.solve(rollout)
+    driver.do(ev.RowsDiscarded(1, (0,), "too_long"))
+    driver.publish_and_swap([])
+    driver.die_and_resume(0, snapshot=False)
+    assert driver.core.next_version == 2  # engines may have served another version 1
