@@ -625,7 +625,10 @@ class WeightControl:
         self._users_mode: PauseMode | None = None
         self._sleeping_mode: PauseMode | None = None
         """Mode by which engines were paused for a sleep; None once they are to be awake."""
-        self._is_halted = False
+        self._is_policy_halted = False
+        """Whether the staleness policy pauses the engines."""
+        self._is_rolling_back = False
+        """Whether engines are paused because they serve bad weights, until good ones are live."""
         self._pauses = _CallQueue()
         """Pauses and resumes; no ``finish`` is sent while one is under way."""
         self._unsettled_pauses: set[str] = set()
@@ -663,7 +666,7 @@ class WeightControl:
                 self._users_mode = mode
                 self._request_pause(_Call(event, Phase.PAUSE_TURN, clear_cache=event.clear_cache))
             case EngineHaltRequested(call=call, is_halted=is_halted):
-                self._is_halted = is_halted
+                self._is_policy_halted = is_halted
                 self._request_pause(_Call(event, Phase.PAUSE_TURN))
             case SleepRequested() | WakeRequested():
                 self._on_sleep_or_wake(event)
@@ -851,7 +854,7 @@ class WeightControl:
             case Phase.WEIGHTS_RESTORED:
                 self._end_restore(call)
             case Phase.ENGINE_UPDATES if call.is_live:
-                self._is_halted = False
+                self._is_rolling_back = False
                 self._request_pause(call)
             case Phase.ENGINE_UPDATES:
                 pass
@@ -1001,7 +1004,7 @@ class WeightControl:
         elif (failure := self.take_failure()) is not None:
             self._end(call, error=failure)
         elif event.first_bad is not None:
-            self._is_halted = True  # so that no turn continues from KV that bad weights computed
+            self._is_rolling_back = True  # so that no turn continues from KV that bad weights computed
             self._request_pause(call)
         elif self.is_reserved:  # another version is being written
             self._wait(call)
@@ -1295,10 +1298,12 @@ class WeightControl:
     # ------------------------------------------------------------ pauses
 
     def _request_pause(self, call: _Call) -> None:
-        """Queue a pause or resume. The policy's pause wins, then a sleep's, then the user's."""
+        """Queue a pause or resume. A rollback's and the policy's pause win, then a sleep's, then the
+        user's."""
         if call.call_id not in self._calls:
             self._begin(call)
-        call.mode = "abort" if self._is_halted else self._sleeping_mode or self._users_mode
+        is_halted = self._is_policy_halted or self._is_rolling_back
+        call.mode = "abort" if is_halted else self._sleeping_mode or self._users_mode
         call.phase = Phase.PAUSE_TURN
         if self._pauses.enter(call.call_id):
             self._begin_pause(call)

@@ -360,6 +360,21 @@ def test_a_rollback_pauses_engines_and_has_them_continue_under_good_weights() ->
     assert run.result(publishing) is None
 
 
+def test_the_end_of_a_policys_pause_resumes_no_engine_with_bad_weights() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    run.hear("a", TurnsPaused(mode="abort"))
+    reserved = run.result(reserving)
+    ending = run.ask(wc.EngineHaltRequested, False)
+    assert run.sent[-1] == ("a", Pause(mode="abort"))  # and no Resume
+    run.hear("a", TurnsPaused(mode="abort"))
+    assert ending in run.ended
+    run.ask(wc.PublishRequested, reserved.version, [chunk(2)], is_rollback=True)
+    assert run.staged("a", 2) == finish("a", 2)
+    assert run.live("a", 2) == [("a", Resume())]
+
+
 def test_a_rollback_whose_weights_are_refused_leaves_engines_paused_for_the_next_one() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
