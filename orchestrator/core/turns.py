@@ -181,7 +181,8 @@ class TurnTracker:
         """Remove an engine; its turns continue elsewhere, oldest group first.
 
         A crash counts as a loss of each of the engine's turns. A turn with too many losses is
-        refused, because it would crash the next engine too.
+        refused, because it would crash the next engine too. An engine that is not there after a
+        resume counts as no crash: it probably ended with the orchestrator's process.
         """
         removed = self.engines.pop(engine, None)
         if removed is None:
@@ -194,7 +195,7 @@ class TurnTracker:
         lost_turns = sorted(removed.submissions.values(), key=lambda turn: turn.priority)
         for turn in lost_turns:
             turn.place = None
-            if is_crash:
+            if is_crash and not removed.is_away:
                 turn.losses += 1
                 has_tokens = turn.length > turn.sampled_before
                 turn.consecutive_losses = 1 if has_tokens else turn.consecutive_losses + 1

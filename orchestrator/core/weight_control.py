@@ -1004,7 +1004,9 @@ class WeightControl:
         elif (failure := self.take_failure()) is not None:
             self._end(call, error=failure)
         elif event.first_bad is not None:
-            self._is_rolling_back = True  # so that no turn continues from KV that bad weights computed
+            self._is_rolling_back = (
+                True  # so that no turn continues from KV that bad weights computed
+            )
             self._request_pause(call)
         elif self.is_reserved:  # another version is being written
             self._wait(call)

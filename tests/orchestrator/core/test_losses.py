@@ -108,3 +108,14 @@ def test_losses_and_the_suspect_that_is_out_are_saved_and_restored() -> None:
     assert len(refused(other.core.handle(left))) == 1
     driver.core.handle(left)
     assert digest(other.core) == digest(driver.core)
+
+
+def test_engines_that_ended_with_the_orchestrator_cost_their_turns_nothing() -> None:
+    driver = driver_with("a")
+    asked(driver)
+    for epoch in range(1, CONSECUTIVE_LOSSES_MAX + 2):
+        [rollout] = driver.core.running_rollouts
+        driver.do(ev.RunResumed(0, driver.core.tasks.offer))
+        commands = driver.do(ev.EngineJoined("a", 0, 4, epoch=epoch))
+        assert not refused(commands)
+        assert rollout.turns[-1].losses == 0
