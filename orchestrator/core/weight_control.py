@@ -1300,8 +1300,10 @@ class WeightControl:
     # ------------------------------------------------------------ pauses
 
     def _request_pause(self, call: _Call) -> None:
-        """Queue a pause or resume. A rollback's and the policy's pause win, then a sleep's, then the
-        user's."""
+        """Queue a pause or resume.
+
+        A rollback's and the policy's pause win, then a sleep's, then the user's.
+        """
         if call.call_id not in self._calls:
             self._begin(call)
         is_halted = self._is_policy_halted or self._is_rolling_back
