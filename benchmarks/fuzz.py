@@ -4,7 +4,8 @@
 unit`` and exits with status 1 if anything raised, hung or leaked memory. Half of the frames go to
 the orchestrator's fleet and core in this process, where a seed replays exactly; a quarter to an
 engine, a quarter to a whole run over its socket. HTTP bodies go to the gateway, and a fifth as many
-to the vLLM-compatible server: up to their size limits, beside oversized headers and half requests.
+to the vLLM-compatible server and to the Tinker server, where its SDK is installed: up to their size
+limits, beside oversized headers and half requests.
 A command that no module imports. Built on the other ``fuzz_*`` modules.
 """
 
@@ -15,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -33,8 +35,7 @@ BODIES_DEFAULT = 125_000
 """Default number of bodies; as many are malformed, a hundred thousand."""
 
 SERVER_PART = 5
-"""Divisor of the bodies for the vLLM-compatible server, because an engine samples tokens behind
-it."""
+"""Divisor of the bodies for servers with an engine that samples tokens behind them."""
 
 FAILURES_SHOWN_MAX = 5
 
@@ -161,6 +162,17 @@ def fuzz_server(bodies: int, seed: int) -> Outcome:
         )
 
 
+def fuzz_tinker(bodies: int, seed: int) -> Outcome:
+    """Fuzz the Tinker server with an engine and a trainer, over HTTP, and start it again."""
+    from benchmarks.fuzz_tinker import FuzzedTinker  # needs the SDK
+
+    with tempfile.TemporaryDirectory() as directory:
+        server = FuzzedTinker(seed, Path(directory))
+        return _fuzz_requests(
+            "tinker", bodies, server.fuzzed, lambda each: server.feed(bodies, each)
+        )
+
+
 def _fuzz_requests(
     place: str, bodies: int, fuzzed: FuzzedGateway, feed: Callable[[Callable[[int], None]], object]
 ) -> Outcome:
@@ -187,7 +199,7 @@ def _fuzz_requests(
 
 
 def main() -> int:
-    """Run all five and print the table."""
+    """Run all six and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=FRAMES_DEFAULT)
     parser.add_argument("--bodies", type=int, default=BODIES_DEFAULT)
@@ -198,9 +210,10 @@ def main() -> int:
     half, quarter = arguments.frames // 2, arguments.frames // 4
     outcomes = []
     places = ((fuzz_fleet, half), (fuzz_engine, quarter), (fuzz_wire, quarter))
-    bodies = ((fuzz_http, arguments.bodies), (fuzz_server, arguments.bodies // SERVER_PART))
+    part = arguments.bodies // SERVER_PART
+    bodies = ((fuzz_http, arguments.bodies), (fuzz_server, part), (fuzz_tinker, part))
     for fuzz, count in (*places, *bodies):
-        if not count:
+        if not count or (fuzz is fuzz_tinker and find_spec("tinker") is None):
             continue
         outcome = fuzz(count, arguments.seed)
         outcomes.append(outcome)

@@ -1,4 +1,4 @@
-"""Fuzzing of the gateway and the vLLM-compatible server over HTTP.
+"""Fuzzing of the gateway and the vLLM-compatible server over HTTP; parts of the Tinker server's.
 
 Bodies are valid ones with a part replaced, garbled text, endless nesting, bodies up to their size
 limits, endless headers, half requests, and requests that are not HTTP. A healthy client sends
@@ -24,6 +24,7 @@ from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenize
 from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.serving.gateway.app import BODY_BYTES_MAX
 from tidegate.serving.gateway.gateway import Endpoint, Gateway
+from tidegate.serving.http_server import JSON_TYPE
 from tidegate.serving.vllm_server.app import BODY_BYTES_MAX as SERVER_BODY_BYTES_MAX
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -117,6 +118,8 @@ MAY_FAIL = frozenset(
 )
 """Paths that may refuse with vLLM's statuses: 500 for an impossible update, 501 if not served."""
 
+PROTOBUF_TYPE = "application/x-protobuf"
+
 SERVER_CONTEXT_TOKENS = 128
 """Context length, so short that a request without ``max_tokens`` ends soon."""
 
@@ -199,15 +202,19 @@ class Client:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._halves: deque[asyncio.StreamWriter] = deque()
 
-    async def post(self, path: str, key: str, body: bytes) -> tuple[int, bytes]:
+    async def post(
+        self, path: str, key: str, body: bytes, body_type: str = JSON_TYPE
+    ) -> tuple[int, bytes]:
         """Send a valid request; return the answer's status and body."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self.port)
         reader, writer = self._streams
-        writer.write(head_of(path, key, len(body)) + body)
+        writer.write(head_of(path, key, len(body), body_type) + body)
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         status = int(head.split(" ", 2)[1])
-        if "content-length: " in head:
+        if status == 204:
+            answer = b""
+        elif "content-length: " in head:
             length = int(head.split("content-length: ")[1].split("\r\n")[0])
             answer = await reader.readexactly(length)
         else:
@@ -249,11 +256,11 @@ class Client:
             self._streams = None
 
 
-def head_of(path: str, key: str, length: int) -> bytes:
+def head_of(path: str, key: str, length: int, body_type: str = JSON_TYPE) -> bytes:
     """Return the head of a valid request."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+        f"Content-Type: {body_type}\r\nContent-Length: {length}\r\n\r\n"
     ).encode()
 
 
@@ -308,6 +315,8 @@ class FuzzedGateway:
     large: int = 0
     """Requests with bodies near or over their limit."""
     failures: list[str] = field(default_factory=list)
+    error_field: bytes = b'"error"'
+    """What the body of every refusal has."""
     chance: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -349,10 +358,17 @@ class FuzzedGateway:
         await self.send(client, path, endpoint.api_key, right, BODY_BYTES_MAX)
 
     async def send(
-        self, client: Client, path: str, key: str, right: dict[str, Any], bytes_max: int
+        self,
+        client: Client,
+        path: str,
+        key: str,
+        right: dict[str, Any],
+        bytes_max: int,
+        protobuf: bytes | None = None,
     ) -> None:
-        """Send one fuzzed request."""
+        """Send one fuzzed request: of a JSON body, or of a protobuf body if there is one."""
         self.bodies += 1
+        body_type = JSON_TYPE if protobuf is None else PROTOBUF_TYPE
         kind, body = self.chance.random(), b""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -376,8 +392,13 @@ class FuzzedGateway:
                     return
                 is_large = self.chance.random() < LARGE_SHARE
                 self.large += is_large
-                body = large_body(self.chance, right, bytes_max) if is_large else self._body(right)
-                status, answer = await client.post(path, key, body)
+                if protobuf is not None:
+                    body = self._garbled(protobuf) * (bytes_max // len(protobuf) if is_large else 1)
+                else:
+                    body = (
+                        large_body(self.chance, right, bytes_max) if is_large else self._body(right)
+                    )
+                status, answer = await client.post(path, key, body, body_type)
         except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
             client.close()
             if len(body) <= bytes_max:
@@ -386,7 +407,7 @@ class FuzzedGateway:
             return
         self.refused += 400 <= status < 500
         may_fail = status == 503 or path in MAY_FAIL
-        if (status >= 500 and not may_fail) or (status >= 400 and b'"error"' not in answer):
+        if (status >= 500 and not may_fail) or (status >= 400 and self.error_field not in answer):
             self.failures.append(f"{path} {body[:300]!r}: {status} {answer[:300]!r}")
 
     async def _send_valid_request(self, client: Client, endpoint: Endpoint) -> None:
