@@ -485,9 +485,8 @@ class SimulatedTrainer:
         elif base_version is not None and buffer.is_patch(update):
             self._context.coverage.record(CoverageMark.PATCHED)
             change = partial(patch_elements, base_version)
-        is_rollback = first_bad is not None
-        wait: PublishWait = "live" if is_rollback else self._scenario.publish_wait
-        await control.publish(version, [update], wait, change, is_rollback=is_rollback)
+        wait: PublishWait = self._scenario.publish_wait if first_bad is None else "live"
+        await control.publish(version, [update], wait, change)
 
     def _name(self, scheduler: Scheduler, batches: Sequence[int]) -> None:
         scheduler.trainer.name_batches(batches)

@@ -68,6 +68,11 @@ class WeightContent:
         return {part.version for part in (*tensors, *self._of_adapters)}
 
     @property
+    def whole_version(self) -> int:
+        """Newest version that all tensors of the base were published for, whole or as patches."""
+        return max((p.version for p in (*(self.whole or ()), *self._patches_after(0))), default=0)
+
+    @property
     def has_room_for_patches(self) -> bool:
         """Whether another patch may follow: there are few, of less than half of the whole set."""
         patch_bytes = sum(spec.nbytes for p in self._patches_after(0) for spec in p.tensors)

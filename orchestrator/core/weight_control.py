@@ -167,8 +167,6 @@ class PublishRequested(Struct, frozen=True):
     wait: PublishWait = "live"
     change: Change = replace_all
     """Computes the version's content from the base version's content and the written tensors."""
-    is_rollback: bool = False
-    """Whether engines were paused for a rollback, and resume once the version is live."""
 
 
 class ReserveAbandoned(Struct, frozen=True):
@@ -530,9 +528,12 @@ class _Call:
     version: int = -1
     """For a reserve or publish: its version's number."""
     is_resolved: bool = False
-    """For a publish: whether its caller has returned, while the version is still under way."""
+    """Whether its caller has returned or is gone while it goes on: a publish whose version is still
+    under way, or the end of a rollback."""
     is_live: bool = False
-    """For a rollback: whether its version is live, and engines are to be resumed."""
+    """For a publish after a rollback: whether its version is live, and engines may resume."""
+    is_woken: bool = False
+    """Whether its caller was told to continue it, and has not yet."""
     is_late: bool = False
     """Whether the call's timer has expired."""
 
@@ -627,8 +628,9 @@ class WeightControl:
         """Mode by which engines were paused for a sleep; None once they are to be awake."""
         self._is_policy_halted = False
         """Whether the staleness policy pauses the engines."""
-        self._is_rolling_back = False
-        """Whether engines are paused because they serve bad weights, until good ones are live."""
+        self._bad_until: int | None = None
+        """Newest version that is taken back: engines are paused until a newer one is live. None if
+        they serve good weights."""
         self._pauses = _CallQueue()
         """Pauses and resumes; no ``finish`` is sent while one is under way."""
         self._unsettled_pauses: set[str] = set()
@@ -678,7 +680,21 @@ class WeightControl:
                 self._swap()
             case KvPolicyChosen(kv_policy=kv_policy):
                 self.kv_policy = kv_policy
-        commands, self._out = self._out, []
+        return self._commands()
+
+    def _commands(self) -> list[Command]:
+        """Take the commands, and continue the calls among them that no caller would."""
+        commands: list[Command] = []
+        while self._out:
+            taken, self._out = self._out, []
+            for command in taken:
+                call = self._calls.get(command.call) if isinstance(command, WakeCall) else None
+                if call is not None and call.is_resolved:
+                    self._continue_call(call.call_id)
+                    continue
+                if call is not None:
+                    call.is_woken = True
+                commands.append(command)
         return commands
 
     # ------------------------------------------------------------ queries
@@ -807,7 +823,10 @@ class WeightControl:
 
     def _end(self, call: _Call, value: object = None, error: TidegateError | None = None) -> None:
         del self._calls[call.call_id]
-        self._out.append(Resolve(call.call_id, value, error))
+        if not call.is_resolved:
+            self._out.append(Resolve(call.call_id, value, error))
+        elif error is not None:
+            self.failure = error
 
     def _is_ready(self, call: _Call) -> bool:
         match call.phase:
@@ -828,10 +847,11 @@ class WeightControl:
             case Phase.ENGINE_UPDATES | Phase.PAUSE_TURN | Phase.SLEEP_TURN:
                 return False  # the end of another call or update continues the call
 
-    def _continue_call(self, call_id: int, next_version: int) -> None:
+    def _continue_call(self, call_id: int, next_version: int = 0) -> None:
         call = self._calls.get(call_id)
         if call is None:
             return
+        call.is_woken = False
         match call.phase:
             case Phase.RESERVE if self.is_reserved:
                 self._wait(call)  # another call was woken first
@@ -854,15 +874,21 @@ class WeightControl:
             case Phase.WEIGHTS_RESTORED:
                 self._end_restore(call)
             case Phase.ENGINE_UPDATES if call.is_live:
-                self._is_rolling_back = False
+                self._bad_until = None
                 self._request_pause(call)
             case Phase.ENGINE_UPDATES:
                 pass
 
     def _on_cancelled(self, call_id: int) -> None:
-        call = self._calls.pop(call_id, None)
+        call = self._calls.get(call_id)
+        if call is not None and call.is_live:
+            call.is_resolved = True  # engines resume without the caller
+            if call.is_woken:
+                self._continue_call(call_id)
+            return
         if call is None:
             return
+        del self._calls[call_id]
         self._waiting.pop(call_id, None)
         self._stop_timer(call_id)
         match call.phase:
@@ -873,6 +899,10 @@ class WeightControl:
             case Phase.PAUSE_TURN | Phase.SWAPS_DONE | Phase.PAUSE_REPLIES:
                 self._out += self._pauses.leave(call_id)
                 self._advance()
+                if isinstance(call.request, ReserveRequested):  # no version was taken back yet
+                    self._bad_until = None
+                    resume = EngineHaltRequested(call_id, self._is_policy_halted)
+                    self._request_pause(_Call(resume, Phase.PAUSE_TURN, is_resolved=True))
             case Phase.SLEEP_REPLIES:
                 self.is_reserved = False
                 self._advance_weights()
@@ -1004,14 +1034,19 @@ class WeightControl:
         elif (failure := self.take_failure()) is not None:
             self._end(call, error=failure)
         elif event.first_bad is not None:
-            self._is_rolling_back = (
-                True  # so that no turn continues from KV that bad weights computed
-            )
+            # Paused before, so that no turn continues from KV that bad weights computed.
+            self._bad_until = self._newest_assigned
             self._request_pause(call)
         elif self.is_reserved:  # another version is being written
             self._wait(call)
         else:
             self._reserve(call, event.next_version)
+
+    @property
+    def _newest_assigned(self) -> int:
+        """Newest number that a version was given."""
+        coming = 0 if self.update is None else self.update.version
+        return max(coming, self.newest_version, self._assigned_version)
 
     def _reserve(self, call: _Call, next_version: int) -> None:
         """Reserve the buffer for the next version, and abandon a version still being staged."""
@@ -1110,17 +1145,13 @@ class WeightControl:
             self._out.append(Resolve(call.call_id))
 
     def _end_publish(self, call: _Call, error: TidegateError | None) -> None:
-        is_rollback = isinstance(call.request, PublishRequested) and call.request.is_rollback
-        if is_rollback and error is None:
+        content = None if self._kept is None else self._kept.content
+        is_good = content is not None and content.whole_version > (self._bad_until or 0)
+        if self._bad_until is not None and is_good and error is None:
             call.is_live = True
             self._out.append(WakeCall(call.call_id))
-            return
-        if not call.is_resolved:
+        else:
             self._end(call, error=error)
-            return
-        del self._calls[call.call_id]
-        if error is not None:
-            self.failure = error
 
     def _cancel_publish(self, call: _Call) -> None:
         """Abandon the version of a cancelled publish, unless it is released or an earlier publish
@@ -1306,7 +1337,7 @@ class WeightControl:
         """
         if call.call_id not in self._calls:
             self._begin(call)
-        is_halted = self._is_policy_halted or self._is_rolling_back
+        is_halted = self._is_policy_halted or self._bad_until is not None
         call.mode = "abort" if is_halted else self._sleeping_mode or self._users_mode
         call.phase = Phase.PAUSE_TURN
         if self._pauses.enter(call.call_id):
@@ -1369,6 +1400,7 @@ class WeightControl:
                 self._sleep_once_settled(call)
             case ReserveRequested(first_bad=first_bad) if first_bad is not None:
                 call.phase = Phase.RESERVE
+                self._bad_until = self._newest_assigned
                 self._out += [RetractVersions(first_bad), WakeCall(call.call_id)]
             case WakeRequested():
                 self._end_sleep_call(call)

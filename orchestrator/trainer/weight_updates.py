@@ -123,13 +123,7 @@ class WeightPublish:
             control.release()
             raise
         self.version = reserved.version
-        await control.publish(
-            reserved.version,
-            chunks,
-            self._wait,
-            self._content_after,
-            is_rollback=self._first_bad is not None,
-        )
+        await control.publish(reserved.version, chunks, self._wait, self._content_after)
         self._has_returned = True
         return reserved.version
 

@@ -175,16 +175,14 @@ class EngineControl:
         chunks: list[UpdateWeights],
         wait: PublishWait = "live",
         change: Change = replace_all,
-        *,
-        is_rollback: bool = False,
     ) -> None:
         """Have every engine stage and swap to version ``version``, which ``chunks`` describe.
 
         Call it after :meth:`reserve` and the write. It returns when ``wait`` is reached: ``live``,
         once every engine serves this version or a newer one; ``staged``, once every engine holds it
         beside its live weights; ``none``, at once. ``change`` computes the version's content from
-        the version before and ``chunks``. With ``is_rollback``, engines that :meth:`reserve` has
-        paused resume under this version.
+        the version before and ``chunks``. Engines that :meth:`reserve` has paused for a rollback
+        resume once a whole version is live.
 
         A publish that fails, or is cancelled, before every engine has staged the version leaves the
         old weights live on all engines. If an earlier publish also waits for this version, a
@@ -203,9 +201,7 @@ class EngineControl:
             self.release()
             raise
         call_id = next(self._call_ids)
-        await self._run_call(
-            wc.PublishRequested(call_id, version, chunks, wait, change, is_rollback)
-        )
+        await self._run_call(wc.PublishRequested(call_id, version, chunks, wait, change))
 
     def choose_kv_policy(self, kv_policy: KvPolicy) -> None:
         """Set what the next swap does to the KV of kept turns."""

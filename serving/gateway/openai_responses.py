@@ -384,20 +384,26 @@ class ResponsesForm(AnswerForm):
     def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
         """Yield the start of the message's item before its first text, and the text."""
         place = self._text_place(active)
-        at = place["output_index"]
         if not self._has_text_item:
-            self._has_text_item = True
-            item = {**_text_item(active, "", []), "status": "in_progress", "content": []}
-            yield self._event("response.output_item.added", output_index=at, item=item)
-            yield self._event("response.content_part.added", part=_text_part("", []), **place)
+            yield from self._begin_text(active)
         self._text += text
         yield self._event("response.output_text.delta", delta=text, logprobs=[], **place)
+
+    def _begin_text(self, active: ActiveCompletion) -> Iterator[bytes]:
+        self._has_text_item = True
+        place = self._text_place(active)
+        item = {**_text_item(active, "", []), "status": "in_progress", "content": []}
+        at = place["output_index"]
+        yield self._event("response.output_item.added", output_index=at, item=item)
+        yield self._event("response.content_part.added", part=_text_part("", []), **place)
 
     def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
         """Yield the end of the text, the calls, and the whole response."""
         whole = self.body(active)
         items = whole["output"]
         sent = int(self._has_reasoning_item)
+        if not self._has_text_item and items[sent]["type"] == "message":  # an empty one
+            yield from self._begin_text(active)
         if self._has_text_item:
             place = self._text_place(active)
             part = items[sent]["content"][0]

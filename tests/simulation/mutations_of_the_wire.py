@@ -165,11 +165,9 @@ def a_failed_version_reserves_its_number_for_ever(patch: pytest.MonkeyPatch) -> 
         chunks: list[UpdateWeights],
         wait: PublishWait = "live",
         change: Change = replace_all,
-        *,
-        is_rollback: bool = False,
     ) -> None:
         try:
-            await right(self, version, chunks, wait, change, is_rollback=is_rollback)
+            await right(self, version, chunks, wait, change)
         except WeightsRefused:
             self._callbacks.handle([ev.VersionPublished(version)])
             raise

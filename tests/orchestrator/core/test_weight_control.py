@@ -352,7 +352,7 @@ def test_a_rollback_pauses_engines_and_has_them_continue_under_good_weights() ->
     assert run.retracted == [1]
     reserved = run.result(reserving)
     chunks = [chunk(reserved.version)]
-    publishing = run.ask(wc.PublishRequested, reserved.version, chunks, is_rollback=True)
+    publishing = run.ask(wc.PublishRequested, reserved.version, chunks)
     assert run.staged("a", 2) == finish("a", 2)
     assert run.live("a", 2) == [("a", Resume())]
     assert publishing not in run.ended
@@ -370,7 +370,7 @@ def test_the_end_of_a_policys_pause_resumes_no_engine_with_bad_weights() -> None
     assert run.sent[-1] == ("a", Pause(mode="abort"))  # and no Resume
     run.hear("a", TurnsPaused(mode="abort"))
     assert ending in run.ended
-    run.ask(wc.PublishRequested, reserved.version, [chunk(2)], is_rollback=True)
+    run.ask(wc.PublishRequested, reserved.version, [chunk(2)])
     assert run.staged("a", 2) == finish("a", 2)
     assert run.live("a", 2) == [("a", Resume())]
 
@@ -381,12 +381,56 @@ def test_a_rollback_whose_weights_are_refused_leaves_engines_paused_for_the_next
     reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     assert run.result(reserving).version == 2
-    publishing = run.ask(wc.PublishRequested, 2, [chunk(2)], is_rollback=True)
+    publishing = run.ask(wc.PublishRequested, 2, [chunk(2)])
     assert run.fails("a", 2) == []
     with pytest.raises(WeightsRefused):
         run.result(publishing)
     run.pause(None)
     assert run.sent[-1] == ("a", Pause(mode="abort"))
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_after_a_rollback_that_came_to_nothing_the_next_whole_version_resumes_engines(
+    is_cancelled: bool,
+) -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    run.hear("a", TurnsPaused(mode="abort"))
+    assert run.result(reserving).version == 2
+    publishing = run.ask(wc.PublishRequested, 2, [chunk(2)])
+    if is_cancelled:
+        run.do(wc.CallCancelled(publishing))
+    run.fails("a", 2)
+    run.state.take_failure()
+    reserved = run.reserve()
+    run.ask(wc.PublishRequested, reserved.version, [chunk(reserved.version)], "none")
+    run.staged("a", reserved.version)
+    assert run.live("a", reserved.version) == [("a", Resume())]
+
+
+def test_a_rollback_that_is_cancelled_before_versions_are_taken_back_resumes_engines() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    run.do(wc.CallCancelled(reserving))
+    assert run.retracted == []
+    assert run.sent[-1] == ("a", Resume())
+
+
+def test_engines_resume_after_a_rollback_whose_caller_is_gone_once_its_version_is_live() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    run.hear("a", TurnsPaused(mode="abort"))
+    reserved = run.result(reserving)
+    publishing = run.ask(wc.PublishRequested, reserved.version, [chunk(reserved.version)])
+    run.staged("a", 2)
+    assert run.live("a", 2) == [("a", Resume())]
+    run.do(wc.CallCancelled(publishing))
+    run.hear("a", TurnsResumed())
+    run.pause("keep")
+    assert run.sent[-1] == ("a", Pause(mode="keep"))
 
 
 # ---------------------------------------------------------------- pauses

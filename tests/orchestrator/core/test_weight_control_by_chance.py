@@ -182,7 +182,6 @@ class Trainer(RuleBasedStateMachine):
         self.joining = ""
         self.writing: Reserved | None = None
         self.reserving: int | None = None
-        self.is_rollback = False
         self.is_eager = False
         """Whether weights are written at once when they may be."""
         self.calls: dict[int, str] = {}
@@ -347,7 +346,6 @@ class Trainer(RuleBasedStateMachine):
         self.reserve()
 
     def reserve(self, first_bad: int | None = None) -> None:
-        self.is_rollback = first_bad is not None
         call = self.reserving = next(self.run.numbers)
         self.calls[call] = "ReserveRequested"
         self.do(wc.ReserveRequested(call, self.run.next_version, first_bad=first_bad))
@@ -363,8 +361,7 @@ class Trainer(RuleBasedStateMachine):
         chunks = [UpdateWeights(version=version, location=str(self.place), tensors=[])]
         call = next(self.run.numbers)
         self.calls[call] = "PublishRequested"
-        is_rollback = self.is_rollback
-        self.do(wc.PublishRequested(call, version, chunks, wait, is_rollback=is_rollback))
+        self.do(wc.PublishRequested(call, version, chunks, wait))
 
     @precondition(lambda self: self.writing is not None)
     @rule()

@@ -883,8 +883,8 @@ class World:
         for batch in self.batches.values():
             if batch.in_version is None and (batch.named_at is not None or batch.is_discarded):
                 batch.in_version = number
-        named = [n for n, batch in self.batches.items() if batch.named_at is not None]
-        self.versions_made.append((number, max(named, default=0)))
+        done = [n for n, batch in self.batches.items() if not batch.is_held]
+        self.versions_made.append((number, max(done, default=0)))
         if self.adapter:
             self.do(ev.AdapterReleased(ADAPTER, number))
         else:

@@ -84,6 +84,25 @@ async def test_a_stream_has_the_events_of_each_item_numbered_from_0(
         assert [events[7]["item"], events[11]["item"]] == whole["output"]
 
 
+async def test_a_stream_without_text_has_the_events_of_an_empty_message(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [END]
+        events = events_of(await client.post(RESPONSES, json={"input": "q", "stream": True}))
+        assert [event["type"].removeprefix("response.") for event in events] == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "completed",
+        ]
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
 async def test_log_probs_and_a_cut_answer_are_reported(gateway: Gateway, tmp_path: Path) -> None:
     async with session_of(gateway, tmp_path) as (talk, _, client):
         talk.engine.words += ["It is"]
