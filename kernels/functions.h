@@ -53,7 +53,21 @@ extern "C" int64_t tg_multiply_exact(const void* x, void* packed, const void* bi
                                      int64_t tokens, int64_t outputs, int64_t inputs,
                                      int64_t adds, int64_t threads_max);
 
+// Limits and reports of a draw that few rows ask for; as DrawReports in native.py.
+struct Reports {
+    const float* min_p;         // 0 keeps all
+    const int64_t* top_counts;  // how many of the likeliest tokens are reported
+    int64_t top_stride;
+    int32_t* top_ids;
+    float* top_logprobs;
+    const uint8_t* wants_raw;
+    float* raw_logprobs;  // of the logits as they are
+    const uint8_t* wants_kept;
+    int64_t* kept_counts;
+    int32_t* kept_ids;  // of one row after the other
+};
+
 extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const int64_t* top_k,
                            const float* top_p, const uint64_t* seeds,
                            const uint64_t* indices, int32_t* ids, float* logprobs, int64_t rows,
-                           int64_t vocab);
+                           int64_t vocab, const Reports* reports);

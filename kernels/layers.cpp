@@ -70,6 +70,7 @@ struct Draws {
     const uint64_t *seeds, *indices;
     int32_t* ids;
     float* logprobs;
+    const Reports* reports;
 };
 
 template <typename T> struct Functions;
@@ -214,7 +215,8 @@ void decode(const Layer* layers, const Sizes& sizes, const Ends& ends, const int
     const std::unique_ptr<float[]> logits(new float[step.tokens * ends.vocab]);
     multiply_head(normed.get(), ends, logits.get(), sizes.hidden, step);
     must(tg_draw(logits.get(), draws.temperatures, draws.top_k, draws.top_p, draws.seeds,
-                 draws.indices, draws.ids, draws.logprobs, step.tokens, ends.vocab));
+                 draws.indices, draws.ids, draws.logprobs, step.tokens, ends.vocab,
+                 draws.reports));
 }
 
 }  // namespace
@@ -229,7 +231,8 @@ FOR_BOTH(tg_decode,
          (const void* layers, const void* sizes, const void* ends, const int64_t* token_ids,
           const int64_t* positions, const int64_t* tables, const float* temperatures,
           const int64_t* top_k, const float* top_p, const uint64_t* seeds, const uint64_t* indices, int32_t* ids, float* logprobs,
-          int64_t tokens, int64_t row_blocks, int64_t threads_max),
+          const void* reports, int64_t tokens, int64_t row_blocks, int64_t threads_max),
          decode<T>((const Layer*)layers, *(const Sizes*)sizes, *(const Ends*)ends, token_ids,
                    Step{positions, tables, tokens, row_blocks, threads_max},
-                   Draws{temperatures, top_k, top_p, seeds, indices, ids, logprobs}))
+                   Draws{temperatures, top_k, top_p, seeds, indices, ids, logprobs,
+                         (const Reports*)reports}))

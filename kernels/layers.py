@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 
 from tidegate.kernels.compiled import FLOAT, INT, POINTER, address, function, library
-from tidegate.kernels.native import ACTIVATIONS
+from tidegate.kernels.native import ACTIVATIONS, DrawReports
 from tidegate.kernels.weight_matrix import Matrix, PackedMatrix
 
 ADD_LAYERS = (*[POINTER] * 5, *[INT] * 3)
 
-DECODE = (*[POINTER] * 13, *[INT] * 3)
+DECODE = (*[POINTER] * 14, *[INT] * 3)
 
 
 class Projection(NamedTuple):
@@ -216,7 +216,10 @@ class Layers:
         return self._ends is not None
 
     def decode(
-        self, columns: DecodeColumns, tables: npt.NDArray[np.int64]
+        self,
+        columns: DecodeColumns,
+        tables: npt.NDArray[np.int64],
+        reports: DrawReports | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Run a whole step, from the tokens' embeddings to the draw of their successors, and write
         keys and values.
@@ -224,6 +227,7 @@ class Layers:
         Args:
             columns: the rows.
             tables: [T, B], contiguous: the blocks of each token's context.
+            reports: uncommon limits of the draw, and what is reported of it.
 
         Returns:
             Token ids [T], and log-probs [T], as of :meth:`~tidegate.kernels.native.Native.draw`.
@@ -244,6 +248,7 @@ class Layers:
             *drawing,
             address(ids),
             address(logprobs),
+            None if reports is None else reports.address,
             rows,
             tables.shape[1],
             torch.get_num_threads(),

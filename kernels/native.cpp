@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "functions.h"
@@ -199,15 +200,16 @@ struct Scaled {
     float operator[](int64_t n) const { return (logits[n] - most) / divisor; }
 };
 
-// The last scaled logit that top-k and top-p keep; -INFINITY if the weights are not finite.
-float cutoff_of(const Scaled& scaled, const std::vector<float>& weights, double total,
+// The last scaled logit that top-k and top-p keep of those that are not below `floor`; -INFINITY if
+// the weights are not finite.
+float cutoff_of(const Scaled& scaled, const std::vector<float>& weights, double total, float floor,
                 int64_t top_k, float top_p, std::vector<float>& ranked) {
     const int64_t vocab = weights.size();
     // Tokens below this weight have together less than half of what top-p cuts off.
     const double lightest = top_k > 0 ? 0.0 : 0.5 * (1.0 - double(top_p)) * total / double(vocab);
     ranked.clear();
     for (int64_t n = 0; n < vocab; n++)
-        if (weights[n] >= lightest) ranked.push_back(scaled[n]);
+        if (weights[n] >= lightest && scaled[n] >= floor) ranked.push_back(scaled[n]);
     if (ranked.empty() || !std::isfinite(total)) return -INFINITY;
     const int64_t found = ranked.size(), kept_max = top_k > 0 ? std::min(top_k, found) : found;
     const auto rank = [&](int64_t from, int64_t to) {
@@ -235,11 +237,27 @@ float cutoff_of(const Scaled& scaled, const std::vector<float>& weights, double 
     return ranked[kept - 1];
 }
 
-// Apply temperature, top-k and top-p, then invert the cumulative distribution: to a block, then
-// within it.
-void draw_row(const float* logits, int64_t vocab, float temperature, int64_t top_k, float top_p,
-              double uniform, int32_t* id, float* logprob, std::vector<float>& weights,
-              std::vector<float>& blocks, std::vector<float>& ranked) {
+// What a row was drawn from.
+struct Drawn {
+    Scaled scaled;
+    float cutoff;  // lower scaled logits are excluded
+    double total, unlimited_total;
+};
+
+// Exclude the scaled logits below the cutoff; return the weights' total.
+double exclude(const Scaled& scaled, float cutoff, std::vector<float>& weights,
+               std::vector<float>& blocks) {
+    for (int64_t n = 0; n < int64_t(weights.size()); n++)
+        if (scaled[n] < cutoff) weights[n] = 0.0f;
+    return sum_blocks(weights, blocks);
+}
+
+// Apply temperature, min-p, top-k and top-p, then invert the cumulative distribution: to a block,
+// then within it.
+Drawn draw_row(const float* logits, int64_t vocab, float temperature, float min_p, int64_t top_k,
+               float top_p, double uniform, int32_t* id, float* logprob,
+               std::vector<float>& weights, std::vector<float>& blocks,
+               std::vector<float>& ranked) {
     float lanes[8];
     std::fill(lanes, lanes + 8, -INFINITY);
     int64_t i = 0;
@@ -252,13 +270,18 @@ void draw_row(const float* logits, int64_t vocab, float temperature, int64_t top
     const Scaled scaled{logits, most, divisor};
     if (top_k >= vocab) top_k = 0;
     for (int64_t n = 0; n < vocab; n++) weights[n] = exp_of_negative(scaled[n]);
-    double total = sum_blocks(weights, blocks);
+    const double unlimited_total = sum_blocks(weights, blocks);
+    double total = unlimited_total;
+    float cutoff = -INFINITY;
+    if (!greedy && min_p > 0.0f) {
+        cutoff = std::log(min_p);
+        total = exclude(scaled, cutoff, weights, blocks);
+    }
     if (!greedy && (top_k > 0 || top_p < 1.0f)) {
-        const float cutoff = cutoff_of(scaled, weights, total, top_k, top_p, ranked);
-        if (cutoff > -INFINITY) {
-            for (int64_t n = 0; n < vocab; n++)
-                if (scaled[n] < cutoff) weights[n] = 0.0f;
-            total = sum_blocks(weights, blocks);
+        const float last = cutoff_of(scaled, weights, total, cutoff, top_k, top_p, ranked);
+        if (last > cutoff) {
+            cutoff = last;
+            total = exclude(scaled, cutoff, weights, blocks);
         }
     }
     int64_t chosen = 0;
@@ -281,6 +304,56 @@ void draw_row(const float* logits, int64_t vocab, float temperature, int64_t top
     }
     *id = int32_t(chosen);
     *logprob = scaled[chosen] - float(std::log(total));
+    return Drawn{scaled, cutoff, total, unlimited_total};
+}
+
+// The likeliest tokens, in order; of equal ones the first.
+void report_top(const Drawn& drawn, int64_t vocab, int64_t count, int32_t* ids, float* logprobs) {
+    using Entry = std::pair<float, int32_t>;
+    const auto is_better = [](const Entry& a, const Entry& b) {
+        return a.first > b.first || (a.first == b.first && a.second < b.second);
+    };
+    const float* logits = drawn.scaled.logits;
+    std::vector<Entry> heap;  // with the worst in front
+    for (int64_t n = 0; n < vocab; n++) {
+        if (int64_t(heap.size()) == count) {
+            if (!(logits[n] > heap.front().first)) continue;
+            std::pop_heap(heap.begin(), heap.end(), is_better);
+            heap.pop_back();
+        }
+        heap.push_back({logits[n], int32_t(n)});
+        std::push_heap(heap.begin(), heap.end(), is_better);
+    }
+    std::sort_heap(heap.begin(), heap.end(), is_better);
+    const float log_total = float(std::log(drawn.total));
+    for (int64_t i = 0; i < count; i++) {
+        const float scaled = drawn.scaled[heap[i].second];
+        ids[i] = heap[i].second;
+        logprobs[i] = scaled < drawn.cutoff ? -INFINITY : scaled - log_total;
+    }
+}
+
+// The log-prob of a token under the logits as they are: without temperature and limits.
+float raw_logprob(const Drawn& drawn, int32_t id, std::vector<float>& weights,
+                  std::vector<float>& blocks) {
+    const Scaled raw{drawn.scaled.logits, drawn.scaled.most, 1.0f};
+    double total = drawn.unlimited_total;
+    if (drawn.scaled.divisor != 1.0f) {
+        for (int64_t n = 0; n < int64_t(weights.size()); n++) weights[n] = exp_of_negative(raw[n]);
+        total = sum_blocks(weights, blocks);
+    }
+    return raw[id] - float(std::log(total));
+}
+
+// The ids of the tokens that limits and bans leave; returns their number.
+int64_t report_kept(const Drawn& drawn, int64_t vocab, int32_t* ids) {
+    int64_t kept = 0;
+    for (int64_t n = 0; n < vocab; n++) {
+        const float scaled = drawn.scaled[n];
+        ids[kept] = int32_t(n);
+        kept += scaled > -INFINITY && scaled >= drawn.cutoff;
+    }
+    return kept;
 }
 
 }  // namespace
@@ -305,11 +378,27 @@ FOR_BOTH(tg_rotate_and_write,
 
 extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const int64_t* top_k,
                            const float* top_p, const uint64_t* seeds, const uint64_t* indices,
-                           int32_t* ids, float* logprobs, int64_t rows, int64_t vocab) {
+                           int32_t* ids, float* logprobs, int64_t rows, int64_t vocab,
+                           const Reports* reports) {
     return lacks_memory([&] {
         std::vector<float> weights(vocab), blocks((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK), ranked;
-        for (int64_t r = 0; r < rows; r++)
-            draw_row(logits + r * vocab, vocab, temperatures[r], top_k[r], top_p[r],
-                     uniform(seeds[r], indices[r]), ids + r, logprobs + r, weights, blocks, ranked);
+        int32_t* kept_ids = reports ? reports->kept_ids : nullptr;
+        for (int64_t r = 0; r < rows; r++) {
+            const Drawn drawn =
+                draw_row(logits + r * vocab, vocab, temperatures[r],
+                         reports ? reports->min_p[r] : 0.0f, top_k[r], top_p[r],
+                         uniform(seeds[r], indices[r]), ids + r, logprobs + r, weights, blocks,
+                         ranked);
+            if (!reports) continue;
+            if (reports->top_counts[r]) {
+                const int64_t at = r * reports->top_stride;
+                report_top(drawn, vocab, reports->top_counts[r], reports->top_ids + at,
+                           reports->top_logprobs + at);
+            }
+            if (reports->wants_kept[r])
+                kept_ids += reports->kept_counts[r] = report_kept(drawn, vocab, kept_ids);
+            if (reports->wants_raw[r])
+                reports->raw_logprobs[r] = raw_logprob(drawn, ids[r], weights, blocks);
+        }
     });
 }

@@ -97,7 +97,7 @@ class Native:
         self._gate = bind("tg_gate")
         self._rotate_and_write = bind("tg_rotate_and_write")
         self._attend_last = bind("tg_attend_last")
-        self._draw = function(library, "tg_draw", [POINTER] * 8 + [INT] * 2)
+        self._draw = function(library, "tg_draw", [POINTER] * 8 + [INT] * 2 + [POINTER])
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Compute :func:`~tidegate.kernels.norm.rms_norm` or ``rms_norm_plus_one`` of ``x`` [T, H]
@@ -214,6 +214,7 @@ class Native:
         top_p: Floats,
         seeds: Words,
         indices: Words,
+        reports: "DrawReports | None" = None,
     ) -> tuple[npt.NDArray[np.int32], Floats]:
         """Compute :func:`tidegate.kernels.sampling.sample`.
 
@@ -222,6 +223,7 @@ class Native:
             temperatures, top_k, top_p: [S].
             seeds: [S], RNG seed of each row, see :func:`tidegate.kernels.uniforms.uniforms`.
             indices: [S], draw index of each row within its seed's stream.
+            reports: uncommon limits of the rows, and what is reported of them.
 
         Returns:
             Token ids [S], and log-probs [S].
@@ -239,8 +241,59 @@ class Native:
             address(logprobs),
             rows,
             vocab,
+            None if reports is None else reports.address,
         )
         return ids, logprobs
+
+
+class _Reports(ctypes.Structure):
+    _fields_ = (
+        ("min_p", POINTER),
+        ("top_counts", POINTER),
+        ("top_stride", INT),
+        ("top_ids", POINTER),
+        ("top_logprobs", POINTER),
+        ("wants_raw", POINTER),
+        ("raw_logprobs", POINTER),
+        ("wants_kept", POINTER),
+        ("kept_counts", POINTER),
+        ("kept_ids", POINTER),
+    )
+
+
+class DrawReports:
+    """Min-p of a draw's rows, and what is reported of them beside token and log-prob."""
+
+    def __init__(self, rows: int, vocab: int, top_max: int, kept_rows: int) -> None:
+        """``top_max``: largest number of top tokens of a row; ``kept_rows``: number of rows whose
+        kept tokens are reported."""
+        self.min_p = np.zeros(rows, np.float32)
+        self.top_counts = np.zeros(rows, np.int64)
+        self.wants_raw = np.zeros(rows, np.bool_)
+        self.wants_kept = np.zeros(rows, np.bool_)
+        self.top_ids = np.empty((rows, top_max), np.int32)
+        """The likeliest tokens of each row, in order; the rest of a row is undefined."""
+        self.top_logprobs = np.empty((rows, top_max), np.float32)
+        """Their log-probs, of the distribution sampled from; -inf if excluded."""
+        self.raw_logprobs = np.empty(rows, np.float32)
+        """Log-prob of the drawn token under the logits, without temperature and limits."""
+        self.kept_counts = np.zeros(rows, np.int64)
+        self.kept_ids = np.empty(kept_rows * vocab, np.int32)
+        """Ids of the tokens that min-p, top-k and top-p leave, row after row, ascending."""
+        self._structure = _Reports(
+            self.min_p.ctypes.data,
+            self.top_counts.ctypes.data,
+            top_max,
+            self.top_ids.ctypes.data,
+            self.top_logprobs.ctypes.data,
+            self.wants_raw.ctypes.data,
+            self.raw_logprobs.ctypes.data,
+            self.wants_kept.ctypes.data,
+            self.kept_counts.ctypes.data,
+            self.kept_ids.ctypes.data,
+        )
+        self.address = ctypes.addressof(self._structure)
+        """Of the columns' addresses, for compiled code."""
 
 
 def native(

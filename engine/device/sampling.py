@@ -47,7 +47,9 @@ class HostDraw:
 
     @classmethod
     def of_decodes(cls, rows: DecodeRows) -> "HostDraw":
-        """Return the parameters of rows without options but temperature, top-k and top-p."""
+        """Return the parameters of rows that decode together."""
+        if rows.options:
+            return cls([row.sampling for row in rows if row.sampling is not None])
         made = cls([])
         made.arrays = [
             rows.columns.temperatures,

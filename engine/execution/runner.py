@@ -41,8 +41,10 @@ from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import (
     hidden_rows,
     limits,
+    options_of,
     random_numbers,
-    sample_apart,
+    reported,
+    reports_of,
     sample_rows,
     with_hidden_states,
 )
@@ -58,7 +60,7 @@ from tidegate.kernels.attention import (
     write_index,
 )
 from tidegate.kernels.layers import DecodeColumns, Layers
-from tidegate.kernels.native import LastTokens, Native, SlotMapping
+from tidegate.kernels.native import DrawReports, LastTokens, Native, SlotMapping
 
 ATTENDS_SINGLY = 0
 """Kind of the rows whose attention compiled code computes token by token; sorts before all padded
@@ -89,16 +91,18 @@ class Row:
 
 
 class DecodeRows(Sequence[Row]):
-    """Rows that all decode one token with no options but temperature, top-k and top-p, also as
-    columns.
+    """Rows that all decode one token, and are drawn whole (:class:`RowSampling`), also as columns.
 
     The columns follow the rows from step to step, so that a runner need not read each row. The rows
     are brought up to date when they are read.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        """Each row has one token, ``sampling`` without options, no scoring and no adapter."""
+        """Each row has one token, ``sampling``, no scoring and no adapter."""
         sampling = [row.sampling for row in rows if row.sampling is not None]
+        self.options = options_of(sampling)
+        """Options of the rows that have any but temperature, top-k and top-p."""
+        self._reports: DrawReports | None = None
         self._rows = rows
         self._are_current = True
         self.block_tables = [row.block_table for row in rows]
@@ -128,6 +132,12 @@ class DecodeRows(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         self._update_rows()
         return iter(self._rows)
+
+    def reports(self, vocab: int) -> DrawReports | None:
+        """Return where a draw reports what the options ask for; None if they ask for nothing."""
+        if self._reports is None and self.options:
+            self._reports = reports_of(self.options, len(self), vocab)
+        return self._reports
 
     def advance(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Continue with the step after this one, in which each row has the token that this one
@@ -287,7 +297,12 @@ class ModelRunner:
         if isinstance(rows, DecodeRows):
             layers = self._dense_layers()
             if layers is not None and layers.decodes:
-                return StepOutput(*layers.decode(rows.columns, self._tables.of(rows.block_tables)))
+                vocab = self.config.vocab_size
+                reports, tables = rows.reports(vocab), self._tables.of(rows.block_tables)
+                token_ids, logprobs = layers.decode(rows.columns, tables, reports)
+                if reports is None:
+                    return StepOutput(token_ids, logprobs)
+                return StepOutput(token_ids, logprobs, reported(reports, rows.options, vocab))
         return self._step(rows)
 
     @torch.inference_mode()
@@ -296,7 +311,7 @@ class ModelRunner:
         hidden, logits, scores = self._compute(rows, len(sampling))
         if logits is None:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
-        output = self._sample(logits, sampling)
+        output = sample_rows(logits, sampling, self._native)
         if reported := hidden_rows(sampling):
             output = with_hidden_states(output, reported, hidden[reported])
         if self._num_mixtures and (experts := reported_experts(self._routed_experts, rows)):
@@ -323,12 +338,6 @@ class ModelRunner:
         scores = score_rows(self.weights, hidden[sampled:], scoring) if scoring else ()
         logits = head_logits(self.weights, hidden[:sampled]) if sampled else None
         return hidden[:sampled], logits, scores
-
-    def _sample(self, logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
-        if self._is_deterministic:
-            assert self._native is not None  # checked in __init__
-            return sample_apart(logits, sampling, self._native)
-        return sample_rows(logits, sampling, self._native)
 
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
         """Concatenate the rows' tokens, sorted by kind so that rows of similar

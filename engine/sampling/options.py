@@ -96,6 +96,16 @@ class RowOptions:
         """Whether the logits depend on the output's tokens, not only on their number."""
         return self.seen is not None or bool(self.logits_processors)
 
+    @property
+    def only_reports(self) -> bool:
+        """Whether these are only min-p, and attachments that a draw reports."""
+        is_edited = self.edit_by_output or self.min_tokens or len(self.bias_ids)
+        return not (is_edited or self._stop_strings is not None or self.hidden_states)
+
+    def edits(self, index: int) -> bool:
+        """Whether the logits of the token of this output index are edited before the draw."""
+        return bool(len(self.bias_ids)) or index < self.min_tokens or self.edit_by_output
+
     def append(self, token_id: int, index: int) -> bool:
         """Count an output token; return whether it completes a stop string."""
         if self.seen is not None:

@@ -1,8 +1,8 @@
 """Samples one token per row from a step's logits, with its log-prob and requested attachments.
 
-Called by the runners. Rows with no options but temperature, top-k and top-p are compiled.
-Every draw uses the row's own counter-based random number, independent of the rest of the batch.
-Draws and filters are compiled (``kernels/sampling.py``), with torch as their fallback.
+Called by the runners. Every draw uses the row's own counter-based random number, independent of the
+rest of the batch. Limits, draws and reports are compiled (``kernels/native.py``); where they can't
+be, ``kernels/sampling.py`` does the same by torch. Logits are edited by torch before.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch
 from tidegate.engine.sampling import seen_tokens
 from tidegate.engine.sampling.options import RowOptions
 from tidegate.engine.sampling.scoring import RowScore
-from tidegate.kernels.native import Native
+from tidegate.kernels.native import DrawReports, Native
 from tidegate.kernels.penalties import ban_, bias_, penalize_
 from tidegate.kernels.sampling import (
     TokenDistribution,
@@ -45,9 +45,10 @@ class RowSampling:
     """Uncommon options; None for most turns."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether temperature, top-k and top-p are the only options."""
-        return self.options is None
+    def is_drawn_whole(self) -> bool:
+        """Whether the compiled draw is all that the row needs: nothing edits its logits, and
+        nothing but its token ends it."""
+        return self.options is None or self.options.only_reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,61 +102,81 @@ def sample_rows(
 ) -> StepOutput:
     """Sample one token per row of ``logits`` [S, V], float32, which may be overwritten.
 
-    With ``native``, rows with only temperature, top-k and top-p are sampled by compiled code.
+    With ``native``, rows are drawn by compiled code, row by row: a row's result has the same bits
+    in every batch.
     """
     if native is None:
         return _sample(logits, sampling)
-    other_rows = [row for row, params in enumerate(sampling) if not params.is_plain]
-    if not other_rows:
-        return StepOutput(*_draw_plain(logits, sampling, native))
-    if len(other_rows) == len(sampling):
-        return _sample(logits, sampling)
-    return _sample_groups(logits, sampling, native, [other_rows])
+    options = options_of(sampling)
+    if not options:
+        return StepOutput(*_draw(logits, sampling, native))
+    logits = logits.contiguous()  # edits use flat indices
+    raw = {  # copies of logits that are edited below
+        row: logits[row].clone()
+        for row, own in options.items()
+        if own.raw_logprobs and own.edits(sampling[row].index)
+    }
+    failures = _edit(logits, sampling, options)
+    reports = reports_of(options, *logits.shape)
+    reports.wants_raw[list(raw)] = False
+    token_ids, logprobs = _draw(logits, sampling, native, reports)
+    for row, own_logits in raw.items():
+        token = torch.tensor([[int(token_ids[row])]])
+        reports.raw_logprobs[row] = weights_of(own_logits[None]).logprobs(token).item()
+    return StepOutput(token_ids, logprobs, reported(reports, options, logits.shape[1]), failures)
 
 
-def sample_apart(
-    logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
-) -> StepOutput:
-    """Like :func:`sample_rows`, but a row's result has the same bits in every batch.
-
-    A row's own options choose the code. Compiled code computes row by row; torch gets one row at a
-    time, because its results may depend on a row's alignment in memory.
-    """
-    other_rows = [[row] for row, params in enumerate(sampling) if not params.is_plain]
-    return _sample_groups(logits, sampling, native, other_rows)
+def options_of(sampling: Sequence[RowSampling]) -> dict[int, RowOptions]:
+    """Return the uncommon options by row, of the rows that have any."""
+    return {
+        row: params.options for row, params in enumerate(sampling) if params.options is not None
+    }
 
 
-def _sample_groups(
-    logits: torch.Tensor,
-    sampling: Sequence[RowSampling],
-    native: Native,
-    other_rows: Sequence[Sequence[int]],
-) -> StepOutput:
-    """Sample plain rows with ``native``, and each group of ``other_rows`` in one torch call."""
-    token_ids = np.empty(len(sampling), np.int32)
-    logprobs = np.empty(len(sampling), np.float32)
-    attachments: dict[int, TokenAttachments] = {}
-    failures: dict[int, str] = {}
-    plain = [row for row, params in enumerate(sampling) if params.is_plain]
-    if plain:
-        plain_logits = logits if len(plain) == len(logits) else logits[plain]
-        token_ids[plain], logprobs[plain] = _draw_plain(
-            plain_logits, [sampling[r] for r in plain], native
+def reports_of(options: Mapping[int, RowOptions], rows: int, vocab: int) -> DrawReports:
+    """Return what to report of a draw of this many rows with these options, and their min-p."""
+    reports = DrawReports(
+        rows,
+        vocab,
+        max(own.top_logprobs for own in options.values()),
+        sum(own.kept_tokens for own in options.values()),
+    )
+    for row, own in options.items():
+        reports.min_p[row] = own.min_p
+        reports.top_counts[row] = own.top_logprobs
+        reports.wants_raw[row] = own.raw_logprobs
+        reports.wants_kept[row] = own.kept_tokens
+    return reports
+
+
+def reported(
+    reports: DrawReports, options: Mapping[int, RowOptions], vocab: int
+) -> dict[int, TokenAttachments]:
+    """Return what a draw reported, by row."""
+    found: dict[int, TokenAttachments] = {}
+    kept_from = 0
+    for row, own in options.items():
+        if not (own.raw_logprobs or own.top_logprobs or own.kept_tokens):
+            continue
+        count = own.top_logprobs
+        kept: bytes | None = None
+        if own.kept_tokens:
+            kept_to = kept_from + int(reports.kept_counts[row])
+            is_whole = kept_to - kept_from == vocab
+            kept = b"" if is_whole else reports.kept_ids[kept_from:kept_to].tobytes()
+            kept_from = kept_to
+        found[row] = TokenAttachments(
+            reports.raw_logprobs[row].tobytes() if own.raw_logprobs else b"",
+            reports.top_ids[row, :count].tobytes(),
+            reports.top_logprobs[row, :count].tobytes(),
+            kept,
         )
-    for part in other_rows:
-        output = _sample(logits[part], [sampling[row] for row in part])
-        token_ids[part], logprobs[part] = output.token_ids, output.logprobs
-        attachments |= {part[row]: each for row, each in output.attachments.items()}
-        failures |= {part[row]: reason for row, reason in output.failures.items()}
-    return StepOutput(token_ids, logprobs, attachments, failures)
+    return found
 
 
 def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
     columns = _columns(sampling)
-    options = {
-        row: params.options for row, params in enumerate(sampling) if params.options is not None
-    }
-    if options:
+    if options := options_of(sampling):
         return _sample_with_options(logits, columns, sampling, options)
     token_ids, logprobs = sample(
         logits, columns.temperature, columns.top_k, columns.top_p, columns.uniforms
@@ -163,10 +184,13 @@ def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput
     return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
 
 
-def _draw_plain(
-    logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
+def _draw(
+    logits: torch.Tensor,
+    sampling: Sequence[RowSampling],
+    native: Native,
+    reports: DrawReports | None = None,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    return native.draw(logits.contiguous(), *limits(sampling), *random_numbers(sampling))
+    return native.draw(logits.contiguous(), *limits(sampling), *random_numbers(sampling), reports)
 
 
 def limits(

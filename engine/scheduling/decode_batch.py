@@ -13,13 +13,13 @@ import numpy as np
 from tidegate.engine.execution.runner import DecodeRows, StepOutput
 from tidegate.engine.scheduling.prefixes import Prefixes
 from tidegate.engine.scheduling.sequences import EngineSequence
-from tidegate.engine.scheduling.step_columns import StepColumns
+from tidegate.engine.scheduling.step_columns import SampledRows, StepColumns
 from tidegate.transport.messages import LENGTH, RUNNING, STOP
 
 
 class DecodeBatch:
-    """The sequences of successive steps that only decode, without options but temperature, top-k
-    and top-p."""
+    """The sequences of successive steps that only decode, with no options but temperature, min-p,
+    top-k, top-p and attachments of the draw."""
 
     def __init__(self, sequences: Sequence[EngineSequence]) -> None:
         """``sequences`` are planned, and :func:`can_decode_plainly` is true of each."""
@@ -37,7 +37,7 @@ class DecodeBatch:
     ) -> tuple[StepColumns, list[EngineSequence]]:
         """Add a step's tokens to the sequences; return the step's columns and the ended sequences.
 
-        ``output`` has a finite log-prob for each row, and no attachments.
+        ``output`` has finite log-probs for each row, and no routed experts.
         """
         positions: list[int] = self.rows.columns.positions.tolist()
         sampled: list[int] = output.token_ids.tolist()
@@ -62,6 +62,9 @@ class DecodeBatch:
             for index, token_id in enumerate(sampled):
                 if token_id in self.sequences[index].stop_ids:
                     finish[index] = STOP
+        attachments = SampledRows()
+        for index, each in output.attachments.items():
+            attachments.add_attachments(self.sequences[index], [each])
         self.rows.advance(output.token_ids)
         columns = StepColumns(
             version=version,
@@ -69,6 +72,7 @@ class DecodeBatch:
             token_ids=output.token_ids.tobytes(),
             logprobs=output.logprobs.tobytes(),
             finish=_column(finish, len(sampled)) if finish else b"",
+            attachments=attachments.attachments,
         )
         return columns, [self.sequences[index] for index in finish]
 
@@ -83,11 +87,11 @@ def _next_check(sequence: EngineSequence) -> int:
 
 
 def can_decode_plainly(sequence: EngineSequence) -> bool:
-    """Return whether a sequence that is planned to decode needs nothing but tokens and log-probs,
-    sampled with no options but temperature, top-k and top-p."""
+    """Return whether a sequence that is planned to decode needs nothing but what a draw gives,
+    with no options but temperature, min-p, top-k and top-p."""
     return (
         not sequence.is_prefilling
-        and sequence.sampling.is_plain
+        and sequence.sampling.is_drawn_whole
         and not sequence.adapter
         and not sequence.reports_experts
     )

@@ -598,7 +598,7 @@ class EngineScheduler:
         self._budget.succeed()
         failures = failures_of(output, self.version)
         is_plain = not failures and not output.attachments and not output.routed_experts
-        if self._batch is not None and is_plain:
+        if self._batch is not None and not failures and not output.routed_experts:
             return self._complete_batch(self._batch, output)
         self._batch = None
         sampled: list[int] = output.token_ids.tolist()
@@ -770,9 +770,7 @@ class EngineScheduler:
     ) -> None:
         """Add the attachments of the ``accepted`` sampling rows, which are one sequence's."""
         if accepted.start in output.attachments:
-            options = sequence.sampling.options
-            attachments = [output.attachments[index] for index in accepted]
-            rows.add_attachments(sequence, attachments, options.top_logprobs if options else 0)
+            rows.add_attachments(sequence, [output.attachments[index] for index in accepted])
         if accepted.start in output.routed_experts:
             experts = [output.routed_experts[index] for index in accepted]
             rows.add_experts(sequence, np.concatenate(experts))

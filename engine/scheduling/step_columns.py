@@ -164,9 +164,7 @@ class SampledRows:
         self.accepted_indices.append(index)
         return finish
 
-    def add_attachments(
-        self, sequence: EngineSequence, tokens: Sequence[TokenAttachments], top_logprobs: int
-    ) -> None:
+    def add_attachments(self, sequence: EngineSequence, tokens: Sequence[TokenAttachments]) -> None:
         """Add the attachments of a sequence's newest tokens, which :meth:`add` has accepted."""
         start = sequence.output_tokens - len(tokens)
         first = tokens[0]  # which has what the others have, too
@@ -175,7 +173,7 @@ class SampledRows:
             self._add(sequence, start, "raw_logprobs", "float32", values)
         if first.top_ids:
             ids, logprobs = [t.top_ids for t in tokens], [t.top_logprobs for t in tokens]
-            shape = [top_logprobs]
+            shape = [len(first.top_ids) // 4]
             self._add(sequence, start, "top_ids", "int32", b"".join(ids), shape)
             self._add(sequence, start, "top_logprobs", "float32", b"".join(logprobs), shape)
         if first.hidden_state:

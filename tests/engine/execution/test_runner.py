@@ -17,7 +17,9 @@ from tidegate.engine.models.model_weights import (
     fill_from_directory,
     load_directory,
 )
+from tidegate.engine.sampling.options import RowOptions
 from tidegate.kernels.layers import Layers
+from tidegate.transport.sampling import SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +113,14 @@ def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(
     )
 
 
+REPORTS: list[SamplingParams | None] = [
+    SamplingParams(max_tokens=9, top_logprobs=3, kept_tokens=True),
+    None,
+    SamplingParams(max_tokens=9, min_p=0.05, raw_logprobs=True),
+]
+
+
+@pytest.mark.parametrize("reports", [[None] * 3, REPORTS], ids=["plain", "reporting"])
 @pytest.mark.parametrize(
     ("architecture", "dtype", "quantization", "is_tied"),
     [
@@ -128,6 +138,7 @@ def test_decodes_by_columns_are_one_call_and_have_the_bits_of_decodes_by_rows(
     architecture: str,
     dtype: torch.dtype,
     quantization: Quantization | None,
+    reports: list[SamplingParams | None],
     *,
     is_tied: bool,
 ) -> None:
@@ -146,10 +157,19 @@ def test_decodes_by_columns_are_one_call_and_have_the_bits_of_decodes_by_rows(
     tables = [[3, 9], [1, 4, 2, 8], [30, 11, 12]]
     for prompt, table in zip(prompts, tables, strict=True):
         runner.step([Row(np.array(prompt, np.int32), 0, table, None)])
+    options = [
+        None if asked is None else RowOptions(asked, np.array(prompt, np.int32), len(prompt))
+        for asked, prompt in zip(reports, prompts, strict=True)
+    ]
     rows = [
-        Row(np.array([token], np.int32), len(prompt), table, RowSampling(*each, 2**63, 5))
-        for token, prompt, table, each in zip(
-            (4, 5, 6), prompts, tables, ((1.0, 0, 0.5), (0.0, 0, 1.0), (0.7, 3, 1.0)), strict=True
+        Row(np.array([token], np.int32), len(prompt), table, RowSampling(*each, 2**63, 5, own))
+        for token, prompt, table, each, own in zip(
+            (4, 5, 6),
+            prompts,
+            tables,
+            ((1.0, 0, 0.5), (0.0, 0, 1.0), (0.7, 3, 1.0)),
+            options,
+            strict=True,
         )
     ]
     called: list[int] = []
@@ -168,6 +188,8 @@ def test_decodes_by_columns_are_one_call_and_have_the_bits_of_decodes_by_rows(
         assert len(called) == step + 1
         assert by_columns.token_ids.tolist() == by_rows.token_ids.tolist()
         assert by_columns.logprobs.tobytes() == by_rows.logprobs.tobytes()
+        assert by_columns.attachments == by_rows.attachments
+        assert len(by_columns.attachments) == len([each for each in reports if each is not None])
         columns.advance(by_columns.token_ids)
 
 

@@ -115,7 +115,7 @@ class FakeRunner:
 def _check_columns(rows: DecodeRows) -> None:
     sampling = [row.sampling for row in rows if row.sampling is not None]
     assert len(sampling) == len(rows) > 0
-    assert all(one.is_plain for one in sampling)
+    assert all(one.is_drawn_whole for one in sampling)
     assert rows.columns.temperatures.tolist() == [one.temperature for one in sampling]
     assert rows.columns.top_k.tolist() == [one.top_k for one in sampling]
     top_p = np.array([one.top_p for one in sampling], np.float32)

@@ -40,6 +40,10 @@ LIMITS = EngineLimits(
 )
 READER = OptionReader(vocab_size=VOCAB, max_running_turns=64)
 
+in_both_codes = pytest.mark.parametrize(
+    "compiled", [None, native(torch.float32)], ids=["torch", "compiled"]
+)
+
 
 def make_turn(asked: SamplingParams, prompt: list[int], output: list[int] = []) -> EngineSequence:  # noqa: B006
     """Return a turn with this output, as an engine that takes it over has it."""
@@ -66,12 +70,18 @@ def draw(
     return sample_rows(logits.clone(), [next_sampling(turn) for turn in turns], compiled)
 
 
-def reported_distribution(turn: EngineSequence, logits: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the reported distribution of the next token; the turn asks for all log-probs."""
-    attachments = draw([turn], logits[None]).attachments[0]
+def reported_distribution(
+    turn: EngineSequence, logits: torch.Tensor, compiled: Native | None
+) -> np.ndarray[Any, Any]:
+    """Return the reported distribution of the next token; the turn asks for all log-probs, and for
+    the kept tokens."""
+    attachments = draw([turn], logits[None], compiled).attachments[0]
     probabilities = np.zeros(VOCAB)
     ids = np.frombuffer(attachments.top_ids, np.int32)
     probabilities[ids] = np.exp(np.frombuffer(attachments.top_logprobs, np.float32))
+    kept = np.frombuffer(attachments.kept_ids or b"", np.int32)
+    possible = np.flatnonzero(probabilities)
+    np.testing.assert_array_equal(kept if len(kept) else np.arange(VOCAB), possible)
     return probabilities
 
 
@@ -96,10 +106,12 @@ OPTIONS = st.builds(
     min_tokens=st.sampled_from([0, 4, 12]),
     stop_token_ids=st.just([1, 2]),
     top_logprobs=st.just(VOCAB),
+    kept_tokens=st.just(True),
     seed=st.integers(0, 2**64 - 1),
 )
 
 
+@in_both_codes
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(
     asked=OPTIONS,
@@ -108,10 +120,14 @@ OPTIONS = st.builds(
     seed=st.integers(0, 1000),
 )
 def test_reported_log_probs_follow_the_formulas(
-    asked: SamplingParams, prompt: list[int], output: list[int], seed: int
+    compiled: Native | None,
+    asked: SamplingParams,
+    prompt: list[int],
+    output: list[int],
+    seed: int,
 ) -> None:
     logits = random_logits(seed)[0]
-    result = reported_distribution(make_turn(asked, prompt, output), logits)
+    result = reported_distribution(make_turn(asked, prompt, output), logits, compiled)
     expected = distribution(logits.numpy(), asked, prompt, output)
     np.testing.assert_allclose(result, expected, atol=2e-6)
 
@@ -131,6 +147,7 @@ def random_options(random: np.random.Generator) -> SamplingParams:
         min_tokens=int(random.choice([0, 9])),
         stop_token_ids=[1, 2],
         top_logprobs=VOCAB,
+        kept_tokens=True,
     )
 
 
@@ -149,15 +166,16 @@ def chi_square_sigmas(counts: np.ndarray[Any, Any], probabilities: np.ndarray[An
     return float(((chi_square / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
 
 
+@in_both_codes
 @pytest.mark.parametrize("seed", range(12))
-def test_samples_follow_the_reported_log_probs(seed: int) -> None:
+def test_samples_follow_the_reported_log_probs(seed: int, compiled: Native | None) -> None:
     """Over 20,000 draws; options and draws come from the seed, so it passes always or never."""
     random = np.random.default_rng(seed)
     asked = random_options(random)
     prompt, output = random.integers(VOCAB, size=(2, 8)).tolist()
     logits = random_logits(seed)[0] / 3
     turn = make_turn(asked, prompt, output)
-    probabilities = reported_distribution(turn, logits)
+    probabilities = reported_distribution(turn, logits, compiled)
     counts = np.zeros(VOCAB)
     one = next_sampling(turn)
     for first in range(0, 20_000, 2_000):
@@ -165,7 +183,7 @@ def test_samples_follow_the_reported_log_probs(seed: int) -> None:
             RowSampling(one.temperature, one.top_k, one.top_p, first + n, one.index, one.options)
             for n in range(2_000)
         ]
-        drawn = sample_rows(logits.repeat(2_000, 1), rows)
+        drawn = sample_rows(logits.repeat(2_000, 1), rows, compiled)
         np.add.at(counts, drawn.token_ids, 1)
         result = np.exp(drawn.logprobs)
         np.testing.assert_allclose(result, probabilities[drawn.token_ids], atol=1e-6)
@@ -174,8 +192,11 @@ def test_samples_follow_the_reported_log_probs(seed: int) -> None:
     assert chi_square_sigmas(counts, probabilities) < 4
 
 
+@in_both_codes
 @pytest.mark.parametrize("seed", range(8))
-def test_transformers_own_processors_give_the_same_distribution(seed: int) -> None:
+def test_transformers_own_processors_give_the_same_distribution(
+    seed: int, compiled: Native | None
+) -> None:
     random = np.random.default_rng(seed)
     bias = {
         int(t): float(b) for t, b in zip(random.integers(VOCAB, size=3), (-1, 0.5, 2), strict=True)
@@ -191,6 +212,7 @@ def test_transformers_own_processors_give_the_same_distribution(seed: int) -> No
         min_tokens=20,
         stop_token_ids=[1, 2],
         top_logprobs=VOCAB,
+        kept_tokens=True,
     )
     prompt, output = random.integers(VOCAB, size=(2, 10)).tolist()
     logits = random_logits(seed)
@@ -207,7 +229,7 @@ def test_transformers_own_processors_give_the_same_distribution(seed: int) -> No
         ]
     )
     expected = reference(torch.tensor([prompt + output]), logits.clone()).softmax(-1)[0]
-    result = reported_distribution(make_turn(asked, prompt, output), logits[0])
+    result = reported_distribution(make_turn(asked, prompt, output), logits[0], compiled)
     np.testing.assert_allclose(result, expected.numpy(), atol=2e-6)
 
 
@@ -257,7 +279,7 @@ def test_a_turn_that_is_moved_is_sampled_as_if_it_had_stayed() -> None:
         )
 
 
-@pytest.mark.parametrize("compiled", [None, native(torch.float32)], ids=["torch", "compiled"])
+@in_both_codes
 def test_a_rows_sample_does_not_depend_on_other_rows_options(
     compiled: Native | None,
 ) -> None:
@@ -275,20 +297,28 @@ def test_a_rows_sample_does_not_depend_on_other_rows_options(
     assert [attachments for *_, attachments in together[1]] == [None] * 12
 
 
-def test_raw_log_probs_are_those_of_the_model_whatever_is_sampled_from() -> None:
-    turn = make_turn(asking_for_everything(1, temperature=0.3), [4, 4, 9])
+@in_both_codes
+@pytest.mark.parametrize("edits", [True, False])
+def test_raw_log_probs_are_those_of_the_model_whatever_is_sampled_from(
+    edits: bool, compiled: Native | None
+) -> None:
+    asked = SamplingParams(max_tokens=5, top_k=3, temperature=0.3, raw_logprobs=True)
+    turn = make_turn(asking_for_everything(1, temperature=0.3) if edits else asked, [4, 4, 9])
     logits = random_logits(0)
-    output = draw([turn], logits)
+    output = draw([turn], logits, compiled)
     raw = np.frombuffer(output.attachments[0].raw_logprobs, np.float32)
     plain = torch.log_softmax(logits, -1)[0, output.token_ids[0]]
-    assert raw.tolist() == [plain.item()]
+    np.testing.assert_allclose(raw, [plain.item()], rtol=1e-6)
     assert abs(raw[0] - output.logprobs[0]) > 0.1
 
 
-def test_likeliest_tokens_come_in_order_and_excluded_ones_have_no_probability() -> None:
+@in_both_codes
+def test_likeliest_tokens_come_in_order_and_excluded_ones_have_no_probability(
+    compiled: Native | None,
+) -> None:
     turn = make_turn(SamplingParams(max_tokens=5, top_k=3, top_logprobs=5), [4])
     logits = random_logits(3)
-    attachments = draw([turn], logits).attachments[0]
+    attachments = draw([turn], logits, compiled).attachments[0]
     logprobs = np.frombuffer(attachments.top_logprobs, np.float32)
     best = torch.topk(logits[0], 3)
     assert np.frombuffer(attachments.top_ids, np.int32)[:3].tolist() == best.indices.tolist()
