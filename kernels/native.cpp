@@ -12,7 +12,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <utility>
 #include <vector>
 
@@ -173,8 +172,6 @@ double uniform(uint64_t seed, uint64_t index) {
 
 constexpr int64_t DRAW_BLOCK = 512;
 
-constexpr int64_t RANKED_FIRST = 128, RANKED_GROWTH = 16;  // as in sampling.py
-
 // Sum the weights by blocks; return their total.
 double sum_blocks(const std::vector<float>& weights, std::vector<float>& blocks) {
     const int64_t vocab = weights.size();
@@ -193,71 +190,16 @@ double sum_blocks(const std::vector<float>& weights, std::vector<float>& blocks)
     return total;
 }
 
-// A row's logits: less the largest, and divided by the temperature.
-struct Scaled {
-    const float* logits;
-    float most, divisor;
-    float operator[](int64_t n) const { return (logits[n] - most) / divisor; }
+// Working memory of the draws of one call.
+struct DrawScratch {
+    std::vector<float> scaled, weights, blocks, ranked;
 };
 
-// The last scaled logit that top-k and top-p keep of those that are not below `floor`; -INFINITY if
-// the weights are not finite.
-float cutoff_of(const Scaled& scaled, const std::vector<float>& weights, double total, float floor,
-                int64_t top_k, float top_p, std::vector<float>& ranked) {
-    const int64_t vocab = weights.size();
-    // Tokens below this weight have together less than half of what top-p cuts off.
-    const double lightest = top_k > 0 ? 0.0 : 0.5 * (1.0 - double(top_p)) * total / double(vocab);
-    ranked.clear();
-    for (int64_t n = 0; n < vocab; n++)
-        if (weights[n] >= lightest && scaled[n] >= floor) ranked.push_back(scaled[n]);
-    if (ranked.empty() || !std::isfinite(total)) return -INFINITY;
-    const int64_t found = ranked.size(), kept_max = top_k > 0 ? std::min(top_k, found) : found;
-    const auto rank = [&](int64_t from, int64_t to) {
-        const auto first = ranked.begin() + from, last = ranked.begin() + to;
-        if (to < found) std::nth_element(first, last, ranked.end(), std::greater<float>());
-        std::sort(first, last, std::greater<float>());
-    };
-    int64_t sorted = top_k > 0 ? kept_max : std::min(kept_max, RANKED_FIRST);
-    rank(0, sorted);
-    if (!(top_p < 1.0f)) return ranked[sorted - 1];
-    if (top_k > 0) {
-        total = 0.0;
-        for (int64_t i = 0; i < kept_max; i++) total += exp_of_negative(ranked[i]);
-    }
-    const double share = double(top_p) * total;
-    double before = 0.0;
-    int64_t kept = 0;
-    do {
-        if (kept == sorted) {
-            sorted = std::min(kept_max, RANKED_GROWTH * sorted);
-            rank(kept, sorted);
-        }
-        before += exp_of_negative(ranked[kept++]);
-    } while (kept < kept_max && before < share);
-    return ranked[kept - 1];
-}
-
-// What a row was drawn from.
-struct Drawn {
-    Scaled scaled;
-    float cutoff;  // lower scaled logits are excluded
-    double total, unlimited_total;
-};
-
-// Exclude the scaled logits below the cutoff; return the weights' total.
-double exclude(const Scaled& scaled, float cutoff, std::vector<float>& weights,
-               std::vector<float>& blocks) {
-    for (int64_t n = 0; n < int64_t(weights.size()); n++)
-        if (scaled[n] < cutoff) weights[n] = 0.0f;
-    return sum_blocks(weights, blocks);
-}
-
-// Apply temperature, min-p, top-k and top-p, then invert the cumulative distribution: to a block,
-// then within it.
-Drawn draw_row(const float* logits, int64_t vocab, float temperature, float min_p, int64_t top_k,
-               float top_p, double uniform, int32_t* id, float* logprob,
-               std::vector<float>& weights, std::vector<float>& blocks,
-               std::vector<float>& ranked) {
+// Return the largest logit; write the logits, less the largest and divided by the temperature, and
+// their weights.
+float scale(const float* logits, float divisor, std::vector<float>& scaled,
+            std::vector<float>& weights) {
+    const int64_t vocab = scaled.size();
     float lanes[8];
     std::fill(lanes, lanes + 8, -INFINITY);
     int64_t i = 0;
@@ -265,23 +207,145 @@ Drawn draw_row(const float* logits, int64_t vocab, float temperature, float min_
         for (int j = 0; j < 8; j++) lanes[j] = std::max(lanes[j], logits[i + j]);
     float most = *std::max_element(lanes, lanes + 8);
     for (; i < vocab; i++) most = std::max(most, logits[i]);
+    for (int64_t n = 0; n < vocab; n++) scaled[n] = (logits[n] - most) / divisor;
+    for (int64_t n = 0; n < vocab; n++) weights[n] = exp_of_negative(scaled[n]);
+    return most;
+}
+
+double mass_of(const float* scaled, int64_t count) {
+    double mass = 0.0;
+    for (int64_t i = 0; i < count; i++) mass += exp_of_negative(scaled[i]);
+    return mass;
+}
+
+// Numbers among which one is looked for by Hoare's quickselect (1961). Without branches on the
+// numbers, half of which would be mispredicted.
+struct Candidates {
+    float *numbers, *spare;  // as long as each other
+    int64_t count;
+    float pivot = 0.0f;
+    int64_t above = 0, equal = 0;
+
+    // Choose a pivot: move the numbers above it to `spare`, and those below it to the front.
+    void split() {
+        const float a = numbers[0], b = numbers[count / 2], c = numbers[count - 1];
+        pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
+        int64_t below = 0;
+        above = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const float number = numbers[i];
+            spare[above] = numbers[below] = number;
+            above += number > pivot;
+            below += number < pivot;
+        }
+        equal = count - above - below;
+    }
+    void continue_above() {
+        std::swap(numbers, spare);
+        count = above;
+    }
+    void continue_below() { count -= above + equal; }
+};
+
+// The k-th largest number, from 1.
+float kth_of(Candidates all, int64_t k) {
+    for (;;) {
+        all.split();
+        if (k <= all.above) {
+            all.continue_above();
+        } else if (k <= all.above + all.equal) {
+            return all.pivot;
+        } else {
+            k -= all.above + all.equal;
+            all.continue_below();
+        }
+    }
+}
+
+// The last of the fewest largest numbers whose exponentials sum to `share`, at least one; the
+// smallest if rounding keeps all below it.
+float last_within(Candidates all, double share) {
+    for (;;) {
+        all.split();
+        const double mass = mass_of(all.spare, all.above);
+        if (all.above && mass >= share) {
+            all.continue_above();
+            continue;
+        }
+        share -= mass + double(all.equal) * exp_of_negative(all.pivot);
+        if (share <= 0.0 || all.count == all.above + all.equal) return all.pivot;
+        all.continue_below();
+    }
+}
+
+// The last scaled logit that top-k and top-p keep of those that are not below `floor`; -INFINITY if
+// the weights are not finite.
+float cutoff_of(DrawScratch& scratch, double total, float floor, int64_t top_k, float top_p) {
+    const std::vector<float>&scaled = scratch.scaled, &weights = scratch.weights;
+    const int64_t vocab = weights.size();
+    // Tokens below this weight have together less than half of what top-p cuts off.
+    const float lightest =
+        top_k > 0 ? 0.0f : float(0.5 * (1.0 - double(top_p)) * total / double(vocab));
+    scratch.ranked.resize(2 * vocab);
+    float* ranked = scratch.ranked.data();
+    const auto gather = [&](const auto& is_ranked) {
+        int64_t found = 0;
+        for (int64_t n = 0; n < vocab; n++) {
+            ranked[found] = scaled[n];
+            found += is_ranked(n);
+        }
+        return found;
+    };
+    int64_t found = gather([&](int64_t n) { return weights[n] >= lightest && scaled[n] >= floor; });
+    if (!found || !std::isfinite(total)) return -INFINITY;
+    if (top_k > 0) {
+        const int64_t kept = std::min(top_k, found);
+        const float last = kth_of({ranked, ranked + vocab, found}, kept);
+        if (!(top_p < 1.0f)) return last;
+        found = gather([&](int64_t n) { return scaled[n] > last; });
+        std::fill(ranked + found, ranked + kept, last);
+        found = kept;
+        total = mass_of(ranked, found);
+    }
+    return last_within({ranked, ranked + vocab, found}, double(top_p) * total);
+}
+
+// What a row was drawn from.
+struct Drawn {
+    const float *logits, *scaled;
+    float most, divisor;
+    float cutoff;  // lower scaled logits are excluded
+    double total, unlimited_total;
+};
+
+// Exclude the scaled logits below the cutoff; return the weights' total.
+double exclude(float cutoff, DrawScratch& scratch) {
+    for (int64_t n = 0; n < int64_t(scratch.weights.size()); n++)
+        scratch.weights[n] = scratch.scaled[n] < cutoff ? 0.0f : scratch.weights[n];
+    return sum_blocks(scratch.weights, scratch.blocks);
+}
+
+// Apply temperature, min-p, top-k and top-p, then invert the cumulative distribution: to a block,
+// then within it.
+Drawn draw_row(const float* logits, int64_t vocab, float temperature, float min_p, int64_t top_k,
+               float top_p, double uniform, int32_t* id, float* logprob, DrawScratch& scratch) {
+    const std::vector<float>&weights = scratch.weights, &blocks = scratch.blocks;
     const bool greedy = temperature == 0.0f;
     const float divisor = greedy ? 1.0f : temperature;
-    const Scaled scaled{logits, most, divisor};
+    const float most = scale(logits, divisor, scratch.scaled, scratch.weights);
     if (top_k >= vocab) top_k = 0;
-    for (int64_t n = 0; n < vocab; n++) weights[n] = exp_of_negative(scaled[n]);
-    const double unlimited_total = sum_blocks(weights, blocks);
+    const double unlimited_total = sum_blocks(weights, scratch.blocks);
     double total = unlimited_total;
     float cutoff = -INFINITY;
     if (!greedy && min_p > 0.0f) {
         cutoff = std::log(min_p);
-        total = exclude(scaled, cutoff, weights, blocks);
+        total = exclude(cutoff, scratch);
     }
     if (!greedy && (top_k > 0 || top_p < 1.0f)) {
-        const float last = cutoff_of(scaled, weights, total, cutoff, top_k, top_p, ranked);
+        const float last = cutoff_of(scratch, total, cutoff, top_k, top_p);
         if (last > cutoff) {
             cutoff = last;
-            total = exclude(scaled, cutoff, weights, blocks);
+            total = exclude(cutoff, scratch);
         }
     }
     int64_t chosen = 0;
@@ -303,8 +367,8 @@ Drawn draw_row(const float* logits, int64_t vocab, float temperature, float min_
         chosen = std::min(chosen, possible);
     }
     *id = int32_t(chosen);
-    *logprob = scaled[chosen] - float(std::log(total));
-    return Drawn{scaled, cutoff, total, unlimited_total};
+    *logprob = scratch.scaled[chosen] - float(std::log(total));
+    return Drawn{logits, scratch.scaled.data(), most, divisor, cutoff, total, unlimited_total};
 }
 
 // The likeliest tokens, in order; of equal ones the first.
@@ -313,15 +377,14 @@ void report_top(const Drawn& drawn, int64_t vocab, int64_t count, int32_t* ids, 
     const auto is_better = [](const Entry& a, const Entry& b) {
         return a.first > b.first || (a.first == b.first && a.second < b.second);
     };
-    const float* logits = drawn.scaled.logits;
     std::vector<Entry> heap;  // with the worst in front
     for (int64_t n = 0; n < vocab; n++) {
         if (int64_t(heap.size()) == count) {
-            if (!(logits[n] > heap.front().first)) continue;
+            if (!(drawn.logits[n] > heap.front().first)) continue;
             std::pop_heap(heap.begin(), heap.end(), is_better);
             heap.pop_back();
         }
-        heap.push_back({logits[n], int32_t(n)});
+        heap.push_back({drawn.logits[n], int32_t(n)});
         std::push_heap(heap.begin(), heap.end(), is_better);
     }
     std::sort_heap(heap.begin(), heap.end(), is_better);
@@ -333,27 +396,25 @@ void report_top(const Drawn& drawn, int64_t vocab, int64_t count, int32_t* ids, 
     }
 }
 
-// The log-prob of a token under the logits as they are: without temperature and limits.
-float raw_logprob(const Drawn& drawn, int32_t id, std::vector<float>& weights,
-                  std::vector<float>& blocks) {
-    const Scaled raw{drawn.scaled.logits, drawn.scaled.most, 1.0f};
-    double total = drawn.unlimited_total;
-    if (drawn.scaled.divisor != 1.0f) {
-        for (int64_t n = 0; n < int64_t(weights.size()); n++) weights[n] = exp_of_negative(raw[n]);
-        total = sum_blocks(weights, blocks);
-    }
-    return raw[id] - float(std::log(total));
-}
-
 // The ids of the tokens that limits and bans leave; returns their number.
 int64_t report_kept(const Drawn& drawn, int64_t vocab, int32_t* ids) {
     int64_t kept = 0;
     for (int64_t n = 0; n < vocab; n++) {
-        const float scaled = drawn.scaled[n];
         ids[kept] = int32_t(n);
-        kept += scaled > -INFINITY && scaled >= drawn.cutoff;
+        kept += drawn.scaled[n] > -INFINITY && drawn.scaled[n] >= drawn.cutoff;
     }
     return kept;
+}
+
+// The log-prob of a token under the logits as they are, without temperature and limits. Overwrites
+// what the row was drawn from.
+float raw_logprob(const Drawn& drawn, int32_t id, DrawScratch& scratch) {
+    double total = drawn.unlimited_total;
+    if (drawn.divisor != 1.0f) {
+        scale(drawn.logits, 1.0f, scratch.scaled, scratch.weights);
+        total = sum_blocks(scratch.weights, scratch.blocks);
+    }
+    return (drawn.logits[id] - drawn.most) - float(std::log(total));
 }
 
 }  // namespace
@@ -381,14 +442,16 @@ extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const
                            int32_t* ids, float* logprobs, int64_t rows, int64_t vocab,
                            const Reports* reports) {
     return lacks_memory([&] {
-        std::vector<float> weights(vocab), blocks((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK), ranked;
+        DrawScratch scratch;
+        scratch.scaled.resize(vocab);
+        scratch.weights.resize(vocab);
+        scratch.blocks.resize((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK);
         int32_t* kept_ids = reports ? reports->kept_ids : nullptr;
         for (int64_t r = 0; r < rows; r++) {
             const Drawn drawn =
                 draw_row(logits + r * vocab, vocab, temperatures[r],
                          reports ? reports->min_p[r] : 0.0f, top_k[r], top_p[r],
-                         uniform(seeds[r], indices[r]), ids + r, logprobs + r, weights, blocks,
-                         ranked);
+                         uniform(seeds[r], indices[r]), ids + r, logprobs + r, scratch);
             if (!reports) continue;
             if (reports->top_counts[r]) {
                 const int64_t at = r * reports->top_stride;
@@ -398,7 +461,7 @@ extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const
             if (reports->wants_kept[r])
                 kept_ids += reports->kept_counts[r] = report_kept(drawn, vocab, kept_ids);
             if (reports->wants_raw[r])
-                reports->raw_logprobs[r] = raw_logprob(drawn, ids[r], weights, blocks);
+                reports->raw_logprobs[r] = raw_logprob(drawn, ids[r], scratch);
         }
     });
 }

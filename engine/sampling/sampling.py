@@ -154,21 +154,24 @@ def reported(
 ) -> dict[int, TokenAttachments]:
     """Return what a draw reported, by row."""
     found: dict[int, TokenAttachments] = {}
+    raw, kept_counts = reports.raw_logprobs.tobytes(), reports.kept_counts.tolist()
+    top_ids, top_logprobs = reports.top_ids.tobytes(), reports.top_logprobs.tobytes()
+    row_bytes = 4 * reports.top_ids.shape[1]
     kept_from = 0
     for row, own in options.items():
         if not (own.raw_logprobs or own.top_logprobs or own.kept_tokens):
             continue
-        count = own.top_logprobs
+        top = slice(row * row_bytes, row * row_bytes + 4 * own.top_logprobs)
         kept: bytes | None = None
         if own.kept_tokens:
-            kept_to = kept_from + int(reports.kept_counts[row])
-            is_whole = kept_to - kept_from == vocab
+            kept_to = kept_from + kept_counts[row]
+            is_whole = kept_counts[row] == vocab
             kept = b"" if is_whole else reports.kept_ids[kept_from:kept_to].tobytes()
             kept_from = kept_to
         found[row] = TokenAttachments(
-            reports.raw_logprobs[row].tobytes() if own.raw_logprobs else b"",
-            reports.top_ids[row, :count].tobytes(),
-            reports.top_logprobs[row, :count].tobytes(),
+            raw[4 * row : 4 * row + 4] if own.raw_logprobs else b"",
+            top_ids[top],
+            top_logprobs[top],
             kept,
         )
     return found
