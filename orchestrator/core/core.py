@@ -774,9 +774,9 @@ class Core:
 
     def _on_task_found(self, task: object, key: TaskKey) -> list[ev.Command]:
         """Restart the groups that are pending for a task that the resumed run's iterator gave."""
-        if key in self.tasks.requeued:
-            return [ev.RequeueTask(task, key, self.adapter)]
         commands: list[ev.Command] = []
+        if key in self.tasks.requeued:  # the pending group is a remainder of a discarded one
+            commands.append(ev.RequeueTask(task, key, self.adapter))
         for group in self.pending_after_resume.pop(key, ()):  # no group: it was trained, or dropped
             if not group.body:  # else the group has an equal task from the journal
                 group.task = task

@@ -19,6 +19,10 @@ def test_no_trainer_trains_beyond_the_bound_and_a_true_one_is_never_refused(firs
         run_world(seed)
 
 
+def test_a_resume_with_the_remainder_of_a_group_whose_task_was_put_back_waits_for_nothing() -> None:
+    run_world(3426)
+
+
 def test_a_trainer_that_requests_ahead_trains_no_fewer_batches() -> None:
     for seed in range(60):
         run_pair(seed)
