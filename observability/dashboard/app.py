@@ -40,7 +40,7 @@ from tidegate.observability.dashboard.source import Source
 from tidegate.observability.dashboard.updates import TooManyViewers, Updates
 from tidegate.observability.prometheus import CONTENT_TYPE, exposition
 from tidegate.observability.story import Subject
-from tidegate.serving.http_server import AccessGuard, AccessPolicy, Headers
+from tidegate.serving.http.server import AccessGuard, AccessPolicy, Headers
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -1,7 +1,6 @@
 """ASGI application of the gateway: OpenAI's and Anthropic's paths, sessions and rewards.
 
-Constructed by :class:`Gateway`. Keys and sessions are checked in :mod:`sessions`;
-:mod:`completions` generates the answers, in the form of each API. Built on ``api_app.py``.
+Keys and sessions are checked in :mod:`sessions`; :mod:`completions` begins the turns of requests.
 """
 
 from functools import partial
@@ -15,31 +14,11 @@ from starlette.types import ASGIApp
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.episodes.chat_template import ChatRendering
 from tidegate.orchestrator.episodes.conversation import EMPTY_CACHE
-from tidegate.serving.api_app import (
-    Answer,
-    ApiRoute,
-    api_app,
-    decode_json,
-    is_large,
-    key_of,
-    read_json_bytes,
-)
-from tidegate.serving.api_errors import AnthropicErrors, ApiError, OpenAIErrors
-from tidegate.serving.gateway.anthropic_messages import (
-    CountTokensRequest,
-    MessagesForm,
-    MessagesRequest,
-)
 from tidegate.serving.gateway.completions import (
-    ActiveCompletion,
-    ActiveTurn,
-    AnswerForm,
     CompletionForm,
-    answer,
     begin,
     choice_of,
 )
-from tidegate.serving.gateway.openai_responses import ResponsesForm, ResponsesRequest
 from tidegate.serving.gateway.requests import (
     FailureRequest,
     GatewayChatRequest,
@@ -49,15 +28,31 @@ from tidegate.serving.gateway.requests import (
     generate_options,
 )
 from tidegate.serving.gateway.response_bodies import generated_tokens
-from tidegate.serving.http_server import (
+from tidegate.serving.http.errors import AnthropicErrors, ApiError, OpenAIErrors
+from tidegate.serving.http.scaffold import (
+    Answer,
+    ApiRoute,
+    api_app,
+    decode_json,
+    is_large,
+    key_of,
+    read_json_bytes,
+)
+from tidegate.serving.http.server import (
     AccessPolicy,
     Headers,
     off_loop,
     refuse_large_chat,
     unless_gone,
 )
-from tidegate.serving.openai_requests import TokenizeRequest
-from tidegate.serving.vllm_server.requests import GenerateRequest
+from tidegate.serving.openai.answers import ActiveCompletion, ActiveTurn, AnswerForm, answer
+from tidegate.serving.openai.anthropic_messages import (
+    CountTokensRequest,
+    MessagesForm,
+    MessagesRequest,
+)
+from tidegate.serving.openai.requests import ChatRequest, GenerateRequest, TokenizeRequest
+from tidegate.serving.openai.responses import ResponsesForm, ResponsesRequest
 
 if TYPE_CHECKING:
     from tidegate.serving.gateway.sessions import GatewaySessions, Session
@@ -134,7 +129,7 @@ class _Handlers:
         return {"input_tokens": len(ids)}
 
     async def _answer_chat(
-        self, http: HttpRequest, session: "Session", request: GatewayChatRequest, form: AnswerForm
+        self, http: HttpRequest, session: "Session", request: ChatRequest, form: AnswerForm
     ) -> Response:
         options, tools = generate_options(request), request.offered_tools
         rendering = request.rendering

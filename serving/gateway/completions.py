@@ -1,37 +1,13 @@
-"""One completion request in progress, and its answer, whole or as an SSE stream.
+"""Turns of a session's rollout that requests begin, and OpenAI's form of their answers.
 
-The HTTP handlers in :mod:`app` call :func:`begin` and :func:`answer`. Each choice is a turn of a
-row of the session's rollout; the vLLM-compatible server answers turns of its own by :func:`answer`.
-An :class:`AnswerForm` writes the answer as one API has it: OpenAI's completions here, OpenAI's
-responses in :mod:`openai_responses`, Anthropic's messages in :mod:`anthropic_messages`. Streams
-poll the turns, because nothing reports single tokens. Built on ``sessions.py``, ``requests.py`` and
-the run's :class:`Episode`.
+Each choice of a request is a turn of a row of the rollout.
 """
 
 import asyncio
-import contextlib
-import time
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-
-from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
-from tidegate.orchestrator.episodes.tool_calls import ReplyFormat, settled_text
-from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
-from tidegate.serving.api_errors import OpenAIErrors
-from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
+from tidegate.orchestrator.episodes.tool_calls import ReplyFormat
 from tidegate.serving.gateway.response_bodies import (
     FinishedChoice,
     completion,
@@ -40,80 +16,15 @@ from tidegate.serving.gateway.response_bodies import (
     usage_chunk,
     weight_versions,
 )
-from tidegate.serving.http_server import OwnedStream, unless_gone
+from tidegate.serving.http.errors import OpenAIErrors
+from tidegate.serving.http.scaffold import DONE_EVENT, stream_event
+from tidegate.serving.openai.answers import ActiveCompletion, ActiveTurn, AnswerForm
+from tidegate.serving.openai.requests import OpenAIRequest
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.serving.gateway.sessions import Session
-
-STREAM_INTERVAL_S = 0.05
-"""Time between two polls of a stream's turns: as fast as people read."""
-
-
-@dataclass(slots=True)
-class ActiveTurn:
-    """One choice of a request: a turn that is being generated, and how its text is read."""
-
-    name: str
-    """Name of the turn, unique in the run."""
-    prompt_tokens: int
-    """Number of tokens of the context before the turn."""
-    prompt: Callable[[], list[int]]
-    """Returns the tokens of the context before the turn."""
-    turn: "asyncio.Future[GeneratedTurn]"
-    current_turn: "Callable[[], GeneratedTurn | None]"
-    """Returns the turn with its tokens so far; None before it has begun."""
-    decode: Callable[[Sequence[int]], str]
-    """Returns the text of tokens of the turn."""
-    reply_format: ReplyFormat | None = None
-    """How a chat's turn is read; None for a plain completion."""
-    sent: str = ""
-    """Text that a stream has sent."""
-    has_sent_reasoning: bool = False
-    detokenizer: IncrementalDetokenizer = field(init=False)
-    """Detokenizer of the turn so far; used by streams only."""
-
-    def __post_init__(self) -> None:
-        self.detokenizer = IncrementalDetokenizer(self.decode)
-
-    def reasoning(self) -> str:
-        """Return the reasoning of a turn that has ended."""
-        return str((self.turn.result().message or {}).get("reasoning_content", ""))
-
-    def reasoning_so_far(self) -> str:
-        """Return the reasoning of the turn so far."""
-        if self.reply_format is None:
-            return ""
-        return self.reply_format.parse(self.detokenizer.text).reasoning
-
-    def unsent_reasoning(self, read: Callable[[], str]) -> str:
-        """Return the turn's reasoning, once."""
-        if self.has_sent_reasoning:
-            return ""
-        self.has_sent_reasoning = True
-        return read()
-
-    def unsent(self, text: str) -> str:
-        """Return the unsent rest of a text; empty while a new token changes text that was sent."""
-        if not text.startswith(self.sent):
-            return ""
-        more, self.sent = text[len(self.sent) :], text
-        return more
-
-    def settled_text(self, stops: list[str]) -> str:
-        """Return the text of a running turn that no later token changes.
-
-        For a turn that has ended, return the text already sent, because another request may
-        continue its row.
-        """
-        so_far = self.current_turn()
-        if self.turn.done() or so_far is None or not so_far.is_running:
-            return self.sent
-        self.detokenizer.add(so_far.token_ids_from(self.detokenizer.tokens))
-        if self.reply_format is not None:
-            return self.reply_format.settled(self.detokenizer.text, stops)
-        return settled_text(self.detokenizer.text, (), stops)
 
 
 def choice_of(
@@ -134,64 +45,9 @@ def choice_of(
     )
 
 
-@dataclass(slots=True)
-class ActiveCompletion:
-    """A completion request that is being answered, and all its choices."""
-
-    decode_token: Callable[[list[int]], str]
-    """Returns the text of a list of one token."""
-    request: GatewayRequest
-    choices: list[ActiveTurn] = field(default_factory=list)
-    weight_versions: "Callable[[GeneratedTurn], Sequence[Mapping[str, Any]]]" = weight_versions
-    """Returns the weight version of each range of a turn's tokens."""
-    session: "Session | None" = None
-    """Session of the gateway that counts the request; None on other servers."""
-    created_s: int = field(default_factory=lambda: int(time.time()))
-    """Unix time, for the answer's ``created``."""
-
-    @property
-    def name(self) -> str:
-        """Id of the answer: the client's, or the name of its first choice."""
-        return self.request.request_id or self.choices[0].name
-
-    async def wait(self) -> None:
-        """Wait until every choice has its turn; at the first error, cancel the others."""
-        with contextlib.nullcontext() if self.session is None else self.session.answering():
-            try:
-                await asyncio.gather(*(choice.turn for choice in self.choices))
-            finally:
-                self.cancel()
-
-    def cancel(self) -> None:
-        """Cancel the choices that are still generated."""
-        for choice in self.choices:
-            choice.turn.cancel()
-
-    @property
-    def finished(self) -> list[FinishedChoice]:
-        """All choices, once their turns have ended."""
-        return [self.finished_choice(choice) for choice in self.choices]
-
-    def finished_choice(self, choice: ActiveTurn) -> FinishedChoice:
-        """Return a choice whose turn has ended."""
-        ids = self.prompt_token_ids(choice)
-        return FinishedChoice(choice.turn.result(), choice.prompt_tokens, ids)
-
-    def prompt_token_ids(self, choice: ActiveTurn) -> list[int] | None:
-        """Return the prompt's tokens if the answer has them."""
-        return choice.prompt() if self.request.return_token_ids else None
-
-    def content(self, choice: ActiveTurn) -> str:
-        """Return the text of a choice whose turn has ended, without its tool calls."""
-        turn = choice.turn.result()
-        if isinstance(self.request, GatewayChatRequest):
-            return str((turn.message or {}).get("content", ""))
-        return turn.text
-
-
 def begin(
     session: "Session",
-    request: GatewayRequest,
+    request: OpenAIRequest,
     beginnings: Iterable[Callable[[], ActiveTurn]],
 ) -> ActiveCompletion:
     """Begin all choices of a request; one that can't begin cancels the others.
@@ -200,7 +56,7 @@ def begin(
         ApiError: the session has too many requests.
     """
     session.refuse_if_busy()
-    active = ActiveCompletion(session.episode.decode, request, session=session)
+    active = ActiveCompletion(request, weight_versions, answering=session.answering)
     try:
         for begin_choice in beginnings:
             choice = begin_choice()
@@ -210,39 +66,6 @@ def begin(
         active.cancel()
         raise
     return active
-
-
-# ---------------------------------------------------------------- answers
-
-
-class AnswerForm:
-    """Interface of one API's answer format. Made for one request, so it may keep state."""
-
-    def body(self, active: ActiveCompletion) -> dict[str, Any]:
-        """Return the whole answer, once all turns have ended."""
-        raise NotImplementedError
-
-    def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
-        """Yield the events that begin a stream."""
-        raise NotImplementedError
-
-    def reasoning_events(
-        self, active: ActiveCompletion, index: int, reasoning: str
-    ) -> Iterator[bytes]:
-        """Yield the events with one choice's reasoning, before those with its text."""
-        raise NotImplementedError
-
-    def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
-        """Yield the events with more text of one choice."""
-        raise NotImplementedError
-
-    def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
-        """Yield the events that end a stream, once all text has been sent."""
-        raise NotImplementedError
-
-    def error_events(self, error: Exception) -> Iterator[bytes]:
-        """Yield the events that report an error in a stream, whose status is sent already."""
-        raise NotImplementedError
 
 
 class CompletionForm(AnswerForm):
@@ -256,7 +79,7 @@ class CompletionForm(AnswerForm):
         """Return the whole answer."""
         return self._body_of(
             active.request,
-            active.finished,
+            _finished(active),
             name=active.name,
             created_s=active.created_s,
         )
@@ -282,10 +105,10 @@ class CompletionForm(AnswerForm):
         """Yield each choice's last chunk, then the usage if it was asked for."""
         request = active.request
         head: dict[str, Any] = {"name": active.name, "created_s": active.created_s}
-        for index, answer in enumerate(active.finished):
+        for index, answer in enumerate(_finished(active)):
             yield stream_event(last_chunk(request, index, answer, **head))
         if (request.stream_options or {}).get("include_usage"):
-            yield stream_event(usage_chunk(request, active.finished, **head))
+            yield stream_event(usage_chunk(request, _finished(active), **head))
         yield DONE_EVENT
 
     def error_events(self, error: Exception) -> Iterator[bytes]:
@@ -295,60 +118,12 @@ class CompletionForm(AnswerForm):
         yield DONE_EVENT
 
 
-async def answer(http: HttpRequest, active: ActiveCompletion, form: AnswerForm) -> Response:
-    """Answer a request, whole or as a stream; a client that leaves cancels it.
-
-    Raises:
-        ClientDisconnect: the client is gone.
-    """
-    if active.request.stream:
-        return OwnedStream(_stream(active, form), active.cancel)
-    try:
-        await unless_gone(http, active.wait())
-    finally:
-        active.cancel()
-    tokens = sum(len(choice.turn.result().token_ids) for choice in active.choices)
-    each = 1 + (active.request.num_top_logprobs or 0)
-    return await encoded_response(
-        lambda: msgspec.json.encode(form.body(active)), tokens=tokens * each
-    )
-
-
-async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[bytes]:
-    """Yield server-sent events; an error is an event too, because the status is sent already."""
-    waiting = asyncio.ensure_future(active.wait())
-    try:
-        for event in form.first_events(active):
-            yield event
-        while not waiting.done():
-            await asyncio.wait({waiting}, timeout=STREAM_INTERVAL_S)
-            if not waiting.done():
-                for index, choice in enumerate(active.choices):
-                    text = choice.settled_text(active.request.stop_strings)
-                    if more := choice.unsent(text):
-                        reasoning = choice.unsent_reasoning(choice.reasoning_so_far)
-                        if reasoning:
-                            for event in form.reasoning_events(active, index, reasoning):
-                                yield event
-                        for event in form.text_events(active, index, more):
-                            yield event
-        await waiting
-        for index, choice in enumerate(active.choices):
-            reasoning = choice.unsent_reasoning(choice.reasoning)
-            if reasoning:
-                for event in form.reasoning_events(active, index, reasoning):
-                    yield event
-            if more := choice.unsent(active.content(choice)):
-                for event in form.text_events(active, index, more):
-                    yield event
-        for event in form.last_events(active):
-            yield event
-    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
-        for event in form.error_events(error):
-            yield event
-    finally:
-        waiting.cancel()
-        active.cancel()
+def _finished(active: ActiveCompletion) -> list[FinishedChoice]:
+    """Return all choices, once their turns have ended."""
+    return [
+        FinishedChoice(each.turn.result(), each.prompt_tokens, active.prompt_token_ids(each))
+        for each in active.choices
+    ]
 
 
 def _text_chunk(

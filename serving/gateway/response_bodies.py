@@ -1,17 +1,21 @@
 """Response bodies of OpenAI's completions, whole and as chunks of a stream.
 
-Pure functions from :class:`GeneratedTurn` to dicts, called by :mod:`completions` and the answer
-forms of other APIs.
+Pure functions from :class:`GeneratedTurn` to dicts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
-from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
-from tidegate.serving.token_logprobs import as_ids, as_text, completion_logprobs
+from tidegate.serving.openai.requests import ChatRequest, OpenAIRequest
+from tidegate.serving.openai.token_logprobs import (
+    as_ids,
+    chat_logprobs,
+    completion_logprobs,
+    turn_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class FinishedChoice:
 
 
 def completion(
-    request: GatewayRequest,
+    request: OpenAIRequest,
     answers: Sequence[FinishedChoice],
     *,
     name: str,
@@ -40,7 +44,7 @@ def completion(
     }
     if not request.return_token_ids:
         return body
-    if isinstance(request, GatewayChatRequest):  # vLLM's answer has it once only
+    if isinstance(request, ChatRequest):  # vLLM's answer has it once only
         return {**body, "prompt_token_ids": answers[0].prompt_token_ids}
     for choice, answer in zip(choices, answers, strict=True):
         choice["prompt_token_ids"] = answer.prompt_token_ids
@@ -48,7 +52,7 @@ def completion(
 
 
 def generated_tokens(
-    request: GatewayRequest,
+    request: OpenAIRequest,
     answers: Sequence[FinishedChoice],
     *,
     name: str,
@@ -66,8 +70,8 @@ def generated_tokens(
     }
 
 
-def _generated_choice(request: GatewayRequest, index: int, turn: GeneratedTurn) -> dict[str, Any]:
-    content = [as_ids(i, p, {i: p, **top}, likeliest=top) for i, p, top in _rows(turn)]
+def _generated_choice(request: OpenAIRequest, index: int, turn: GeneratedTurn) -> dict[str, Any]:
+    content = [as_ids(i, p, {i: p, **top}, likeliest=top) for i, p, top in turn_rows(turn)]
     return {
         "index": index,
         "finish_reason": turn.finish_reason,
@@ -77,7 +81,7 @@ def _generated_choice(request: GatewayRequest, index: int, turn: GeneratedTurn) 
     }
 
 
-def usage(request: GatewayRequest, answers: Sequence[FinishedChoice]) -> dict[str, int]:
+def usage(request: OpenAIRequest, answers: Sequence[FinishedChoice]) -> dict[str, int]:
     """Return ``usage``; each prompt is counted once, however many choices it has."""
     prompts = answers[:: request.choices_per_prompt]
     prompt = sum(answer.prompt_tokens for answer in prompts)
@@ -86,9 +90,9 @@ def usage(request: GatewayRequest, answers: Sequence[FinishedChoice]) -> dict[st
 
 
 def _head(
-    request: GatewayRequest, name: str, created_s: int, *, is_chunk: bool = False
+    request: OpenAIRequest, name: str, created_s: int, *, is_chunk: bool = False
 ) -> dict[str, Any]:
-    is_chat = isinstance(request, GatewayChatRequest)
+    is_chat = isinstance(request, ChatRequest)
     kind = "chat.completion" + ".chunk" * is_chunk if is_chat else "text_completion"
     prefix = "chatcmpl-" if is_chat else "cmpl-"
     return {
@@ -99,10 +103,10 @@ def _head(
     }
 
 
-def _choice(request: GatewayRequest, index: int, answer: FinishedChoice) -> dict[str, Any]:
+def _choice(request: OpenAIRequest, index: int, answer: FinishedChoice) -> dict[str, Any]:
     turn = answer.turn
     choice: dict[str, Any] = {"index": index, "finish_reason": _finish_reason(turn)}
-    if isinstance(request, GatewayChatRequest):
+    if isinstance(request, ChatRequest):
         message = dict(turn.message or {})
         if message.get("tool_calls") and not message.get("content"):
             message["content"] = None
@@ -118,7 +122,7 @@ def _finish_reason(turn: GeneratedTurn) -> str:
     return "tool_calls" if turn.tool_calls else turn.finish_reason
 
 
-def _tokens(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any]:
+def _tokens(request: OpenAIRequest, turn: GeneratedTurn) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if request.return_token_ids:
         fields["token_ids"] = turn.token_ids
@@ -134,35 +138,19 @@ def weight_versions(turn: GeneratedTurn) -> list[dict[str, Any]]:
     ]
 
 
-def chat_logprobs(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any] | None:
-    """Return the log-probs of a chat's turn in OpenAI's form; None unless requested."""
+def _plain_logprobs(request: OpenAIRequest, turn: GeneratedTurn) -> dict[str, Any] | None:
     if request.num_top_logprobs is None:
         return None
     texts = TokenTexts(turn.tokenizer)
     shows_ids = request.return_tokens_as_token_ids
-    content = [as_text(texts, *row, shows_ids=shows_ids) for row in _rows(turn)]
-    return {"content": content, "refusal": None}
-
-
-def _plain_logprobs(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any] | None:
-    if request.num_top_logprobs is None:
-        return None
-    texts = TokenTexts(turn.tokenizer)
-    shows_ids = request.return_tokens_as_token_ids
-    return completion_logprobs(texts, _rows(turn), shows_ids=shows_ids)
-
-
-def _rows(turn: GeneratedTurn) -> list[tuple[int, float, Mapping[int, float]]]:
-    """Return each token, its log-prob, and those of the likeliest."""
-    tops = turn.top_logprobs or [{}] * len(turn.token_ids)
-    return list(zip(turn.token_ids, turn.logprobs, tops, strict=True))
+    return completion_logprobs(texts, turn_rows(turn), shows_ids=shows_ids)
 
 
 # ---------------------------------------------------------------- chunks of a stream
 
 
 def text_chunk(
-    request: GatewayRequest,
+    request: OpenAIRequest,
     index: int,
     text: str,
     *,
@@ -174,19 +162,19 @@ def text_chunk(
     """Return the chunk with more of one choice's text, and the prompt's tokens if given."""
     choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
     body = {**_head(request, name, created_s, is_chunk=True), "choices": [choice]}
-    if isinstance(request, GatewayChatRequest):
+    if isinstance(request, ChatRequest):
         role = {"role": "assistant"} if is_first else {}
         choice["delta"] = {**role, "content": text}
     else:
         choice["text"] = text
     if prompt_token_ids is not None:
-        holder = body if isinstance(request, GatewayChatRequest) else choice
+        holder = body if isinstance(request, ChatRequest) else choice
         holder["prompt_token_ids"] = prompt_token_ids
     return body
 
 
 def last_chunk(
-    request: GatewayRequest,
+    request: OpenAIRequest,
     index: int,
     answer: FinishedChoice,
     *,
@@ -195,7 +183,7 @@ def last_chunk(
 ) -> dict[str, Any]:
     """Return the chunk that ends a choice: tool calls, log-probs and finish reason."""
     whole = _choice(request, index, answer)
-    if isinstance(request, GatewayChatRequest):
+    if isinstance(request, ChatRequest):
         message = whole.pop("message")
         calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", []))]
         whole["delta"] = {"tool_calls": calls} if calls else {}
@@ -205,7 +193,7 @@ def last_chunk(
 
 
 def usage_chunk(
-    request: GatewayRequest, answers: Sequence[FinishedChoice], *, name: str, created_s: int
+    request: OpenAIRequest, answers: Sequence[FinishedChoice], *, name: str, created_s: int
 ) -> dict[str, Any]:
     """Return the chunk of a stream that reports its usage."""
     head = _head(request, name, created_s, is_chunk=True)

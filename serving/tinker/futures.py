@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from tidegate.errors import RunClosed, TidegateError
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 from tidegate.serving.tinker.training import UserError
 
 POLL_TIMEOUT_S = 40.0

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.openai.response_bodies import as_npy
 from tidegate.serving.tinker.training import BatchResult, Datum, LossBatch, UserError
-from tidegate.serving.vllm_server.response_bodies import as_npy
 
 MASKED_LOGPROB = -99999.0
 """Log-prob, of token 0, at positions of a top-k matrix that were not scored."""

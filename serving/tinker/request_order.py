@@ -8,7 +8,7 @@ returns the requests to start. Standard library only.
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 
 WAITING_MAX = 1024
 """A request may be this far ahead of the one that starts next; the SDK is asked to retry others."""

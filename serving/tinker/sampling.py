@@ -1,7 +1,7 @@
 """``asample``: checks a request, samples it as rollouts of the run, and scores its prompt.
 
-Called by :mod:`app`. Samples are evaluation rollouts by the vLLM-compatible server's
-:class:`ActiveRequests`; prompts' log-probs are scores of the run.
+Samples are evaluation rollouts by :class:`ActiveRequests`; prompts' log-probs are scores of the
+run.
 """
 
 import asyncio
@@ -16,7 +16,10 @@ import numpy.typing as npt
 
 from tidegate.errors import TurnRefused
 from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.openai.active_requests import ActiveRequest, ActiveRequests
+from tidegate.serving.openai.model_info import Limits, limits_of
+from tidegate.serving.openai.requests import CHOICES_MAX, Prompt
 from tidegate.serving.tinker.messages import SampleRequest, SamplingFields
 from tidegate.serving.tinker.protobuf import (
     MASKED_LOGPROB,
@@ -26,9 +29,6 @@ from tidegate.serving.tinker.protobuf import (
 )
 from tidegate.serving.tinker.samplers import AdapterVersion, EngineAdapters, Sampler
 from tidegate.serving.tinker.training import UserError
-from tidegate.serving.vllm_server.active_requests import ActiveRequest, ActiveRequests
-from tidegate.serving.vllm_server.model_info import Limits, limits_of
-from tidegate.serving.vllm_server.requests import CHOICES_MAX, Prompt
 from tidegate.transport.scoring import TOP_LOGPROBS_MAX
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tidegate.serving.api_app import decode_json
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.http.scaffold import decode_json
 from tidegate.serving.tinker import messages
 from tidegate.serving.tinker.checkpoints import CheckpointFacts, CheckpointKind
 from tidegate.serving.tinker.futures import RequestSuccess, Work, json_result

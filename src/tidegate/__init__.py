@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     )
     from tidegate.serving.gateway.gateway import Endpoint, Gateway
     from tidegate.serving.tinker.server import TinkerServer
-    from tidegate.serving.vllm_server.server import VLLMServer
+    from tidegate.serving.vllm_server import VLLMServer
     from tidegate.transport.sampling import LogitsProcessor
 
     __version__: str
@@ -267,7 +267,7 @@ _HOMES = {
     "TokenScores": "orchestrator.fleet.scores",
     "Tools": "environments.tools",
     "Unbounded": "policies.asynchrony",
-    "VLLMServer": "serving.vllm_server.server",
+    "VLLMServer": "serving.vllm_server",
     "WandB": "observability.trackers",
     "WeightSettings": "orchestrator.settings.config",
     "Window": "policies.consumption",
