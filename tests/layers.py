@@ -31,6 +31,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 kernels and transport import nothing of the project, and orchestrator and engine share only them."""
 
 ROOMS: dict[str, tuple[str | tuple[str, ...], ...]] = {
+    "observability": (
+        "",  # observers.py, and what users name: recorded runs, progress, logs, trackers
+        "dashboard",
+        "metrics",
+        "reports",
+        "audit",
+        "records",
+    ),
     "serving": (
         "",  # vllm_server.py: one server of the APIs of vllm and sglang
         ("gateway", "vllm", "sglang", "tinker"),
@@ -67,7 +75,11 @@ ROOMS: dict[str, tuple[str | tuple[str, ...], ...]] = {
 """Rooms inside a folder, from the top down; a room imports only from rooms below it. Rooms in one
 tuple are side by side: none imports another."""
 
-UNNAMED_ROOMS = {"serving/": "serving/vllm_server", "engine/": "engine/worker"}
+UNNAMED_ROOMS = {
+    "observability/": "observability/observers",
+    "serving/": "serving/vllm_server",
+    "engine/": "engine/worker",
+}
 """What the modules that lie in no room of their folder are drawn as."""
 
 USERS_OF_THE_PUBLIC_API = {"cli", "integrations", "simulation"}

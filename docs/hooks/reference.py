@@ -32,7 +32,7 @@ import tidegate
 from benchmarks.page import RESULTS, scheduling_tables
 from tidegate import errors, transport
 from tidegate.cli import app
-from tidegate.observability.metrics import METRICS
+from tidegate.observability.metrics.catalogue import METRICS
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayCompletionRequest
 from tidegate.serving.openai.requests import (

@@ -1,8 +1,7 @@
 """HTTP server of the dashboard, on a thread with an event loop of its own.
 
 A run's observers start it, and so does `tidegate dashboard` for recorded runs. Because of the
-thread, a run whose loop is blocked can still be viewed, and encoding delays no rollout. Built on
-uvicorn, by ``serving/http/server.py``.
+thread, a run whose loop is blocked can still be viewed, and encoding delays no rollout.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from tidegate.observability.run_directories import RUN_FILE, next_part
+from tidegate.observability.records.run_directories import RUN_FILE, next_part
 from tidegate.orchestrator.fleet.launcher import EngineLauncher, LocalEngineLauncher
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.settings.config import RunOptions, RunSettings, run_settings

@@ -13,8 +13,8 @@ from tests.observability.recorded import record_run
 from tidegate.cli import command
 from tidegate.errors import AuditError, ConfigError
 from tidegate.observability.dashboard.comparisons import ComparableRuns
-from tidegate.observability.facts import read_facts
-from tidegate.observability.trajectories import SCHEMA, read_trajectories
+from tidegate.observability.records.trajectories import SCHEMA, read_trajectories
+from tidegate.observability.reports.facts import read_facts
 
 pytestmark = pytest.mark.wire
 

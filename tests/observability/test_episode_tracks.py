@@ -5,7 +5,12 @@ import json
 from pathlib import Path
 
 from tests.observability.trace_events import hold_to_the_format
-from tidegate.observability.trace import EPISODE_INTERVALS_MAX, Trace, read_trace, trace_lines
+from tidegate.observability.records.trace import (
+    EPISODE_INTERVALS_MAX,
+    Trace,
+    read_trace,
+    trace_lines,
+)
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode_tracer import LANES_MAX, EpisodeTracer
 from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval

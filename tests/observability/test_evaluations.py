@@ -7,11 +7,11 @@ import pytest
 
 from tests.observability.test_recording import some_statistics
 from tidegate.errors import AuditError
-from tidegate.observability.comparison import comparison_lines, held_out_curve, read_runs
-from tidegate.observability.evaluations import EvaluationPoint, read_evaluations
-from tidegate.observability.facts import read_facts
-from tidegate.observability.recording import RunRecorder
-from tidegate.observability.report import page_lines
+from tidegate.observability.records.evaluations import EvaluationPoint, read_evaluations
+from tidegate.observability.records.recording import RunRecorder
+from tidegate.observability.reports.comparison import comparison_lines, held_out_curve, read_runs
+from tidegate.observability.reports.facts import read_facts
+from tidegate.observability.reports.report import page_lines
 
 
 @pytest.fixture

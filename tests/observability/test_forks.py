@@ -1,7 +1,7 @@
 """Counts of forked rollouts, by row of a recorded run and by row of a running one."""
 
-from tidegate.observability.forks import NO_REASON, ForkCounter, ForkCounts, count_forks
-from tidegate.observability.report import fork_lines
+from tidegate.observability.records.forks import NO_REASON, ForkCounter, ForkCounts, count_forks
+from tidegate.observability.reports.report import fork_lines
 from tidegate.orchestrator.core.rollout import Rollout
 
 

@@ -21,16 +21,16 @@ from tidegate.errors import JournalFailed, RecordingFailed
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery
-from tidegate.observability.facts import read_facts, read_metrics
-from tidegate.observability.recording import RunRecorder
-from tidegate.observability.report import write_report
-from tidegate.observability.run_directories import process_directories
-from tidegate.observability.trajectories import (
+from tidegate.observability.records.recording import RunRecorder
+from tidegate.observability.records.run_directories import process_directories
+from tidegate.observability.records.trajectories import (
     STREAM_FILE,
     TRAJECTORIES_FILE,
     find_trajectory,
     read_trajectories,
 )
+from tidegate.observability.reports.facts import read_facts, read_metrics
+from tidegate.observability.reports.report import write_report
 
 pytestmark = pytest.mark.wire
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.observability.test_recording import some_statistics
-from tidegate.observability.recording import RunRecorder
+from tidegate.observability.records.recording import RunRecorder
 from tidegate.orchestrator.journal.resuming import open_run_journal
 from tidegate.orchestrator.settings.config import run_settings
 

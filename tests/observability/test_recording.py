@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tidegate.errors import AuditError, ConfigError, RunClosed
-from tidegate.observability.recording import RunRecorder, read_trajectories, weights_path
-from tidegate.observability.trace import MERGE_GAP_US, Trace, read_trace
+from tidegate.observability.records.recording import RunRecorder, read_trajectories, weights_path
+from tidegate.observability.records.trace import MERGE_GAP_US, Trace, read_trace
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
@@ -346,7 +346,7 @@ def test_steps_of_one_version_become_one_interval_and_a_swap_or_a_pause_ends_it(
 def test_a_trace_stays_bounded_and_loses_no_token_when_merged_coarser(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tidegate.observability.trace.INTERVALS_MAX", 100)
+    monkeypatch.setattr("tidegate.observability.records.trace.INTERVALS_MAX", 100)
     trace = Trace()
     for step in range(1000):
         trace.engine_step(

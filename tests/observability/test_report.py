@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from tests.observability.test_recording import a_rollout, some_statistics
 from tidegate.errors import AuditError
-from tidegate.observability.facts import read_facts
-from tidegate.observability.recording import RunRecorder
-from tidegate.observability.report import write_report
+from tidegate.observability.records.recording import RunRecorder
+from tidegate.observability.reports.facts import read_facts
+from tidegate.observability.reports.report import write_report
 from tidegate.orchestrator.core.discards import (
     DiscardStatistics,
     LengthBiasStatistics,

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 import pytest
 
 from tidegate.errors import ConfigError
-from tidegate.observability.story import (
+from tidegate.observability.records.trace import Instant, Interval, Trace
+from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
+from tidegate.observability.reports.story import (
     EventKind,
     RunContext,
     Subject,
@@ -16,8 +18,6 @@ from tidegate.observability.story import (
     rollout_story,
     story_lines,
 )
-from tidegate.observability.trace import Instant, Interval, Trace
-from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
 

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from tidegate.observability.dashboard.live import LiveRecorder
-from tidegate.observability.dashboard.timeline import (
+from tidegate.observability.metrics.live import LiveRecorder
+from tidegate.observability.metrics.timeline import (
     SLICE_US,
     SLICES_KEPT,
     Slice,
     Timeline,
     timeline_of,
 )
-from tidegate.observability.trace import TRAINER_TRACK, Trace, read_trace
+from tidegate.observability.records.trace import TRAINER_TRACK, Trace, read_trace
 from tidegate.orchestrator.telemetry.recorder import EngineStep
 
 

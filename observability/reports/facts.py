@@ -1,7 +1,7 @@
 """Numbers of a recorded run, read from `run.json` and `metrics.jsonl` of all its processes.
 
-Reports, comparisons and the dashboard read them. The numbers of a killed run are those that its
-last process wrote last, at most a second before its last batch. Built on ``run_directories.py``.
+The numbers of a killed run are those that its
+last process wrote last, at most a second before its last batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from typing import Any
 
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import AUDIT_FILE
-from tidegate.observability.evaluations import (
+from tidegate.observability.records.evaluations import (
     EvaluationPoint,
     held_out_name,
     read_evaluations,
 )
-from tidegate.observability.forks import ForkCounts, read_forks
-from tidegate.observability.run_directories import (
+from tidegate.observability.records.forks import ForkCounts, read_forks
+from tidegate.observability.records.run_directories import (
     RUN_FILE,
     has_ended,
     process_directories,
@@ -26,7 +26,7 @@ from tidegate.observability.run_directories import (
     read_json_lines,
     read_run_file,
 )
-from tidegate.observability.run_files import METRICS_FILE
+from tidegate.observability.records.run_files import METRICS_FILE
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.transport.printable import printable, printable_values
 

@@ -2,8 +2,7 @@
 
 `tidegate explain` and the dashboard show them. They are made from the rows of
 ``trajectories.parquet`` and, of a recorded run, from the times in ``trace.json``. If the records
-allow several causes, the story names all of them. Built on ``observability/trajectories.py`` and
-``observability/trace.py``.
+allow several causes, the story names all of them.
 """
 
 import re
@@ -15,8 +14,8 @@ from itertools import pairwise
 from typing import Any, Self
 
 from tidegate.errors import ConfigError
-from tidegate.observability.trace import TRAINER_TRACK, Trace
-from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
+from tidegate.observability.records.trace import TRAINER_TRACK, Trace
+from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import VersionSpan
 
 REASONS = {

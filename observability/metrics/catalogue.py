@@ -1,15 +1,14 @@
 """Catalogue of a run's Prometheus metrics: name, type, labels, help, and how to read the value.
 
 :mod:`prometheus` exports it on the dashboard's `/metrics`; the reference lists it. Each metric
-reads a :class:`DashboardSnapshot` of the run. Independent of the exposition format. Has no
-dependencies outside of Tidegate.
+reads a :class:`RunSnapshot`. Independent of the exposition format.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidegate.observability.dashboard.snapshots import AdapterLine, DashboardSnapshot
+from tidegate.observability.metrics.snapshots import AdapterLine, RunSnapshot
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
 
 MetricKind = Literal["counter", "gauge", "histogram"]
@@ -34,16 +33,16 @@ class Metric:
     """As exported: counters end in ``_total``, units are Prometheus' base units."""
     kind: MetricKind
     help: str
-    read: Callable[[DashboardSnapshot], Iterable[MetricSample]]
+    read: Callable[[RunSnapshot], Iterable[MetricSample]]
     labels: tuple[str, ...] = ()
 
 
 def of_run(
     read: Callable[[RunStatistics], float | None],
-) -> Callable[[DashboardSnapshot], list[MetricSample]]:
+) -> Callable[[RunSnapshot], list[MetricSample]]:
     """Read one value of the whole run; None gives no sample."""
 
-    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+    def samples(snapshot: RunSnapshot) -> list[MetricSample]:
         value = read(snapshot.statistics)
         return [] if value is None else [MetricSample(float(value))]
 
@@ -51,8 +50,8 @@ def of_run(
 
 
 def by_key(
-    read: Callable[[DashboardSnapshot], Mapping[str, float]],
-) -> Callable[[DashboardSnapshot], list[MetricSample]]:
+    read: Callable[[RunSnapshot], Mapping[str, float]],
+) -> Callable[[RunSnapshot], list[MetricSample]]:
     """Read one value for each value of the metric's only label."""
     return lambda snapshot: [
         MetricSample(float(n), (key,)) for key, n in sorted(read(snapshot).items())
@@ -64,7 +63,7 @@ def per_engine(
 ) -> Metric:
     """Return a metric with one sample for each engine, labelled by the engine's name."""
 
-    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+    def samples(snapshot: RunSnapshot) -> list[MetricSample]:
         return [
             MetricSample(float(read(each)), (each.name,)) for each in snapshot.statistics.engines
         ]
@@ -72,10 +71,10 @@ def per_engine(
     return Metric(name, kind, help, samples, ("engine",))
 
 
-def last_batch(name: str) -> Callable[[DashboardSnapshot], list[MetricSample]]:
+def last_batch(name: str) -> Callable[[RunSnapshot], list[MetricSample]]:
     """Read a figure of the last batch; no sample before the first batch."""
 
-    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+    def samples(snapshot: RunSnapshot) -> list[MetricSample]:
         batches = snapshot.collected.batches
         value = batches[-1].get(name) if batches else None
         return [] if value is None else [MetricSample(value)]
@@ -84,8 +83,8 @@ def last_batch(name: str) -> Callable[[DashboardSnapshot], list[MetricSample]]:
 
 
 def histogram(
-    read: Callable[[DashboardSnapshot], Mapping[int, int]],
-) -> Callable[[DashboardSnapshot], list[MetricSample]]:
+    read: Callable[[RunSnapshot], Mapping[int, int]],
+) -> Callable[[RunSnapshot], list[MetricSample]]:
     """Read a histogram over whole numbers."""
     return lambda snapshot: [MetricSample(0.0, counts=read(snapshot))]
 
@@ -99,25 +98,25 @@ def forecast(name: str, help: str, field_name: str) -> Metric:
     return Metric(name, "gauge", help, of_run(value))
 
 
-def _reported(name: str) -> Callable[[DashboardSnapshot], list[MetricSample]]:
+def _reported(name: str) -> Callable[[RunSnapshot], list[MetricSample]]:
     """Read a field of what the trainer reported about its last batch."""
 
-    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+    def samples(snapshot: RunSnapshot) -> list[MetricSample]:
         value = getattr(snapshot.collected.off_policy, name)
         return [] if value is None else [MetricSample(value)]
 
     return samples
 
 
-def _reported_by_lag(name: str) -> Callable[[DashboardSnapshot], list[MetricSample]]:
-    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+def _reported_by_lag(name: str) -> Callable[[RunSnapshot], list[MetricSample]]:
+    def samples(snapshot: RunSnapshot) -> list[MetricSample]:
         by_lag = sorted(snapshot.collected.off_policy.by_lag.items())
         return [MetricSample(values[name], (str(lag),)) for lag, values in by_lag if name in values]
 
     return samples
 
 
-def _failures(snapshot: DashboardSnapshot) -> list[MetricSample]:
+def _failures(snapshot: RunSnapshot) -> list[MetricSample]:
     """Read the failed episodes by cause, reason and outcome."""
     return [
         MetricSample(float(getattr(each, outcome)), (each.cause, each.reason, outcome))
@@ -126,7 +125,7 @@ def _failures(snapshot: DashboardSnapshot) -> list[MetricSample]:
     ]
 
 
-def _call_turns(snapshot: DashboardSnapshot) -> dict[str, int]:
+def _call_turns(snapshot: RunSnapshot) -> dict[str, int]:
     """Read the number of turns that resemble tool calls, by whether they were parsed."""
     s = snapshot.statistics
     return {"yes": s.parsed_tool_call_turns, "no": s.tool_call_turns - s.parsed_tool_call_turns}
@@ -269,7 +268,7 @@ STALENESS = (
 )
 
 
-def _stuck(snapshot: DashboardSnapshot) -> dict[str, float]:
+def _stuck(snapshot: RunSnapshot) -> dict[str, float]:
     counts: dict[str, float] = {}
     for each in snapshot.statistics.stuck:
         counts[each.kind] = counts.get(each.kind, 0) + 1
@@ -651,14 +650,14 @@ def per_adapter(
 ) -> Metric:
     """Return a metric with one sample for each adapter that the run trains."""
 
-    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+    def samples(snapshot: RunSnapshot) -> list[MetricSample]:
         values = ((line.name, read(line)) for line in snapshot.adapters)
         return [MetricSample(float(value), (n,)) for n, value in values if value is not None]
 
     return Metric(name, kind, help, samples, ("adapter",))
 
 
-def _adapter_tokens(snapshot: DashboardSnapshot) -> list[MetricSample]:
+def _adapter_tokens(snapshot: RunSnapshot) -> list[MetricSample]:
     """Read the tokens of each trained adapter by account."""
     return [
         MetricSample(float(getattr(line, f"{account}_tokens")), (line.name, account))

@@ -1,7 +1,4 @@
-"""Reads a run's directory and returns the story of one rollout, group or batch.
-
-Called by `tidegate explain` and the dashboard's recorded source. :mod:`story` has the stories.
-"""
+"""Reads a run's directory and returns the story of one rollout, group or batch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +7,14 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import AuditError
-from tidegate.observability.facts import read_metrics, read_record, resumed_batches
-from tidegate.observability.story import (
+from tidegate.observability.records.trace import Trace, read_trace, trace_path
+from tidegate.observability.records.trajectories import (
+    RecordedRollout,
+    find_trajectory,
+    trajectories_where,
+)
+from tidegate.observability.reports.facts import read_metrics, read_record, resumed_batches
+from tidegate.observability.reports.story import (
     RunContext,
     Story,
     Subject,
@@ -19,12 +22,6 @@ from tidegate.observability.story import (
     batch_story,
     group_story,
     rollout_story,
-)
-from tidegate.observability.trace import Trace, read_trace, trace_path
-from tidegate.observability.trajectories import (
-    RecordedRollout,
-    find_trajectory,
-    trajectories_where,
 )
 
 

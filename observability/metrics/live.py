@@ -1,7 +1,7 @@
-"""In-memory recorder of a running run, for its dashboard; fixed memory.
+"""In-memory recorder of a running run; fixed memory.
 
-The run calls it as a :class:`Recorder`, from several threads; :class:`LiveSource` reads it from the
-dashboard's. A lock is held for microseconds. Built on :mod:`timeline` and plain dicts.
+The run calls it as a :class:`Recorder`, from several threads; the dashboard's thread reads it. A
+lock is held for microseconds.
 """
 
 import threading
@@ -10,10 +10,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidegate.observability.dashboard.timeline import Activity, Mark, Slice, Timeline
-from tidegate.observability.evaluations import EvaluationPoint, add_point, point_of
-from tidegate.observability.forks import ForkCounter, ForkCounts
-from tidegate.observability.trajectories import RolloutSnapshot, snapshot_rollout
+from tidegate.observability.metrics.timeline import Activity, Mark, Slice, Timeline
+from tidegate.observability.records.evaluations import EvaluationPoint, add_point, point_of
+from tidegate.observability.records.forks import ForkCounter, ForkCounts
+from tidegate.observability.records.trajectories import RolloutSnapshot, snapshot_rollout
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
 from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder, TrainerActivity

@@ -1,8 +1,7 @@
 """Counts of forked rollouts: how many attempts forked, and rows of branches by reason.
 
 A rollout forks when an agent's context is not a continuation of what the model read and wrote, so
-many forks mean much context that is prefilled, and perhaps trained on, more than once. Reports,
-comparisons and the dashboard show the counts. Built on ``observability/trajectories.py``.
+many forks mean much context that is prefilled, and perhaps trained on, more than once.
 """
 
 from collections import Counter
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.errors import AuditError
-from tidegate.observability.trajectories import recorded_batches
+from tidegate.observability.records.trajectories import recorded_batches
 from tidegate.orchestrator.core.rollout import Rollout
 
 NO_REASON = "no reason given"

@@ -1,8 +1,7 @@
 """Directories of one run: its own, and ``part-1``, ``part-2``, … of the processes that resumed it.
 
 Also reads the JSON files in them, with errors that name the file. Each process records into a
-directory of its own, so that nothing written before a crash is touched. Files are read by
-``transport/regular_files.py``. The audit, the dashboard, reports and evaluations find files by it.
+directory of its own, so that nothing written before a crash is touched.
 """
 
 import hashlib

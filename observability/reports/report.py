@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import AuditError
-from tidegate.observability.facts import Facts, read_facts, read_metrics, runs_beside
-from tidegate.observability.forks import ForkCounts
-from tidegate.observability.run_directories import adapter_directories
-from tidegate.observability.run_files import replace_file
+from tidegate.observability.records.forks import ForkCounts
+from tidegate.observability.records.run_directories import adapter_directories
+from tidegate.observability.records.run_files import replace_file
+from tidegate.observability.reports.facts import Facts, read_facts, read_metrics, runs_beside
 from tidegate.transport.printable import printable
 
 
@@ -450,7 +450,7 @@ def write_report(directory: Path) -> Path:
         AuditError: the run left no statistics, or its files can't be read.
     """
     # matplotlib takes a second to import, and only reports draw.
-    from tidegate.observability.report_picture import draw_report
+    from tidegate.observability.reports.report_picture import draw_report
 
     directory = Path(directory)
     facts = read_facts(directory)

@@ -3,8 +3,7 @@
 :class:`RunRecorder` writes the rows; the audit and the dashboard read them. One row per rollout,
 turns nested inside. While a process records, the same rows are appended to ``trajectories.arrows``,
 an Arrow IPC stream. After a crash the Parquet file has no footer and can't be read, but the stream
-can, up to its last complete record batch. Built on pyarrow, and on the core's :class:`Rollout` and
-``provenance.py``.
+can, up to its last complete record batch.
 """
 
 from array import array
@@ -20,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tidegate.errors import AuditError
-from tidegate.observability.run_directories import process_directories
+from tidegate.observability.records.run_directories import process_directories
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, Turn

@@ -1,8 +1,7 @@
 """Evaluations of a recorded run, read from ``evaluations.jsonl`` of all its processes.
 
-The recorder writes one line per call of ``rollouts.evaluate()``. ``facts.py`` (for reports),
-``comparison.py`` and the dashboard read one point per name and weight version. Built on
-``run_directories.py`` and ``run_files.py``.
+The recorder writes one line per call of ``rollouts.evaluate()``. Readers get one point per name and
+weight version.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import AuditError
-from tidegate.observability.run_directories import (
+from tidegate.observability.records.run_directories import (
     RUN_FILE,
     process_directories,
     read_json_lines,
     read_run_file,
 )
-from tidegate.observability.run_files import EVALUATIONS_FILE
+from tidegate.observability.records.run_files import EVALUATIONS_FILE
 from tidegate.transport.printable import printable
 
 

@@ -12,8 +12,7 @@
 The run calls it through the :class:`Recorder` interface, from several threads. One background
 thread writes the files (:mod:`run_files`). If its queue is full, callers block: nothing is dropped
 silently. After a crash, everything already written is readable; :meth:`RunRecorder.sync` waits
-until all that was recorded so far is written. Rows are made by :mod:`trajectories`, the timeline by
-:mod:`trace`, weight files by safetensors.
+until all that was recorded so far is written.
 """
 
 import importlib.metadata
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tidegate.errors import ConfigError, RecordingFailed, RunClosed
-from tidegate.observability.run_directories import (
+from tidegate.observability.records.run_directories import (
     ADAPTERS,
     RUN_FILE,
     directory_name,
@@ -34,15 +33,15 @@ from tidegate.observability.run_directories import (
     process_directories,
     read_run_file,
 )
-from tidegate.observability.run_files import (
+from tidegate.observability.records.run_files import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     RunFiles,
     appearing_whole,
     replace_file,
 )
-from tidegate.observability.trace import TRACE_FILE, Trace
-from tidegate.observability.trajectories import (
+from tidegate.observability.records.trace import TRACE_FILE, Trace
+from tidegate.observability.records.trajectories import (
     STREAM_FILE,
     RecordedRollout,
     RecordedTurn,

@@ -1,8 +1,7 @@
 """Files of one recording process, and the thread that writes them during the run.
 
 :class:`RunRecorder` submits jobs to a :class:`RunFiles`. Rollouts go to an Arrow IPC stream at
-once, and to a Parquet file in row groups. Built on pyarrow, ``threading`` and the rows of
-``trajectories.py``.
+once, and to a Parquet file in row groups.
 """
 
 import io
@@ -20,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidegate.errors import RecordingFailed
-from tidegate.observability.trajectories import (
+from tidegate.observability.records.trajectories import (
     SCHEMA,
     STREAM_FILE,
     TRAJECTORIES_FILE,

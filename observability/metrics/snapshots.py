@@ -1,15 +1,14 @@
 """Snapshots of a run at one instant, from which the dashboard and the metrics are made.
 
-:mod:`source` takes them on the run's event loop, in about 1 ms for 1,000 groups. They read the
-run's scheduler, core and statistics; nothing here encodes or waits. Built on ``live.py`` and
-``observability/trajectories.py``, and on the core's :class:`Group` and :class:`Rollout`.
+Take them on the run's event loop, in about 1 ms for 1,000 groups. They read the run's scheduler,
+core and statistics; nothing here encodes or waits.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tidegate.observability.dashboard.live import CollectedData
-from tidegate.observability.trajectories import RolloutSnapshot, snapshot_rollout
+from tidegate.observability.metrics.live import CollectedData
+from tidegate.observability.records.trajectories import RolloutSnapshot, snapshot_rollout
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState
@@ -85,7 +84,7 @@ class RolloutLine:
 
 
 @dataclass(frozen=True, slots=True)
-class DashboardSnapshot:
+class RunSnapshot:
     """State of a run at one instant, as the dashboard and the metrics show it."""
 
     statistics: RunStatistics

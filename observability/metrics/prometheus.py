@@ -1,7 +1,7 @@
 """Prometheus exposition of a run: renders the metric catalogue in the text format.
 
 The dashboard's `/metrics` route calls :func:`exposition` once per scrape. Values come from
-:mod:`metrics`; nothing is kept between scrapes. Built on prometheus-client.
+:mod:`catalogue`; nothing is kept between scrapes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,8 +18,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from tidegate.observability.dashboard.snapshots import DashboardSnapshot
-from tidegate.observability.metrics import METRICS, Metric, MetricSample
+from tidegate.observability.metrics.catalogue import METRICS, Metric, MetricSample
+from tidegate.observability.metrics.snapshots import RunSnapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -28,7 +28,7 @@ BUCKETS = (0, 1, 2, 3, 4, 8, 16, 32)
 
 
 class _SnapshotCollector(Collector):
-    def __init__(self, snapshot: DashboardSnapshot) -> None:
+    def __init__(self, snapshot: RunSnapshot) -> None:
         self._seen = snapshot
 
     def collect(self) -> Iterable[Family]:
@@ -36,7 +36,7 @@ class _SnapshotCollector(Collector):
             yield _family(metric, list(metric.read(self._seen)))
 
 
-def exposition(snapshot: DashboardSnapshot) -> bytes:
+def exposition(snapshot: RunSnapshot) -> bytes:
     """Return the response body of one scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_SnapshotCollector(snapshot))

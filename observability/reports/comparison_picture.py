@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tidegate.observability.comparison import ComparedRun, curve, held_out_curve
+from tidegate.observability.reports.comparison import ComparedRun, curve, held_out_curve
 
 INK, MUTED = "#22303c", "#8a97a3"
 COLOURS = (

@@ -1,7 +1,6 @@
 """Comparison of recorded runs as a Markdown table or JSON, for ``tidegate compare``.
 
-Also written by `examples/async_grpo.py`. Reads the same files as a report: `run.json` and
-`metrics.jsonl` of each run. Built on :mod:`facts`.
+Reads the same files as a report: `run.json` and `metrics.jsonl` of each run.
 """
 
 import dataclasses
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import AuditError
-from tidegate.observability.evaluations import held_out_name
-from tidegate.observability.facts import Facts, read_facts, read_metrics
+from tidegate.observability.records.evaluations import held_out_name
+from tidegate.observability.reports.facts import Facts, read_facts, read_metrics
 
 RUNS_MAX = 12
 """Limit of compared runs: a wider table is unreadable, and the picture has 12 colours."""

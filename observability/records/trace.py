@@ -3,7 +3,7 @@
 The recorder fills a :class:`Trace` during the run; reports, the dashboard and ``tidegate trace``
 read the file back. It has one track per engine, one for the trainer, a counter of the weight
 version, and lanes of episodes. All times are microseconds of one process's monotonic clock. Written
-and read with msgspec. Built on the intervals of ``orchestrator/telemetry/recorder.py``.
+and read with msgspec.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import AuditError
-from tidegate.observability.run_directories import process_directories
+from tidegate.observability.records.run_directories import process_directories
 from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval, TrainerActivity
 from tidegate.transport.private_directory import make_private_file
 from tidegate.transport.regular_files import read_regular

@@ -1,8 +1,7 @@
 """Recent activity of engines and the trainer, in time slices of equal length; fixed memory.
 
-:class:`LiveRecorder` fills it, and the dashboard's page draws it. A slice holds how long its engine
-decoded and prefilled, and with which version; in the rest of the slice the engine was idle or
-paused. Intervals are those of ``trace.py``.
+A slice holds how long its engine decoded and prefilled, and with which version; in the rest of the
+slice the engine was idle or paused. Intervals are those of ``records/trace.py``.
 """
 
 import itertools
@@ -11,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tidegate.observability.trace import Interval, Trace
+from tidegate.observability.records.trace import Interval, Trace
 from tidegate.orchestrator.telemetry.recorder import TrainerActivity
 
 SLICE_US = 250_000

@@ -1,8 +1,6 @@
 """Picture of one run for its report, drawn with matplotlib: reward, staleness, and timeline.
 
-:mod:`report` calls :func:`draw_report`, :mod:`recorded_run` the functions that return figures. The
-timeline comes from the run's ``trace.json``. Built on ``observability/facts.py`` and
-``observability/trace.py``.
+The timeline comes from the run's ``trace.json``.
 """
 
 import io
@@ -15,14 +13,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tidegate.observability.facts import Facts
-from tidegate.observability.trace import (
+from tidegate.observability.records.trace import (
     TRAINER_TRACK,
     Interval,
     Trace,
     read_trace,
     trace_path,
 )
+from tidegate.observability.reports.facts import Facts
 
 EXCERPT_VERSIONS = 6
 """Versions in the timeline's excerpt: enough to show the overlap, few enough to distinguish."""
