@@ -7,6 +7,7 @@ response bodies.
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,17 @@ Scores = TypeVar("Scores")
 
 REWARD = 0.0
 """Reward that these episodes return, because every episode must return one; it is never used."""
+
+
+SEED_BITS = 63
+"""Bits of a seed that the server draws for a choice."""
+
+
+def choice_seeds(seed: int | None, choices: int) -> list[int]:
+    """Return seeds of one prompt's choices; each prompt begins with the request's, as in vLLM."""
+    if seed is None:
+        return [secrets.randbits(SEED_BITS) for _ in range(choices)]
+    return [seed + number for number in range(choices)]
 
 
 @dataclass(slots=True, eq=False)

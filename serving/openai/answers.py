@@ -1,9 +1,9 @@
 """Chats and completions being answered, and their answers, whole or as an SSE stream.
 
-A server begins the turns of a request as an :class:`ActiveCompletion`. :func:`answer` waits for
-them, and an :class:`AnswerForm` writes the answer as one API has it: OpenAI's completions in
-``serving/gateway/completions.py``, OpenAI's responses in :mod:`responses`, Anthropic's messages in
-:mod:`anthropic_messages`. Streams poll the turns, because nothing reports single tokens.
+A server begins the turns of a request as an :class:`ActiveCompletion`. :func:`answer_turns` waits
+for them, and an :class:`AnswerForm` writes the answer as one API has it: OpenAI's responses in
+:mod:`responses`, Anthropic's messages in :mod:`anthropic_messages`. Streams poll the turns, because
+nothing reports single tokens.
 """
 
 import asyncio
@@ -126,10 +126,6 @@ class ActiveCompletion:
         for choice in self.choices:
             choice.turn.cancel()
 
-    def prompt_token_ids(self, choice: ActiveTurn) -> list[int] | None:
-        """Return the prompt's tokens if the answer has them."""
-        return choice.prompt() if self.request.return_token_ids else None
-
     def content(self, choice: ActiveTurn) -> str:
         """Return the text of a choice whose turn has ended, without its tool calls."""
         turn = choice.turn.result()
@@ -171,7 +167,7 @@ class AnswerForm:
         raise NotImplementedError
 
 
-async def answer(http: HttpRequest, active: ActiveCompletion, form: AnswerForm) -> Response:
+async def answer_turns(http: HttpRequest, active: ActiveCompletion, form: AnswerForm) -> Response:
     """Answer a request, whole or as a stream; a client that leaves cancels it.
 
     Raises:

@@ -7,7 +7,6 @@ Answers are written by :mod:`response_bodies`. A chat that another API's form an
 import asyncio
 import dataclasses
 import functools
-import secrets
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -41,7 +40,7 @@ from tidegate.serving.http.server import (
     refuse_large_chat,
     unless_gone,
 )
-from tidegate.serving.openai.active_requests import ActiveRequest, ActiveRequests
+from tidegate.serving.openai.active_requests import ActiveRequest, ActiveRequests, choice_seeds
 from tidegate.serving.openai.answers import ActiveCompletion
 from tidegate.serving.openai.chat_turns import ServedTurn, served_turn
 from tidegate.serving.openai.model_info import Limits, ModelInfo, VersionLabels, limits_of
@@ -82,8 +81,6 @@ if TYPE_CHECKING:
 
 STREAM_INTERVAL_S = 0.02
 """Time between two reads of a stream's output: tokens that come meanwhile travel together."""
-
-SEED_BITS = 63
 
 LOGPROBS_ENTRIES_MAX = 2 * 2**20
 """Log-probs of likeliest tokens in one answer, for prompts and outputs together. Each takes 500
@@ -464,7 +461,7 @@ class Completer:
             )
             for prompt, limit in zip(checked.prompts, self._output_limits(checked), strict=True)
             if limit
-            for seed in _seeds(sampling.own_seed, each)
+            for seed in choice_seeds(sampling.own_seed, each)
         ]
         request = self._requests.begin(
             checked.request_id, choices, aborted_before_start=scores is None
@@ -607,13 +604,6 @@ def _output_limit(prompt: Prompt, tokens_max: float | None, limits: Limits) -> i
     """Return the limit of output tokens, cut off at the end of the context as vLLM does."""
     left = limits.context_tokens_max - len(prompt.token_ids)
     return left if tokens_max is None else min(left, int(tokens_max))
-
-
-def _seeds(seed: int | None, choices: int) -> list[int]:
-    """Return seeds of one prompt's choices; each prompt begins with the request's, as in vLLM."""
-    if seed is None:
-        return [secrets.randbits(SEED_BITS) for _ in range(choices)]
-    return [seed + number for number in range(choices)]
 
 
 # ---------------------------------------------------------------- answers

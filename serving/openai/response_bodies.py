@@ -86,8 +86,23 @@ class ResponseBodies:
         raise NotImplementedError
 
     def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """Return the chunk of a stream that reports its usage."""
+        """Return the chunk of a stream that reports its usage, the last but ``[DONE]``."""
+        return {**self._chunk_head, "choices": [], "usage": self.facts.usage(output_tokens)}
+
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        """Fields that every chunk begins with."""
         raise NotImplementedError
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that an answer of OpenAI's API, or a chunk of it, begins with."""
+        facts = self.facts
+        return {
+            "id": facts.request_id,
+            "object": kind,
+            "created": facts.created_s,
+            "model": facts.model,
+        }
 
     @property
     def opening(self) -> list[dict[str, Any]]:
@@ -128,14 +143,10 @@ class GenerateBodies(ResponseBodies):
         choice = self._choice(output)
         if output.finish_reason is None:
             choice["weight_versions"] = None
-        return {**self._head, "usage": None, "choices": [choice]}
-
-    def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """Return the last chunk but ``[DONE]``."""
-        return {**self._head, "usage": self.facts.usage(output_tokens), "choices": []}
+        return {**self._chunk_head, "usage": None, "choices": [choice]}
 
     @property
-    def _head(self) -> dict[str, Any]:
+    def _chunk_head(self) -> dict[str, Any]:
         mode = self._request.output_mode
         return {"request_id": self.facts.request_id, "output_mode": mode}
 
@@ -219,7 +230,7 @@ class CompletionBodies(ResponseBodies):
         """Return the whole answer, with all choices of all prompts."""
         tokens = sum(len(output.token_ids) for output in outputs)
         return {
-            **self._head,
+            **self._chunk_head,
             "choices": [self._whole_choice(output) for output in outputs],
             "service_tier": None,
             "system_fingerprint": None,
@@ -232,21 +243,11 @@ class CompletionBodies(ResponseBodies):
         choice = self._choice(output)
         if not output.is_first:
             choice["prompt_token_ids"] = None
-        return {**self._head, "choices": [choice]}
-
-    def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """Return the last chunk but ``[DONE]``."""
-        return {**self._head, "choices": [], "usage": self.facts.usage(output_tokens)}
+        return {**self._chunk_head, "choices": [choice]}
 
     @property
-    def _head(self) -> dict[str, Any]:
-        facts = self.facts
-        return {
-            "id": facts.request_id,
-            "object": "text_completion",
-            "created": facts.created_s,
-            "model": facts.model,
-        }
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("text_completion")
 
     def _whole_choice(self, output: Output) -> dict[str, Any]:
         facts = self.facts
@@ -365,7 +366,7 @@ class ChatBodies(ResponseBodies):
         ids = self.facts.prompts[0].token_ids if self._request.return_token_ids else None
         return [
             {
-                **self._head("chat.completion.chunk"),
+                **self._chunk_head,
                 "choices": [self._about_choice(index) | {"delta": delta, "token_ids": None}],
                 "prompt_token_ids": ids,
                 "prompt_text": self._prompt_text,
@@ -377,21 +378,11 @@ class ChatBodies(ResponseBodies):
         """Return the chunk with a part's text, and with the calls after the last text."""
         delta = self._delta(output)
         choice = {"delta": delta, **self._choice(output), **_ended_by_calls(output, delta)}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**self._chunk_head, "choices": [choice]}
 
-    def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """Return the last chunk but ``[DONE]``."""
-        head = self._head("chat.completion.chunk")
-        return {**head, "choices": [], "usage": self.facts.usage(output_tokens)}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        facts = self.facts
-        return {
-            "id": facts.request_id,
-            "object": kind,
-            "created": facts.created_s,
-            "model": facts.model,
-        }
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk")
 
     @staticmethod
     def _about_choice(index: int) -> dict[str, Any]:

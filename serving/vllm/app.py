@@ -27,8 +27,7 @@ from tidegate.serving.control.routes import (
 from tidegate.serving.http.errors import AnthropicErrors, ApiError, OpenAIErrors
 from tidegate.serving.http.scaffold import Answer, encoded_response, is_large
 from tidegate.serving.http.server import off_loop, unless_gone
-from tidegate.serving.openai.answers import AnswerForm
-from tidegate.serving.openai.answers import answer as answer_turns
+from tidegate.serving.openai.answers import AnswerForm, answer_turns
 from tidegate.serving.openai.anthropic_messages import (
     CountTokensRequest,
     MessagesForm,
