@@ -609,6 +609,26 @@ def _output_limit(prompt: Prompt, tokens_max: float | None, limits: Limits) -> i
 # ---------------------------------------------------------------- answers
 
 
+@dataclass(slots=True)
+class RequestCounts:
+    """Counters of the requests that have ended."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    """Number of choices, by finish reason."""
+    prompt_tokens: int = 0
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    """Number of requests by latency, in the intervals between LATENCY_BOUNDS_S."""
+    latency_total_s: float = 0.0
+
+    def count(self, *, began_s: float, prompt_tokens: int, finish_reasons: Iterable[str]) -> None:
+        """Count a request that has ended; ``began_s`` is on the monotonic clock."""
+        took_s = time.monotonic() - began_s
+        self.prompt_tokens += prompt_tokens
+        self.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
+        self.latency_total_s += took_s
+        self.finished.update(finish_reasons)
+
+
 class Streamable(Protocol):
     """Fields of a request that say whether its answer is a stream."""
 
@@ -618,7 +638,7 @@ class Streamable(Protocol):
 
 async def answer(
     http: HttpRequest,
-    counts: "RequestCounts",
+    counts: RequestCounts,
     request: Streamable,
     beginning: Awaitable[tuple[BegunRequest, ResponseBodies]],
 ) -> Response:
@@ -659,7 +679,7 @@ async def answer(
 
 
 async def _stream(
-    counts: "RequestCounts",
+    counts: RequestCounts,
     begun: BegunRequest,
     bodies: ResponseBodies,
     *,
@@ -710,26 +730,6 @@ async def running_outputs(
             output = reader.rest() if has_ended else reader.more()
             if output is not None:
                 yield reader, output
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """Counters of the requests that have ended."""
-
-    finished: Counter[str] = field(default_factory=Counter)
-    """Number of choices, by finish reason."""
-    prompt_tokens: int = 0
-    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
-    """Number of requests by latency, in the intervals between LATENCY_BOUNDS_S."""
-    latency_total_s: float = 0.0
-
-    def count(self, *, began_s: float, prompt_tokens: int, finish_reasons: Iterable[str]) -> None:
-        """Count a request that has ended; ``began_s`` is on the monotonic clock."""
-        took_s = time.monotonic() - began_s
-        self.prompt_tokens += prompt_tokens
-        self.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
-        self.latency_total_s += took_s
-        self.finished.update(finish_reasons)
 
 
 def count_outputs(counts: RequestCounts, begun: BegunRequest, outputs: Sequence[Output]) -> None:

@@ -235,14 +235,7 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
         rids = self.rid
         if isinstance(rids, str):  # as SGLang names the parts of a batch
             rids = [rids] if size == 1 else [f"{rids}_{i}" for i in range(size)]
-        names: tuple[str, ...] = (
-            "sampling_params",
-            "return_logprob",
-            "logprob_start_len",
-            "top_logprobs_num",
-        )
-        names += ("lora_path", "extra_key")
-        columns = {name: self._for_each(size, name, getattr(self, name)) for name in names}
+        columns = {n: self._for_each(size, n, getattr(self, n)) for n in self.PER_PROMPT}
         columns["rid"] = self._for_each(size, "rid", rids)
         rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
         return [
