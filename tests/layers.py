@@ -157,7 +157,8 @@ def room_of(path: str) -> str:
     return folder
 
 
-def ranks() -> dict[str, tuple[int, int]]:
+@cache
+def ranks() -> Mapping[str, tuple[int, int]]:
     """Return each room's place from the top: the layer of its folder, and its floor in there."""
     found: dict[str, tuple[int, int]] = {}
     for layer, names in enumerate(LAYERS):
@@ -172,23 +173,20 @@ def ranks() -> dict[str, tuple[int, int]]:
 
 def upward_imports() -> list[Import]:
     """Return the imports that point to the same floor or above, other than within a room."""
-    found: list[Import] = []
-    known = ranks()
-    for each in imports():
-        here = room_of(each.importer)
-        if each.imported == "tidegate":
-            if here not in USERS_OF_THE_PUBLIC_API:
-                found.append(each)
-            continue
-        there = room_of(each.imported)
-        if here == there:
-            continue
-        is_same_folder = here.split("/")[0] == there.split("/")[0]
-        (layer, place), (layer_there, place_there) = known[here], known[there]
-        is_downward = place_there > place if is_same_folder else layer_there > layer
-        if not is_downward:
-            found.append(each)
-    return found
+    return [each for each in imports() if not may_import(each.importer, each.imported)]
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether a file may import another: of its room, of a lower floor of its folder, or of a
+    folder in a lower layer."""
+    here = room_of(importer)
+    if imported == "tidegate":
+        return here in USERS_OF_THE_PUBLIC_API
+    there = room_of(imported)
+    (layer, floor), (layer_there, floor_there) = ranks()[here], ranks()[there]
+    if here.split("/")[0] == there.split("/")[0]:
+        return here == there or floor_there > floor
+    return layer_there > layer
 
 
 def cycles() -> list[list[str]]:

@@ -15,6 +15,7 @@ from tests.layers import (
     floors,
     folders,
     imported_names,
+    may_import,
     sources,
     upward_imports,
 )
@@ -42,6 +43,25 @@ def imports(path: Path) -> list[str]:
 def test_every_import_between_rooms_points_downward() -> None:
     upward = [str(each) for each in upward_imports()]
     assert not upward, "\n".join(upward)
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "may"),
+    [
+        ("serving/gateway/app.py", "serving/openai/requests.py", True),
+        ("serving/gateway/app.py", "serving/gateway/sessions.py", True),
+        ("serving/gateway/app.py", "serving/vllm/requests.py", False),  # side by side
+        ("serving/sglang/app.py", "serving/vllm/app.py", False),
+        ("serving/openai/requests.py", "serving/control/routes.py", False),
+        ("serving/vllm_server.py", "serving/sglang/app.py", True),
+        ("observability/metrics/catalogue.py", "observability/dashboard/app.py", False),
+        ("observability/dashboard/app.py", "serving/http/server.py", True),
+        ("serving/http/server.py", "observability/logs.py", False),
+        ("engine/worker.py", "orchestrator/core/core.py", False),
+    ],
+)
+def test_rooms_import_rooms_of_lower_floors_only(importer: str, imported: str, may: bool) -> None:
+    assert may_import(importer, imported) is may
 
 
 def test_no_modules_import_each_other() -> None:
