@@ -14,7 +14,7 @@ from typer.models import CommandInfo
 import tidegate
 from tests.models import make_model_directory
 from tests.observability import sampled_runs
-from tests.observability.test_recording import some_statistics
+from tests.observability.records.test_recording import some_statistics
 from tidegate.cli import command
 from tidegate.observability.records.recording import RunRecorder
 from tidegate.observability.records.trace import TRACE_FILE, Trace

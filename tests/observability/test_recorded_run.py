@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tidegate
-from tests.observability.test_recording import a_rollout, some_statistics
+from tests.observability.records.test_recording import a_rollout, some_statistics
 from tidegate.errors import AuditError, ConfigError
 from tidegate.observability.records.recording import RunRecorder
 

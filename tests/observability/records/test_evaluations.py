@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observability.test_recording import some_statistics
+from tests.observability.records.test_recording import some_statistics
 from tidegate.errors import AuditError
 from tidegate.observability.records.evaluations import EvaluationPoint, read_evaluations
 from tidegate.observability.records.recording import RunRecorder

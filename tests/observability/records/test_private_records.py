@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observability.test_recording import some_statistics
+from tests.observability.records.test_recording import some_statistics
 from tidegate.observability.records.recording import RunRecorder
 from tidegate.orchestrator.journal.resuming import open_run_journal
 from tidegate.orchestrator.settings.config import run_settings

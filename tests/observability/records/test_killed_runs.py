@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tidegate
 from tests.models import make_model_directory
 from tests.mortal_trainer import weights
-from tests.observability.test_recording import a_rollout, some_statistics
+from tests.observability.records.test_recording import a_rollout, some_statistics
 from tidegate.cli.command import app
 from tidegate.errors import JournalFailed, RecordingFailed
 from tidegate.observability.audit.audit import audit_run

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 from safetensors.torch import save_file
 
-from tests.observability.test_recording import a_rollout, some_statistics
+from tests.observability.records.test_recording import a_rollout, some_statistics
 from tidegate.errors import AuditError
 from tidegate.observability.records.recording import RunRecorder
 from tidegate.observability.reports.facts import read_facts
