@@ -1,9 +1,8 @@
 """Receiver of weights from a trainer on the same GPU: opens CUDA IPC handles of its memory.
 
-The server calls it for the backend ``ipc``. vLLM's and SkyRL's trainers send the handles pickled,
-and vLLM unpickles any class if so configured. :mod:`safe_unpickler` reads them instead, and each is
-checked before memory is opened. Independent of engines and versions. Memory is opened by
-``transport/weight_channels/cuda_memory.py``.
+vLLM's and SkyRL's trainers send the handles pickled, and vLLM unpickles any class if so configured.
+:mod:`safe_unpickler` reads them instead, and each is checked before memory is opened. Independent
+of engines and versions.
 """
 
 import base64

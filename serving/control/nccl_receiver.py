@@ -1,10 +1,9 @@
 """Receiver of weights from a trainer of vLLM's ``nccl`` backend: NCCL broadcasts, packed or not.
 
-The server calls it for the backend ``nccl``. The server's process is one rank of the trainer's
-communicator. Both join it by NCCL's unique id of 128 bytes, which vLLM's trainers pass in one of
-two ways: pickled in the TCPStore of their StatelessProcessGroup, or in ``init_info``. Independent
-of engines and versions: the server publishes the received tensors to its engines like any other
-weights. NCCL is called by ``transport/weight_channels/cuda_nccl.py``.
+The server's process is one rank of the trainer's communicator. Both join it by NCCL's unique id of
+128 bytes, which vLLM's trainers pass in one of two ways: pickled in the TCPStore of their
+StatelessProcessGroup, or in ``init_info``. Independent of engines and versions: the server
+publishes the received tensors to its engines like any other weights.
 """
 
 import base64

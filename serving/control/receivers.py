@@ -3,7 +3,6 @@
 :class:`WeightUpdates` calls a receiver from a thread, because its methods block. A receiver returns
 one copy of the weights, whatever the number of engines: the run brings it to all of them. The other
 receivers are in :mod:`nccl_receiver` and :mod:`ipc_receiver`. Independent of engines and versions.
-Files are read by ``weight_sync/tensor_files.py``; gloo is torch.distributed's.
 """
 
 import datetime

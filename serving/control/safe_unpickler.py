@@ -1,11 +1,10 @@
 """Bounded unpickler of plain values that imports nothing and calls none of the names in a pickle.
 
-The receivers of CUDA IPC handles, of NCCL ids and of SGLang's tensors use it. vLLM's trainers
-pickle two things: a communicator's id, and handles of memory on a GPU. Python's own unpickler calls
-the functions that a pickle names, and 89 bytes of nested references keep it busy for ever. This one
-reads tuples, lists, dicts, texts, bytes and numbers; its caller resolves all names. Every value
-counts as often as it is referred to, because comparing and hashing visit it so. Depends on
-``pickletools`` only.
+vLLM's trainers pickle a communicator's id and handles of memory on a GPU, SGLang's pickle tensors.
+Python's own unpickler calls the functions that a pickle names, and 89 bytes of nested references
+keep it busy for ever. This one reads tuples, lists, dicts, texts, bytes and numbers; its caller
+resolves all names. Every value counts as often as it is referred to, because comparing and hashing
+visit it so.
 """
 
 import pickletools

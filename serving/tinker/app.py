@@ -3,7 +3,6 @@
 A handler reads a request, calls a part of the server (:class:`TinkerParts`) and answers at once.
 Requests that take long are answered with a ``request_id``, whose result ``retrieve_future`` waits
 for. Paths, fields and answers are those of the SDK ``tinker``; docs/tinker-server.md lists them.
-:mod:`server` makes the application. Built on Starlette.
 """
 
 import asyncio

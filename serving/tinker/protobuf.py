@@ -1,9 +1,7 @@
 """Protobuf bodies of the Tinker API: decodes ``forward_backward``, encodes samples and outputs.
 
 The message types are those of the installed SDK, because the service publishes no ``.proto`` file.
-Arrays travel as little-endian bytes. :mod:`app`, :mod:`models`, :mod:`sampling` and
-:mod:`training_requests` call this module. Built on the data types of ``training.py`` and on
-protobuf.
+Arrays travel as little-endian bytes.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 The SDK numbers a model's requests from 1, sends several at once, and sends a request again when an
 answer is lost. :mod:`models` passes each arrival and each end to :class:`RequestOrder`, which
-returns the requests to start. Standard library only.
+returns the requests to start.
 """
 
 from dataclasses import dataclass, field
