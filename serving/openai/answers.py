@@ -197,22 +197,13 @@ async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[b
             if not waiting.done():
                 for index, choice in enumerate(active.choices):
                     text = choice.settled_text(active.request.stop_strings)
-                    if more := choice.unsent(text):
-                        reasoning = choice.unsent_reasoning(choice.reasoning_so_far)
-                        if reasoning:
-                            for event in form.reasoning_events(active, index, reasoning):
-                                yield event
-                        for event in form.text_events(active, index, more):
-                            yield event
+                    for event in _new_events(active, form, index, text, choice.reasoning_so_far):
+                        yield event
         await waiting
         for index, choice in enumerate(active.choices):
-            reasoning = choice.unsent_reasoning(choice.reasoning)
-            if reasoning:
-                for event in form.reasoning_events(active, index, reasoning):
-                    yield event
-            if more := choice.unsent(active.content(choice)):
-                for event in form.text_events(active, index, more):
-                    yield event
+            text = active.content(choice)
+            for event in _new_events(active, form, index, text, choice.reasoning, is_last=True):
+                yield event
         for event in form.last_events(active):
             yield event
     except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
@@ -221,3 +212,21 @@ async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[b
     finally:
         waiting.cancel()
         active.cancel()
+
+
+def _new_events(
+    active: ActiveCompletion,
+    form: AnswerForm,
+    index: int,
+    text: str,
+    read_reasoning: Callable[[], str],
+    *,
+    is_last: bool = False,
+) -> Iterator[bytes]:
+    """Yield the events with the unsent rest of a choice's text; before its first, its reasoning."""
+    choice = active.choices[index]
+    more = choice.unsent(text)
+    if (more or is_last) and (reasoning := choice.unsent_reasoning(read_reasoning)):
+        yield from form.reasoning_events(active, index, reasoning)
+    if more:
+        yield from form.text_events(active, index, more)
