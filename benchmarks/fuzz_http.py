@@ -22,10 +22,10 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
 from tidegate.orchestrator.settings.config import SamplingSettings
+from tidegate.serving.control.routes import BODY_BYTES_MAX as SERVER_BODY_BYTES_MAX
 from tidegate.serving.gateway.app import BODY_BYTES_MAX
 from tidegate.serving.gateway.gateway import Endpoint, Gateway
-from tidegate.serving.http_server import JSON_TYPE
-from tidegate.serving.vllm_server.app import BODY_BYTES_MAX as SERVER_BODY_BYTES_MAX
+from tidegate.serving.http.server import JSON_TYPE
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 

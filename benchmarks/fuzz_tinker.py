@@ -23,7 +23,7 @@ from benchmarks.fuzz_http import (
     FuzzedGateway,
 )
 from tests.models import make_model_directory
-from tidegate.serving.http_server import JSON_TYPE
+from tidegate.serving.http.server import JSON_TYPE
 from tidegate.serving.tinker.app import BODY_BYTES_MAX
 
 HOSTILE, HEALTHY = "tml-hostile", "tml-healthy"

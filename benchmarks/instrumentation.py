@@ -130,7 +130,7 @@ def measured(rollouts: tidegate.SyncRollouts, warm_up: int, batches: int) -> dic
 
 def measured_reads(rollouts: tidegate.SyncRollouts) -> dict[str, Any]:
     """Measure how long one observation blocks the run's loop, in CPU time of its thread."""
-    from tidegate.observability.dashboard.snapshots import group_lines
+    from tidegate.observability.metrics.snapshots import group_lines
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
     def measure(scheduler: Scheduler) -> tuple[float, int]:

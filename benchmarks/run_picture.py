@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from tidegate.observability.facts import read_record
-from tidegate.observability.trace import TRAINER_TRACK, Interval, read_trace, trace_path
-from tidegate.observability.trajectories import RecordedRollout, read_trajectories
+from tidegate.observability.records.trace import TRAINER_TRACK, Interval, read_trace, trace_path
+from tidegate.observability.records.trajectories import RecordedRollout, read_trajectories
+from tidegate.observability.reports.facts import read_record
 
 COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1"),

@@ -85,7 +85,7 @@ def replay(
 
 def report(run: RunDirectory) -> None:
     """Write report.md, report.png and report.json into a finished run's directory."""
-    from tidegate.observability.report import write_report
+    from tidegate.observability.reports.report import write_report
 
     echo(write_report(run))
 
@@ -98,7 +98,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
 ) -> None:
     """Compare runs in a Markdown table: reward, speed, staleness, idle shares, audit."""
-    from tidegate.observability import comparison
+    from tidegate.observability.reports import comparison
 
     with progress(f"reading {len(runs)} runs") as show:
         found = comparison.read_runs(runs, progress=lambda run: show(f"reading {run}"))
@@ -109,7 +109,7 @@ def compare(
         for line in comparison.comparison_lines(found):
             echo(line)
     if picture is not None:
-        from tidegate.observability.comparison_picture import draw_comparison
+        from tidegate.observability.reports.comparison_picture import draw_comparison
 
         draw_comparison(picture, found)
 
@@ -121,8 +121,8 @@ def explain(
     ],
 ) -> None:
     """Print what happened to a rollout, group or batch, in order, and by which rule."""
-    from tidegate.observability.explain import explain as explain_subject
-    from tidegate.observability.story import Subject, story_lines
+    from tidegate.observability.reports.explain import explain as explain_subject
+    from tidegate.observability.reports.story import Subject, story_lines
 
     for line in story_lines(explain_subject(run, Subject.parse(subject))):
         echo(line)
@@ -130,7 +130,7 @@ def explain(
 
 def trace(run: RunDirectory) -> None:
     """Summarise a run's timeline (trace.json): engines, trainer, weight versions."""
-    from tidegate.observability.trace import trace_lines
+    from tidegate.observability.records.trace import trace_lines
 
     for line in trace_lines(run):
         echo(line)

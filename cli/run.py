@@ -85,7 +85,7 @@ def run(
     except KeyboardInterrupt:
         echo(_how_to_continue(program, config), err=True)
         raise typer.Exit(STATUS_INTERRUPTED) from None
-    from tidegate.observability.report import write_report
+    from tidegate.observability.reports.report import write_report
 
     echo(f"report: {write_report(program.run_directory)}")
 

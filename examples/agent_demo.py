@@ -33,9 +33,9 @@ from examples.tiny_model import Recipe, make_model
 from examples.tool_agent import ToolAgent
 from examples.tool_demonstrations import TOOL_AGENT
 from tidegate.observability.audit.audit import AuditReport, audit_run, write_audit
-from tidegate.observability.facts import Facts, read_facts
-from tidegate.observability.report import write_report
-from tidegate.observability.trajectories import RecordedRollout, read_trajectories
+from tidegate.observability.records.trajectories import RecordedRollout, read_trajectories
+from tidegate.observability.reports.facts import Facts, read_facts
+from tidegate.observability.reports.report import write_report
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 
 HELD_OUT_SEED = 11

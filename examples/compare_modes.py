@@ -7,7 +7,7 @@ as in ``tidegate compare``; ratios are relative to the first run.
 import statistics
 from collections.abc import Callable, Sequence
 
-from tidegate.observability.comparison import ComparedRun
+from tidegate.observability.reports.comparison import ComparedRun
 
 BATCHES_SMOOTHED = 3
 """Number of batches averaged into the reward at one time: the mean reward of a single batch of 128

@@ -33,8 +33,8 @@ from examples.grpo import load_trainer, train_step
 from examples.imitation import Demonstration, Performance, Phase, Plan
 from examples.tiny_model import Recipe, character_tokenizer, make_model
 from tidegate.observability.audit.audit import audit_run, write_audit
-from tidegate.observability.facts import read_facts
-from tidegate.observability.report import write_report
+from tidegate.observability.reports.facts import read_facts
+from tidegate.observability.reports.report import write_report
 from tidegate.orchestrator.trainer.adapters import AdapterTrainer
 
 SPEAKER, LISTENER = "speaker", "listener"

@@ -20,7 +20,7 @@ import tidegate
 from tidegate.errors import ConfigError, EpisodeError
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.runner import call_episode
-from tidegate.serving.vllm_server.receivers import read_tensors
+from tidegate.serving.control.receivers import read_tensors
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.trainer.rollouts import SyncRollouts

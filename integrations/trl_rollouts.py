@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from tidegate.errors import ConfigError, RunClosed, TidegateError
 from tidegate.orchestrator.batches.tasks import Tasks
-from tidegate.serving.vllm_server.model_info import read_model_info
+from tidegate.serving.openai.model_info import read_model_info
 
 if TYPE_CHECKING:
     import numpy as np

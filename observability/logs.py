@@ -2,7 +2,7 @@
 
 Users call :func:`log_as_json`, which installs it on the logger ``tidegate``. Log calls are
 ``key=value`` formats such as ``engine=%s lost: %s``; their keys become JSON fields, here
-``engine``. Built on ``logging`` and msgspec, and on ``transport/printable.py``.
+``engine``.
 """
 
 import copy

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed
-from tidegate.observability.run_directories import (
+from tidegate.observability.records.run_directories import (
     ADAPTERS,
     RUN_FILE,
     directory_name,
@@ -30,9 +30,9 @@ from tidegate.orchestrator.telemetry.statistics import RunStatistics
 # Imported on use: with pyarrow they take 0.2 s, which a run without records should not pay.
 if TYPE_CHECKING:
     from tidegate.observability.dashboard.dashboard import Dashboard
-    from tidegate.observability.dashboard.live import LiveRecorder
+    from tidegate.observability.metrics.live import LiveRecorder
     from tidegate.observability.progress import ProgressDisplay
-    from tidegate.observability.recording import RunRecorder
+    from tidegate.observability.records.recording import RunRecorder
 
 POLICIES = {
     "staleness_policy",
@@ -160,7 +160,7 @@ class Observers:
                 self._new_recorder(directory, settings, resumed_batches, self._on_failure)
             )
         if self._live is not None:
-            from tidegate.observability.dashboard.live import LiveAdapterRecorder
+            from tidegate.observability.metrics.live import LiveAdapterRecorder
 
             recorders.append(LiveAdapterRecorder(self._live, name))
         return _together(recorders)
@@ -185,8 +185,8 @@ class Observers:
         if self._dashboard is None or self._live is None:
             return
         from tidegate.observability.dashboard.comparisons import ComparableRuns
-        from tidegate.observability.dashboard.live import monotonic_us
         from tidegate.observability.dashboard.source import LiveSource
+        from tidegate.observability.metrics.live import monotonic_us
 
         source = LiveSource(
             self._live,
@@ -235,7 +235,7 @@ class Observers:
         resumed_batches: int | None,
         on_failure: Callable[[RecordingFailed], None],
     ) -> "RunRecorder":
-        from tidegate.observability.recording import RunRecorder
+        from tidegate.observability.records.recording import RunRecorder
 
         return RunRecorder(
             directory,
@@ -247,9 +247,9 @@ class Observers:
 
     def _live_recorder(self, resumed: RunResumed | None) -> "LiveRecorder":
         """Create the dashboard's memory; a resumed run's curves continue from its records."""
-        from tidegate.observability.dashboard.live import LiveRecorder
-        from tidegate.observability.evaluations import read_evaluations
-        from tidegate.observability.facts import read_batches
+        from tidegate.observability.metrics.live import LiveRecorder
+        from tidegate.observability.records.evaluations import read_evaluations
+        from tidegate.observability.reports.facts import read_batches
 
         recorder = LiveRecorder()
         if resumed is not None and self._settings.records.run_directory is not None:

@@ -1,8 +1,6 @@
 """A recorded run in Python and notebooks: its numbers, trajectories, metrics and plots.
 
-Users call :func:`open_run`. polars, pandas, datasets and matplotlib are imported when asked for;
-figures come from :mod:`facts`, rows from :mod:`trajectories`. The user's notebook or script is its
-only caller.
+Users call :func:`open_run`. polars, pandas, datasets and matplotlib are imported when asked for.
 """
 
 import importlib
@@ -13,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import pyarrow as pa
 
 from tidegate.errors import AuditError, ConfigError
-from tidegate.observability.evaluations import EvaluationPoint, read_evaluations
-from tidegate.observability.facts import Facts, read_facts, read_metrics, read_record
-from tidegate.observability.trajectories import (
+from tidegate.observability.records.evaluations import EvaluationPoint, read_evaluations
+from tidegate.observability.records.trajectories import (
     SCHEMA,
     RecordedRollout,
     read_trajectories,
     recorded_batches,
 )
+from tidegate.observability.reports.facts import Facts, read_facts, read_metrics, read_record
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
 
 if TYPE_CHECKING:
@@ -94,7 +92,7 @@ class RecordedRun:
 
     def plot(self) -> "Figure":
         """Return the report's picture: rewards, staleness, and an excerpt of the timeline."""
-        from tidegate.observability.report_picture import report_figure
+        from tidegate.observability.reports.report_picture import report_figure
 
         return report_figure(self.directory, self.facts, read_metrics(self.directory))
 
@@ -104,7 +102,7 @@ class RecordedRun:
         Raises:
             ConfigError: no batch has a figure of this name.
         """
-        from tidegate.observability.report_picture import metrics_figure
+        from tidegate.observability.reports.report_picture import metrics_figure
 
         rows = read_metrics(self.directory)
         known = dict.fromkeys(name for row in rows for name in row)
@@ -117,7 +115,7 @@ class RecordedRun:
 
     def report(self) -> Path:
         """Write report.md, report.json and report.png; return the page's path."""
-        from tidegate.observability.report import write_report
+        from tidegate.observability.reports.report import write_report
 
         return write_report(self.directory)
 

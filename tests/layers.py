@@ -30,7 +30,22 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Top-level folders from the top down. A folder imports only from layers below its own; policies,
 kernels and transport import nothing of the project, and orchestrator and engine share only them."""
 
-ROOMS: dict[str, tuple[str, ...]] = {
+ROOMS: dict[str, tuple[str | tuple[str, ...], ...]] = {
+    "observability": (
+        "",  # observers.py, and what users name: recorded runs, progress, logs, trackers
+        "dashboard",
+        "metrics",
+        "reports",
+        "audit",
+        "records",
+    ),
+    "serving": (
+        "",  # vllm_server.py: one server of the APIs of vllm and sglang
+        ("gateway", "vllm", "sglang", "tinker"),
+        "control",
+        "openai",
+        "http",
+    ),
     "orchestrator": (
         "trainer",
         "scheduler",
@@ -57,7 +72,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "memory",
     ),
 }
-"""Rooms inside a folder, from the top down; a room imports only from rooms below it."""
+"""Rooms inside a folder, from the top down; a room imports only from rooms below it. Rooms in one
+tuple are side by side: none imports another."""
+
+UNNAMED_ROOMS = {
+    "observability/": "observability/observers",
+    "serving/": "serving/vllm_server",
+    "engine/": "engine/worker",
+}
+"""What the modules that lie in no room of their folder are drawn as."""
 
 USERS_OF_THE_PUBLIC_API = {"cli", "integrations", "simulation"}
 """Folders that may also use `tidegate.NAME`, as a user's code does."""
@@ -75,6 +98,11 @@ class Import:
 
     def __str__(self) -> str:
         return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def floors(folder: str) -> list[tuple[str, ...]]:
+    """Return a folder's rooms from the top down, those side by side in one tuple."""
+    return [(each,) if isinstance(each, str) else each for each in ROOMS[folder]]
 
 
 def folders() -> list[str]:
@@ -129,38 +157,36 @@ def room_of(path: str) -> str:
     return folder
 
 
-def ranks() -> dict[str, tuple[int, int]]:
-    """Return each room's place from the top: the layer of its folder, and its place in there."""
+@cache
+def ranks() -> Mapping[str, tuple[int, int]]:
+    """Return each room's place from the top: the layer of its folder, and its floor in there."""
     found: dict[str, tuple[int, int]] = {}
     for layer, names in enumerate(LAYERS):
         for folder in names:
             if folder in ROOMS:
-                for place, room in enumerate(ROOMS[folder]):
-                    found[f"{folder}/{room}"] = (layer, place)
+                for floor, rooms in enumerate(floors(folder)):
+                    found |= {f"{folder}/{room}": (layer, floor) for room in rooms}
             else:
                 found[folder] = (layer, 0)
     return found
 
 
 def upward_imports() -> list[Import]:
-    """Return the imports that point to the same layer or above, other than within a room."""
-    found: list[Import] = []
-    known = ranks()
-    for each in imports():
-        here = room_of(each.importer)
-        if each.imported == "tidegate":
-            if here not in USERS_OF_THE_PUBLIC_API:
-                found.append(each)
-            continue
-        there = room_of(each.imported)
-        if here == there:
-            continue
-        is_same_folder = here.split("/")[0] == there.split("/")[0]
-        (layer, place), (layer_there, place_there) = known[here], known[there]
-        is_downward = place_there > place if is_same_folder else layer_there > layer
-        if not is_downward:
-            found.append(each)
-    return found
+    """Return the imports that point to the same floor or above, other than within a room."""
+    return [each for each in imports() if not may_import(each.importer, each.imported)]
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether a file may import another: of its room, of a lower floor of its folder, or of a
+    folder in a lower layer."""
+    here = room_of(importer)
+    if imported == "tidegate":
+        return here in USERS_OF_THE_PUBLIC_API
+    there = room_of(imported)
+    (layer, floor), (layer_there, floor_there) = ranks()[here], ranks()[there]
+    if here.split("/")[0] == there.split("/")[0]:
+        return here == there or floor_there > floor
+    return layer_there > layer
 
 
 def cycles() -> list[list[str]]:
@@ -232,16 +258,19 @@ def draw(target: Path) -> None:
     places: dict[str, tuple[float, float]] = {}
     y = 0.0
     for layer in LAYERS:
-        rooms = [folder for folder in layer if folder not in ROOMS]
-        for column, folder in enumerate(rooms):
-            places[folder] = (6.0 * (column - (len(rooms) - 1) / 2), y)
         depth = 0
-        for column, folder in enumerate(folder for folder in layer if folder in ROOMS):
-            for row, room in enumerate(ROOMS[folder]):
-                places[f"{folder}/{room}"] = (-4.5 + 9.0 * column, y - row)
+        for column, folder in enumerate(layer):
+            x = 9.0 * (column - (len(layer) - 1) / 2) if folder in ROOMS else 6.0 * (column - 1)
+            if folder not in ROOMS:
+                places[folder] = (x if len(layer) > 1 else 0.0, y)
+                continue
+            for row, rooms in enumerate(floors(folder)):
+                for number, room in enumerate(rooms):
+                    side = 4.2 * (number - (len(rooms) - 1) / 2)
+                    places[f"{folder}/{room}"] = (x + side, y - row)
                 depth = max(depth, row)
         y -= depth + 1.6
-    figure, axes = pyplot.subplots(figsize=(11, 13))
+    figure, axes = pyplot.subplots(figsize=(11, -0.6 * y))
     for here, there in sorted(direct_edges()):
         axes.annotate(
             "",
@@ -266,7 +295,7 @@ def draw(target: Path) -> None:
             ec="#34566f",
         )
         axes.add_patch(box)
-        label = room if not room.endswith("/") else f"{room}worker"
+        label = UNNAMED_ROOMS.get(room, room)
         axes.text(x, height, label, ha="center", va="center", fontsize=9)
     axes.set_xlim(-9, 9)
     axes.set_ylim(y + 0.8, 1)

@@ -15,7 +15,7 @@ import tidegate
 from tests.site_hooks import generated_pages, hook
 from tidegate import errors
 from tidegate.cli import app
-from tidegate.observability.metrics import METRICS
+from tidegate.observability.metrics.catalogue import METRICS
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.transport import messages
 

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers import ROOMS, ROOT, cycles, folders, imported_names, sources, upward_imports
+from tests.layers import (
+    ROOMS,
+    ROOT,
+    cycles,
+    floors,
+    folders,
+    imported_names,
+    may_import,
+    sources,
+    upward_imports,
+)
 
 pytestmark = pytest.mark.wire
 
@@ -35,14 +45,33 @@ def test_every_import_between_rooms_points_downward() -> None:
     assert not upward, "\n".join(upward)
 
 
+@pytest.mark.parametrize(
+    ("importer", "imported", "may"),
+    [
+        ("serving/gateway/app.py", "serving/openai/requests.py", True),
+        ("serving/gateway/app.py", "serving/gateway/sessions.py", True),
+        ("serving/gateway/app.py", "serving/vllm/requests.py", False),  # side by side
+        ("serving/sglang/app.py", "serving/vllm/app.py", False),
+        ("serving/openai/requests.py", "serving/control/routes.py", False),
+        ("serving/vllm_server.py", "serving/sglang/app.py", True),
+        ("observability/metrics/catalogue.py", "observability/dashboard/app.py", False),
+        ("observability/dashboard/app.py", "serving/http/server.py", True),
+        ("serving/http/server.py", "observability/logs.py", False),
+        ("engine/worker.py", "orchestrator/core/core.py", False),
+    ],
+)
+def test_rooms_import_rooms_of_lower_floors_only(importer: str, imported: str, may: bool) -> None:
+    assert may_import(importer, imported) is may
+
+
 def test_no_modules_import_each_other() -> None:
     assert cycles() == []
 
 
 def test_every_folder_and_room_is_in_the_table_of_layers() -> None:
-    for folder, rooms in ROOMS.items():
+    for folder in ROOMS:
         there = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
-        assert there == set(rooms) - {""}, folder
+        assert there == {room for floor in floors(folder) for room in floor} - {""}, folder
     linked = {path.name for path in (ROOT / "src" / "tidegate").iterdir() if path.is_symlink()}
     assert linked == set(folders())
 
@@ -72,7 +101,8 @@ def test_what_decides_has_no_clock_no_randomness_and_no_io(folder: str) -> None:
 
 
 def test_every_module_that_a_docstring_names_by_its_folder_exists() -> None:
-    owners = {*folders(), *(room for rooms in ROOMS.values() for room in rooms)} - {""}
+    rooms = {room for folder in ROOMS for floor in floors(folder) for room in floor}
+    owners = {*folders(), *rooms} - {""}
     paths = [path for folder in folders() for path in sources(folder)]
     known = {
         "/".join(path.parts[start:])

@@ -16,7 +16,7 @@ import typer
 
 import tidegate
 from tidegate.cli import app
-from tidegate.observability.metrics import METRICS
+from tidegate.observability.metrics.catalogue import METRICS
 from tidegate.orchestrator.settings.config import RunSettings
 
 ROOT = Path(__file__).parent.parent

@@ -4,7 +4,7 @@ transformers converts some tensors while it loads a directory: the matrices of a
 become one tensor, a fused projection becomes several, others are only renamed. A trainer may
 publish under either set of names. The engine and the vLLM-compatible server both call
 :func:`name_groups` with transformers' own conversions. Standard library only. Callers are
-``engine/weights/weight_conversions.py`` and ``serving/vllm_server/model_info.py``.
+``engine/weights/weight_conversions.py`` and ``serving/openai/model_info.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

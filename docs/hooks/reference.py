@@ -32,11 +32,15 @@ import tidegate
 from benchmarks.page import RESULTS, scheduling_tables
 from tidegate import errors, transport
 from tidegate.cli import app
-from tidegate.observability.metrics import METRICS
+from tidegate.observability.metrics.catalogue import METRICS
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayCompletionRequest
-from tidegate.serving.openai_requests import CompletionRequest
-from tidegate.serving.vllm_server.requests import GenerateRequest, TokenSampling, VllmChatRequest
+from tidegate.serving.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    TokenSampling,
+)
 from tidegate.transport.message import Message
 from tidegate.transport.messages import KvSpan, Prefill, Step
 
@@ -63,7 +67,7 @@ PROGRAMS = {
 
 REQUESTS = {
     "`/v1/completions`": CompletionRequest,
-    "`/v1/chat/completions`": VllmChatRequest,
+    "`/v1/chat/completions`": ChatRequest,
     "`/inference/v1/generate`": GenerateRequest,
     "its `sampling_params`": TokenSampling,
     "gateway's completions": GatewayCompletionRequest,

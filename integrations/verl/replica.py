@@ -2,7 +2,7 @@
 
 verl's ``LLMServerManager`` makes a :class:`TidegateReplica` for each trainer worker, or for each
 worker of a pool of its own. Clients of verl call the actor, a :class:`TidegateServer`. Built on
-Ray, on ``serving/vllm_server/`` for verl's HTTP clients, and on ``turns.py``.
+Ray, on ``serving/vllm_server.py`` for verl's HTTP clients, and on ``turns.py``.
 """
 
 import itertools
@@ -24,10 +24,10 @@ from tidegate.errors import ConfigError
 from tidegate.integrations.verl.turns import GlobalSteps, token_output, turn_options
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.serving.run_server import REQUEST_TIMEOUT_S
-from tidegate.serving.vllm_server.active_requests import ActiveRequests
-from tidegate.serving.vllm_server.model_info import read_model_info
-from tidegate.serving.vllm_server.requests import Prompt
+from tidegate.serving.http.run_server import REQUEST_TIMEOUT_S
+from tidegate.serving.openai.active_requests import ActiveRequests
+from tidegate.serving.openai.model_info import read_model_info
+from tidegate.serving.openai.requests import Prompt
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 if TYPE_CHECKING:

@@ -36,21 +36,21 @@ from tidegate.observability.audit.rivals import (
     judge_exactly,
     rivals_of,
 )
-from tidegate.observability.recording import (
+from tidegate.observability.records.recording import (
     QUEUED_WEIGHTS_MAX,
     archived_adapter,
     archived_weights,
     archives,
 )
-from tidegate.observability.run_directories import (
+from tidegate.observability.records.run_directories import (
     RUN_FILE,
     has_ended,
     is_part,
     process_directories,
     read_run_file,
 )
-from tidegate.observability.run_files import replace_file
-from tidegate.observability.trajectories import (
+from tidegate.observability.records.run_files import replace_file
+from tidegate.observability.records.trajectories import (
     STREAM_FILE,
     TRAJECTORIES_FILE,
     count_trajectories,

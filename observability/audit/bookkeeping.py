@@ -3,8 +3,7 @@
 The audit passes it every row of ``trajectories.parquet``. ``staleness``, ``consumed_version`` and
 ``state`` follow from data recorded elsewhere: the versions that sampled a row's tokens, the order
 of the rows, and each batch's line in ``metrics.jsonl``. ``advantage`` follows from the rewards of
-the group's rows. A disagreement means that one of them is wrong. Rows are read by
-:mod:`trajectories`.
+the group's rows. A disagreement means that one of them is wrong.
 """
 
 import hashlib
@@ -19,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from tidegate.observability.audit.replay_plan import Problem
-from tidegate.observability.run_directories import (
+from tidegate.observability.records.run_directories import (
     RUN_FILE,
     has_ended,
     is_part,
     read_json_lines,
     read_run_file,
 )
-from tidegate.observability.run_files import METRICS_FILE
-from tidegate.observability.trajectories import RecordedRollout
+from tidegate.observability.records.run_files import METRICS_FILE
+from tidegate.observability.records.trajectories import RecordedRollout
 
 TRAINED_COLUMNS = ("consumed_version", "advantage", "oldest_trainable")
 """Columns that are set in each trained row, and null in every other one."""

@@ -4,8 +4,7 @@
 contradictions it reports as problems; :mod:`replay` carries it out. A *pass* goes from one prefill
 of a turn to the next. Within it, the KV of each context position was computed once: up to the
 prefill by the versions that it names, after it by the version that sampled the next token. Runs of
-one version are the *stages* of a replay. Built on the recorded rollouts of
-``observability/trajectories.py``.
+one version are the *stages* of a replay.
 """
 
 import itertools
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
+from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.token_attachments import RoutedExperts
 from tidegate.transport.messages import KvSpan

@@ -1,8 +1,8 @@
 """Access rules of the dashboard: its address, its token, and the places where a request may carry
 the token.
 
-A loopback address needs no token; any other address does. :class:`http_server.AccessGuard` calls
-these rules, and checks ``Host`` and ``Origin`` itself. Depends on ``serving/listening.py`` only.
+A loopback address needs no token; any other address does. :class:`AccessGuard` calls these
+rules, and checks ``Host`` and ``Origin`` itself.
 """
 
 import os
@@ -14,7 +14,7 @@ from http.cookies import CookieError, SimpleCookie
 from urllib.parse import quote, unquote
 
 from tidegate.errors import ConfigError
-from tidegate.serving.listening import is_loopback
+from tidegate.serving.http.listening import is_loopback
 from tidegate.transport.server_keys import DASHBOARD_TOKEN_VARIABLE
 
 TOKEN_CHARACTERS_MIN = 16

@@ -38,9 +38,9 @@ from tidegate.observability.dashboard.rollout_pages import rollout_page
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery, whole_number
 from tidegate.observability.dashboard.source import Source
 from tidegate.observability.dashboard.updates import TooManyViewers, Updates
-from tidegate.observability.prometheus import CONTENT_TYPE, exposition
-from tidegate.observability.story import Subject
-from tidegate.serving.http_server import AccessGuard, AccessPolicy, Headers
+from tidegate.observability.metrics.prometheus import CONTENT_TYPE, exposition
+from tidegate.observability.reports.story import Subject
+from tidegate.serving.http.server import AccessGuard, AccessPolicy, Headers
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

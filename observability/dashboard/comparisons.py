@@ -1,8 +1,7 @@
 """Runs side by side: which runs can be compared with the shown one, and the comparison as JSON.
 
 The app's routes `/api/runs` and `/api/comparison` use it. Figures are those of `tidegate compare`,
-read from the runs' directories, so a running run is compared as far as it is recorded. Built on
-``observability/comparison.py``.
+read from the runs' directories, so a running run is compared as far as it is recorded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from tidegate.errors import ConfigError
-from tidegate.observability.comparison import (
+from tidegate.observability.records.run_directories import RUN_FILE, read_run_file
+from tidegate.observability.reports.comparison import (
     RUNS_MAX,
     ComparedRun,
     comparison_rows,
@@ -19,7 +19,6 @@ from tidegate.observability.comparison import (
     held_out_curve,
     read_runs,
 )
-from tidegate.observability.run_directories import RUN_FILE, read_run_file
 
 LISTED_MAX = 200
 """Limit of runs offered for a comparison; the newest are offered."""

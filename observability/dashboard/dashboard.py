@@ -1,8 +1,7 @@
 """HTTP server of the dashboard, on a thread with an event loop of its own.
 
 A run's observers start it, and so does `tidegate dashboard` for recorded runs. Because of the
-thread, a run whose loop is blocked can still be viewed, and encoding delays no rollout. Built on
-uvicorn, by ``serving/http_server.py``.
+thread, a run whose loop is blocked can still be viewed, and encoding delays no rollout.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from tidegate.errors import ConfigError
 from tidegate.observability.dashboard.access import parse_address, token_for
-from tidegate.serving.listening import listen, url_of
+from tidegate.serving.http.listening import listen, url_of
 
 if TYPE_CHECKING:
     from tidegate.observability.dashboard.comparisons import ComparableRuns
@@ -130,7 +129,7 @@ class Dashboard:
         from tidegate.observability.dashboard.app import dashboard_app
         from tidegate.observability.dashboard.frames import frame
         from tidegate.observability.dashboard.updates import Updates
-        from tidegate.serving.http_server import make_server
+        from tidegate.serving.http.server import make_server
 
         def make() -> bytes:
             return msgspec.json.encode(frame(source.observe(is_update=True)))

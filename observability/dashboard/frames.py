@@ -1,18 +1,17 @@
 """Frames of the dashboard: conversion of an observation into compact JSON for the page.
 
 The app sends :func:`frame` once a second, and :func:`about` once. Rows are lists with the order of
-named columns. Pure functions; page/ draws the figures. Built on ``snapshots.py`` for the run's
-state, and ``live.py`` for what was collected over time.
+named columns. Pure functions; page/ draws the figures.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidegate.observability.dashboard.live import CollectedData
-from tidegate.observability.dashboard.snapshots import AdapterLine, DashboardSnapshot, RolloutLine
 from tidegate.observability.dashboard.source import RolloutList
-from tidegate.observability.dashboard.timeline import Slice
+from tidegate.observability.metrics.live import CollectedData
+from tidegate.observability.metrics.snapshots import AdapterLine, RolloutLine, RunSnapshot
+from tidegate.observability.metrics.timeline import Slice
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.off_policy import BY_LAG
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
@@ -67,7 +66,7 @@ ADAPTERS_SHOWN_MAX = 500
 """Limit of trained adapters in a frame, in the order of their names."""
 
 
-def frame(snapshot: DashboardSnapshot) -> dict[str, Any]:
+def frame(snapshot: RunSnapshot) -> dict[str, Any]:
     """Return all of an observation that the page shows."""
     s, collected = snapshot.statistics, snapshot.collected
     return {
@@ -135,7 +134,7 @@ def timeline(collected: CollectedData) -> dict[str, Any]:
     }
 
 
-def about(snapshot: DashboardSnapshot) -> dict[str, Any]:
+def about(snapshot: RunSnapshot) -> dict[str, Any]:
     """Return what the page receives only once."""
     return {
         "about": dict(snapshot.about),

@@ -1,8 +1,7 @@
 """Dashboard source that reads the files of a run that ended, was killed, or was resumed.
 
 Used by `tidegate dashboard` and `tidegate top`. One line per rollout is held in memory; the tokens
-of a rollout are read from disk when a viewer opens the rollout. Built on :mod:`facts`,
-:mod:`trajectories` and :mod:`trace`.
+of a rollout are read from disk when a viewer opens the rollout.
 """
 
 import contextlib
@@ -21,30 +20,30 @@ import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
 from tidegate.errors import AuditError, ModelError
-from tidegate.observability.dashboard.live import CollectedData
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery, contains
-from tidegate.observability.dashboard.snapshots import (
+from tidegate.observability.dashboard.source import LISTED_MAX, RolloutList
+from tidegate.observability.metrics.live import CollectedData
+from tidegate.observability.metrics.snapshots import (
     AdapterLine,
-    DashboardSnapshot,
     RolloutLine,
+    RunSnapshot,
     recorded_adapter_line,
     shorten,
 )
-from tidegate.observability.dashboard.source import LISTED_MAX, RolloutList
-from tidegate.observability.dashboard.timeline import timeline_of
-from tidegate.observability.evaluations import EvaluationPoint, read_evaluations
-from tidegate.observability.explain import explain_from
-from tidegate.observability.facts import read_batches, read_record, resumed_batches
-from tidegate.observability.forks import read_forks
-from tidegate.observability.run_directories import RUN_FILE, adapter_directories
-from tidegate.observability.story import RunContext, Story, Subject
-from tidegate.observability.trace import TRAINER_TRACK, Trace, read_trace, trace_path
-from tidegate.observability.trajectories import (
+from tidegate.observability.metrics.timeline import timeline_of
+from tidegate.observability.records.evaluations import EvaluationPoint, read_evaluations
+from tidegate.observability.records.forks import read_forks
+from tidegate.observability.records.run_directories import RUN_FILE, adapter_directories
+from tidegate.observability.records.trace import TRAINER_TRACK, Trace, read_trace, trace_path
+from tidegate.observability.records.trajectories import (
     SCHEMA,
     RecordedRollout,
     find_trajectory,
     recorded_batches,
 )
+from tidegate.observability.reports.explain import explain_from
+from tidegate.observability.reports.facts import read_batches, read_record, resumed_batches
+from tidegate.observability.reports.story import RunContext, Story, Subject
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.episodes.model_files import read_tokenizer
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy, off_policy_of
@@ -95,7 +94,7 @@ class RecordedSource:
         self._trace = _read_trace(self._directory)
         self._searched: tuple[str, str] | None = None
         self._matches: tuple[set[int], str] = (set(), "")
-        self._snapshot = DashboardSnapshot(
+        self._snapshot = RunSnapshot(
             statistics=run.statistics or _no_statistics(),
             collected=_collected(self._directory, self._trace, lags),
             adapters=_adapters(self._directory),
@@ -116,7 +115,7 @@ class RecordedSource:
         """Bound of staleness that the run guaranteed; see :class:`Source`."""
         return self._snapshot.statistics.staleness_bound
 
-    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
+    def observe(self, *, is_update: bool = False) -> RunSnapshot:
         """Return the snapshot, which never changes; see :meth:`Source.observe`."""
         return self._snapshot
 

@@ -1,7 +1,7 @@
 """JSON of one rollout for the dashboard: its text token by token, with each token's provenance.
 
 The app's `/api/rollouts/{id}` route calls :func:`rollout_page`. Model output is passed on as data;
-the page renders it as text, never as HTML. Reads rollouts by ``observability/trajectories.py``.
+the page renders it as text, never as HTML.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
+from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
 from tidegate.orchestrator.episodes.tool_calls import parse_reply
 

@@ -1,7 +1,6 @@
 """Queries of the dashboard's list of rollouts: filter, search and order.
 
-The app parses a :class:`RolloutQuery` from a request; the sources apply it to their lines. Built on
-:class:`RolloutLine` of ``snapshots.py``.
+The app parses a :class:`RolloutQuery` from a request; the sources apply it to their lines.
 """
 
 import math
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tidegate.errors import ConfigError
-from tidegate.observability.dashboard.snapshots import RolloutLine
+from tidegate.observability.metrics.snapshots import RolloutLine
 
 STATES = ("running", "finished", "trained", "discarded", "evaluated")
 

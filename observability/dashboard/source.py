@@ -1,8 +1,7 @@
 """Data sources of the dashboard: the interface :class:`Source`, and the source of a live run.
 
 The app calls a source from worker threads, because an answer may take a moment. :mod:`recorded`
-implements it for a run's files. Built on ``snapshots.py``, ``live.py`` and, for explanations,
-``observability/story.py``.
+implements it for a run's files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +10,11 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from tidegate.observability.dashboard.live import CollectedData, LiveRecorder
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery, contains
-from tidegate.observability.dashboard.snapshots import (
-    DashboardSnapshot,
+from tidegate.observability.metrics.live import CollectedData, LiveRecorder
+from tidegate.observability.metrics.snapshots import (
     RolloutLine,
+    RunSnapshot,
     adapter_lines,
     find_rollout,
     group_lines,
@@ -23,7 +22,13 @@ from tidegate.observability.dashboard.snapshots import (
     task_text,
     unconsumed_rollouts,
 )
-from tidegate.observability.story import (
+from tidegate.observability.records.trajectories import (
+    RecordedRollout,
+    RolloutSnapshot,
+    as_recorded,
+    snapshot_rollout,
+)
+from tidegate.observability.reports.story import (
     RunContext,
     Story,
     Subject,
@@ -31,12 +36,6 @@ from tidegate.observability.story import (
     batch_story,
     group_story,
     rollout_story,
-)
-from tidegate.observability.trajectories import (
-    RecordedRollout,
-    RolloutSnapshot,
-    as_recorded,
-    snapshot_rollout,
 )
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
@@ -77,7 +76,7 @@ class Source(Protocol):
     def bound(self) -> int | None:
         """Bound of staleness that the run guarantees, in versions; None if it guarantees none."""
 
-    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
+    def observe(self, *, is_update: bool = False) -> RunSnapshot:
         """Return a snapshot; for an update, time-stamped data of the last seconds only."""
 
     def rollouts(self, query: RolloutQuery) -> RolloutList:
@@ -123,13 +122,13 @@ class LiveSource:
         assert bound is None or isinstance(bound, int)
         return bound
 
-    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
+    def observe(self, *, is_update: bool = False) -> RunSnapshot:
         """Return a snapshot of the run as of now; see :meth:`Source.observe`."""
         now_us = self._now_us()
         collected = self._recorder.collected(now_us - UPDATE_COVERS_US if is_update else 0)
 
-        def take_snapshot(scheduler: Scheduler) -> DashboardSnapshot:
-            return DashboardSnapshot(
+        def take_snapshot(scheduler: Scheduler) -> RunSnapshot:
+            return RunSnapshot(
                 statistics=self._statistics(scheduler),
                 collected=collected,
                 groups=group_lines(scheduler.core),
@@ -139,7 +138,7 @@ class LiveSource:
             )
 
         snapshot = self._read_state(take_snapshot)
-        assert isinstance(snapshot, DashboardSnapshot)
+        assert isinstance(snapshot, RunSnapshot)
         return snapshot
 
     def timeline(self, start_us: int, end_us: int) -> CollectedData | None:

@@ -2,7 +2,7 @@
 
 The app's Server-Sent Events route (`/api/updates`) iterates over :meth:`Updates.viewer`. Frames are
 made only while there are viewers. A slow viewer misses frames; no data is lost, because each frame
-covers the last seconds. The content of a frame comes from :mod:`frames`. Built on asyncio.
+covers the last seconds. The content of a frame comes from :mod:`frames`.
 """
 
 import asyncio

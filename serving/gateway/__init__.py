@@ -1,5 +1,4 @@
 """OpenAI-compatible HTTP API for agents, in which each rollout of a run is a session.
 
-Users create a :class:`Gateway`; its requests become turns of the rollout's :class:`Episode`. Built
-on ``serving/http_server.py`` (Starlette, uvicorn).
+Users create a :class:`Gateway`; its requests become turns of the rollout's :class:`Episode`.
 """

@@ -1,9 +1,11 @@
 """ASGI application of the gateway: OpenAI's and Anthropic's paths, sessions and rewards.
 
-Constructed by :class:`Gateway`. Keys and sessions are checked in :mod:`sessions`;
-:mod:`completions` generates the answers, in the form of each API. Built on ``api_app.py``.
+Keys and sessions are checked in :mod:`sessions`. Each choice of a request is a turn of a row of the
+session's rollout.
 """
 
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +17,8 @@ from starlette.types import ASGIApp
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.episodes.chat_template import ChatRendering
 from tidegate.orchestrator.episodes.conversation import EMPTY_CACHE
-from tidegate.serving.api_app import (
-    Answer,
-    ApiRoute,
-    api_app,
-    decode_json,
-    is_large,
-    key_of,
-    read_json_bytes,
-)
-from tidegate.serving.api_errors import AnthropicErrors, ApiError, OpenAIErrors
-from tidegate.serving.gateway.anthropic_messages import (
-    CountTokensRequest,
-    MessagesForm,
-    MessagesRequest,
-)
-from tidegate.serving.gateway.completions import (
-    ActiveCompletion,
-    ActiveTurn,
-    AnswerForm,
-    CompletionForm,
-    answer,
-    begin,
-    choice_of,
-)
-from tidegate.serving.gateway.openai_responses import ResponsesForm, ResponsesRequest
+from tidegate.orchestrator.episodes.tool_calls import ReplyFormat
+from tidegate.serving.gateway.completion_form import CompletionForm, TokensForm
 from tidegate.serving.gateway.requests import (
     FailureRequest,
     GatewayChatRequest,
@@ -48,18 +27,40 @@ from tidegate.serving.gateway.requests import (
     completion_of,
     generate_options,
 )
-from tidegate.serving.gateway.response_bodies import generated_tokens
-from tidegate.serving.http_server import (
+from tidegate.serving.http.errors import AnthropicErrors, ApiError, OpenAIErrors
+from tidegate.serving.http.scaffold import (
+    Answer,
+    ApiRoute,
+    api_app,
+    decode_json,
+    is_large,
+    key_of,
+    read_json_bytes,
+)
+from tidegate.serving.http.server import (
     AccessPolicy,
     Headers,
     off_loop,
     refuse_large_chat,
     unless_gone,
 )
-from tidegate.serving.openai_requests import TokenizeRequest
-from tidegate.serving.vllm_server.requests import GenerateRequest
+from tidegate.serving.openai.answers import ActiveCompletion, ActiveTurn, AnswerForm, answer_turns
+from tidegate.serving.openai.anthropic_messages import (
+    CountTokensRequest,
+    MessagesForm,
+    MessagesRequest,
+)
+from tidegate.serving.openai.requests import (
+    ChatRequest,
+    GenerateRequest,
+    OpenAIRequest,
+    TokenizeRequest,
+)
+from tidegate.serving.openai.responses import ResponsesForm, ResponsesRequest
 
 if TYPE_CHECKING:
+    from tidegate.orchestrator.episodes.episode import Episode
+    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.serving.gateway.sessions import GatewaySessions, Session
 
 BODY_BYTES_MAX = 16 * 1024 * 1024
@@ -134,7 +135,7 @@ class _Handlers:
         return {"input_tokens": len(ids)}
 
     async def _answer_chat(
-        self, http: HttpRequest, session: "Session", request: GatewayChatRequest, form: AnswerForm
+        self, http: HttpRequest, session: "Session", request: ChatRequest, form: AnswerForm
     ) -> Response:
         options, tools = generate_options(request), request.offered_tools
         rendering = request.rendering
@@ -154,18 +155,18 @@ class _Handlers:
                 cache=cache,
             )
             turn = conversation.generate_from(prepared, options)
-            return choice_of(prepared.row, turn, prepared.reply_format)
+            return _turn_of(prepared.row, turn, prepared.reply_format)
 
         beginnings = [begin_choice] * request.choices_per_prompt
-        return await answer(http, begin(session, request, beginnings), form)
+        return await answer_turns(http, _begin(session, request, beginnings), form)
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/completions``."""
         session = self._session(http)
         request = decode_json(await _body(http), GatewayCompletionRequest)
         options = generate_options(request)
-        begun = await self._begin(http, session, request, options)
-        return await answer(http, begun, CompletionForm())
+        begun = await self._begin_texts(http, session, request, options)
+        return await answer_turns(http, begun, CompletionForm())
 
     async def generate(self, http: HttpRequest) -> Response:
         """Answer ``POST /inference/v1/generate``, vLLM's path with tokens in and tokens out."""
@@ -175,10 +176,10 @@ class _Handlers:
         options = generate_options(request)
         if generate_request.sampling_params.max_tokens is None:
             del options["max_tokens"]
-        begun = await self._begin(http, session, request, options)
-        return await answer(http, begun, CompletionForm(generated_tokens))
+        begun = await self._begin_texts(http, session, request, options)
+        return await answer_turns(http, begun, TokensForm())
 
-    async def _begin(
+    async def _begin_texts(
         self,
         http: HttpRequest,
         session: "Session",
@@ -194,14 +195,14 @@ class _Handlers:
 
         def begin_choice(prompt: list[int]) -> ActiveTurn:
             row = session.episode.row_from(prompt)
-            return choice_of(row, row.generate(**options))
+            return _turn_of(row, row.generate(**options))
 
         beginnings = [
             partial(begin_choice, prompt)
             for prompt in prompts
             for _ in range(request.choices_per_prompt)
         ]
-        return begin(session, request, beginnings)
+        return _begin(session, request, beginnings)
 
     async def tokenize(self, http: HttpRequest) -> Answer:
         """Answer ``POST /tokenize``."""
@@ -285,3 +286,49 @@ class _Handlers:
 
 async def _body(http: HttpRequest) -> bytes:
     return await read_json_bytes(http, bytes_max=BODY_BYTES_MAX)
+
+
+def _turn_of(
+    row: "Episode",
+    turn: "Coroutine[Any, Any, GeneratedTurn]",
+    reply_format: ReplyFormat | None = None,
+) -> ActiveTurn:
+    """Begin a turn that continues a row from its present tokens."""
+    tokens = row.num_tokens
+    return ActiveTurn(
+        name=f"{row.rollout_id}-{tokens}",
+        prompt_tokens=tokens,
+        prompt=lambda: row.token_ids[:tokens],  # contexts only grow
+        turn=asyncio.ensure_future(turn),
+        current_turn=row.current_turn,
+        decode=row.decode if reply_format is None else row.reply_text,
+        reply_format=reply_format,
+    )
+
+
+def _begin(
+    session: "Session", request: OpenAIRequest, beginnings: Iterable[Callable[[], ActiveTurn]]
+) -> ActiveCompletion:
+    """Begin all choices of a request; one that can't begin cancels the others.
+
+    Raises:
+        ApiError: the session has too many requests.
+    """
+    session.refuse_if_busy()
+    active = ActiveCompletion(request, _weight_versions, answering=session.answering)
+    try:
+        for begin_choice in beginnings:
+            choice = begin_choice()
+            choice.turn.add_done_callback(session.record_turn)
+            active.choices.append(choice)
+    except BaseException:
+        active.cancel()
+        raise
+    return active
+
+
+def _weight_versions(turn: "GeneratedTurn") -> list[dict[str, Any]]:
+    """Return the weight version of each range of the turn's tokens."""
+    return [
+        {"version": str(span.version), "start": span.start, "end": span.end} for span in turn.spans
+    ]

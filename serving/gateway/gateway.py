@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError
 from tidegate.serving.gateway.sessions import GatewaySessions, Session
-from tidegate.serving.listening import KEEP_ALIVE_S, listen, url_of
+from tidegate.serving.http.listening import KEEP_ALIVE_S, listen, url_of
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -148,7 +148,7 @@ class Gateway(GatewaySessions):
 
     async def _run_server(self) -> None:
         from tidegate.serving.gateway.app import BODY_BYTES_MAX, gateway_app
-        from tidegate.serving.http_server import serve_app
+        from tidegate.serving.http.server import serve_app
 
         await serve_app(
             gateway_app(self),

@@ -1,7 +1,6 @@
 """Request bodies of the gateway, and their conversion to options of :meth:`Episode.generate`.
 
-Used by the gateway's HTTP handlers. Adds the gateway's refused fields and limits to the request
-structs of :mod:`openai_requests`, which the vLLM-compatible server shares.
+Adds the gateway's refused fields and limits to the request structs that all servers share.
 """
 
 from collections.abc import Mapping
@@ -11,15 +10,17 @@ import msgspec
 
 from tidegate.errors import InfrastructureFailed, PolicyFailed
 from tidegate.orchestrator.episodes.forced_calls import is_free
-from tidegate.serving import openai_requests
-from tidegate.serving.api_errors import ApiError
-from tidegate.serving.openai_requests import (
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.openai.requests import (
     TOP_LOGPROBS_MAX,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    OpenAIRequest,
     Sampling,
     checked_cache_salt,
     refuse_fields,
 )
-from tidegate.serving.vllm_server.requests import GenerateRequest
 
 CHOICES_MAX = 64
 """Largest number of choices of one request: ``n`` times the number of prompts."""
@@ -36,23 +37,25 @@ _ALSO_REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class GatewayChatRequest(openai_requests.ChatRequest, kw_only=True):
+class GatewayChatRequest(ChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **openai_requests.ChatRequest.REFUSED,
+        **ChatRequest.REFUSED,
         **_ALSO_REFUSED,
         "return_prompt_text": (False,),
     }
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"model"})  # there is one
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"model", "required_prefix_token_ids"})
+    """There is one model, and a conversation's row keeps its tokens."""
+    required_prefix_token_ids: Any = None
 
 
-class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
+class GatewayCompletionRequest(CompletionRequest, kw_only=True):
     """Body of ``POST /v1/completions``. A prompt of token ids that begins with all tokens of a row
     continues that row."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **openai_requests.CompletionRequest.REFUSED,
+        **CompletionRequest.REFUSED,
         **_ALSO_REFUSED,
     }
     IGNORED: ClassVar[frozenset[str]] = frozenset({"model"})
@@ -98,23 +101,20 @@ class FailureRequest(msgspec.Struct, kw_only=True):
         return kind(self.message or f"the agent reported {self.reason}", reason=self.reason)
 
 
-GatewayRequest = GatewayChatRequest | GatewayCompletionRequest
-
-
 class RewardRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /sessions/{id}/reward``."""
 
     reward: float
 
 
-def generate_options(request: GatewayRequest) -> dict[str, Any]:
+def generate_options(request: OpenAIRequest) -> dict[str, Any]:
     """Return a request's sampling parameters as options of :meth:`Episode.generate`.
 
     Raises:
         ApiError: a field can't be honoured.
     """
     choices = request.choices_per_prompt
-    prompts = len(request.prompts) if isinstance(request, GatewayCompletionRequest) else 1
+    prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
     if not 1 <= choices * prompts <= CHOICES_MAX:
         why = f"n must be from 1 to {CHOICES_MAX}, for all prompts together, got"
         raise ApiError(400, f"{why} {choices * prompts}", param="n")
@@ -128,7 +128,7 @@ def generate_options(request: GatewayRequest) -> dict[str, Any]:
         raise ApiError(400, why, param="stream_options")
     options = request.shared_options()
     has_form = request.schema is not None or request.grammar is not None
-    if has_form and isinstance(request, GatewayChatRequest) and not is_free(request.call_choice):
+    if has_form and isinstance(request, ChatRequest) and not is_free(request.call_choice):
         raise ApiError(400, "a forced call has its own form: omit response_format")
     if request.stop_token_ids is not None:
         options["stop_token_ids"] = request.stop_token_ids

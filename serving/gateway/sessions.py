@@ -1,7 +1,7 @@
 """Sessions of the gateway: each gives one agent access to its rollout, by an API key.
 
 The gateway opens and ends a session with each episode of its run; :mod:`app` finds sessions by
-their keys. Kept in memory only; independent of HTTP. Built on :class:`Episode` and asyncio.
+their keys. Kept in memory only; independent of HTTP.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from tidegate.errors import (
     TurnTimeout,
 )
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
-from tidegate.serving.api_errors import ApiError
-from tidegate.serving.gateway.response_store import ResponseStore
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.openai.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode

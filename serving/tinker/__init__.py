@@ -1,5 +1,5 @@
 """Server of the Tinker API: LoRA adapters trained and sampled over HTTP, by the SDK `tinker`.
 
 `tidegate tinker` and ``tidegate.tinker_server`` start it through `server.py`, over a run's engines;
-`app.py` has the routes. Built on `serving/`'s HTTP server, Starlette, torch and PEFT.
+`app.py` has the routes.
 """

@@ -3,7 +3,6 @@
 A handler reads a request, calls a part of the server (:class:`TinkerParts`) and answers at once.
 Requests that take long are answered with a ``request_id``, whose result ``retrieve_future`` waits
 for. Paths, fields and answers are those of the SDK ``tinker``; docs/tinker-server.md lists them.
-:mod:`server` makes the application. Built on Starlette.
 """
 
 import asyncio
@@ -22,10 +21,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tidegate.errors import RunClosed, TidegateError
-from tidegate.serving import api_app
-from tidegate.serving.api_app import Answer, ApiRoute, Body, as_json, key_of
-from tidegate.serving.api_errors import ApiError, ErrorForm, MalformedBody
-from tidegate.serving.http_server import JSON_TYPE, AccessPolicy, Headers, read_body
+from tidegate.serving.http import scaffold
+from tidegate.serving.http.errors import ApiError, ErrorForm, MalformedBody
+from tidegate.serving.http.scaffold import Answer, ApiRoute, Body, as_json, key_of
+from tidegate.serving.http.server import JSON_TYPE, AccessPolicy, Headers, read_body
+from tidegate.serving.openai.model_info import limits_of
 from tidegate.serving.tinker import messages, sessions
 from tidegate.serving.tinker.futures import RequestFailure, RequestSuccess, json_result
 from tidegate.serving.tinker.journal import (
@@ -46,7 +46,6 @@ from tidegate.serving.tinker.training_requests import (
     open_sampler,
     submit,
 )
-from tidegate.serving.vllm_server.model_info import limits_of
 
 log = logging.getLogger("tidegate")
 
@@ -137,12 +136,12 @@ def tinker_app(
     policy = AccessPolicy(
         bound_host, allowed_hosts, shows_key, body_types=frozenset({JSON_TYPE, PROTOBUF_TYPE})
     )
-    return api_app.api_app(routes, TinkerErrors(), policy)
+    return scaffold.api_app(routes, TinkerErrors(), policy)
 
 
 async def read(http: HttpRequest, kind: type[Body]) -> Body:
     """Read the body as a request of this kind."""
-    return await api_app.read_json(http, kind, bytes_max=BODY_BYTES_MAX)
+    return await scaffold.read_json(http, kind, bytes_max=BODY_BYTES_MAX)
 
 
 def future_answer(request_id: str, model_id: str | None = None, **more: Any) -> dict[str, Any]:

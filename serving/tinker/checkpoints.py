@@ -4,8 +4,7 @@
     ROOT/RUN/sampler_weights/NAME/    adapter alone, to sample from
 
 RUN is a model's id. A directory appears under its name when it is complete (written beside it,
-synced, then renamed), and ``checkpoint.json`` in it says whose it is. :mod:`app` uses the store.
-Built on ``training.py``.
+synced, then renamed), and ``checkpoint.json`` in it says whose it is.
 """
 
 import logging

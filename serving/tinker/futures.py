@@ -1,8 +1,7 @@
 """Results of requests that are carried out after they were answered with a ``request_id``.
 
 ``retrieve_future`` waits here for a result; every other handler of :mod:`app` that starts work
-begins an entry. Waiting is by an event of asyncio: no result is polled for. Built on
-``training.py`` for errors of the user.
+begins an entry. Waiting is by an event of asyncio: no result is polled for.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from tidegate.errors import RunClosed, TidegateError
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 from tidegate.serving.tinker.training import UserError
 
 POLL_TIMEOUT_S = 40.0

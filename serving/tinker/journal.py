@@ -11,9 +11,7 @@ needed is kept, so that results which a client had not read yet are computed aga
 
 A record is its length and its CRC-32, 4 bytes each, little-endian, and MessagePack. A record that
 was cut off by the crash ends the file, and is cut off it. An append that fails, as on a full disk,
-leaves the file as it was. :mod:`app`, :mod:`models` and :mod:`training_requests` append to the
-journal, :mod:`recovery` reads it; methods block. Built on msgspec and the records of
-``training.py``.
+leaves the file as it was. Methods block.
 """
 
 import contextlib

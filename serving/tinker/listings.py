@@ -13,8 +13,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from tidegate.serving.api_app import Answer
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.http.scaffold import Answer
 from tidegate.serving.tinker import messages
 from tidegate.serving.tinker.app import on, read
 from tidegate.serving.tinker.checkpoints import SCHEME, CheckpointFacts

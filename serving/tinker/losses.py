@@ -17,9 +17,9 @@ PPO: Schulman et al. 2017, arXiv:1707.06347; CISPO: MiniMax-M1, arXiv:2506.13585
 the gradient. GSPO-token: Zheng et al. 2025, arXiv:2507.18071, section 4.3: s has the value of the
 geometric mean of r over the tokens that the mask marks, and the gradient of the token's own
 :math:`\log p`. The SDK's documents give no default for its thresholds, nor for the ``beta`` b of
-``dro``, so a request must have them. :mod:`peft_training` calls this module; shapes are [n], or [n,
-K] for losses without a mask. Ratios are clamped as those of ``policies/objectives.py``, whose
-:func:`clamped_ratio` computes them: an infinite one would make the gradient NaN. Built on torch.
+``dro``, so a request must have them. Shapes are [n], or [n, K] for losses without a mask. Ratios
+are clamped as those of ``policies/objectives.py``, whose :func:`clamped_ratio` computes them: an
+infinite one would make the gradient NaN.
 """
 
 from collections.abc import Callable, Mapping

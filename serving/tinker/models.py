@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidegate.errors import RunClosed, TidegateError
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 from tidegate.serving.tinker.futures import (
     Entry,
     FutureTable,

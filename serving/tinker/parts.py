@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 from tidegate.serving.tinker.checkpoints import CheckpointStore
 from tidegate.serving.tinker.futures import FutureTable
 from tidegate.serving.tinker.journal import ServerState

@@ -1,9 +1,7 @@
 """Protobuf bodies of the Tinker API: decodes ``forward_backward``, encodes samples and outputs.
 
 The message types are those of the installed SDK, because the service publishes no ``.proto`` file.
-Arrays travel as little-endian bytes. :mod:`app`, :mod:`models`, :mod:`sampling` and
-:mod:`training_requests` call this module. Built on the data types of ``training.py`` and on
-protobuf.
+Arrays travel as little-endian bytes.
 """
 
 import math
@@ -15,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.openai.response_bodies import as_npy
 from tidegate.serving.tinker.training import BatchResult, Datum, LossBatch, UserError
-from tidegate.serving.vllm_server.response_bodies import as_npy
 
 MASKED_LOGPROB = -99999.0
 """Log-prob, of token 0, at positions of a top-k matrix that were not scored."""

@@ -3,7 +3,7 @@
 The server calls :func:`recover` before it answers anything. Requests that were accepted since a
 model's snapshot are carried out again, in their order, so clients can retrieve their results. No
 record ends the recovery: what can't be restored or repeated is logged, refused to its client and
-passed over. Built on :mod:`journal` and :mod:`checkpoints`.
+passed over.
 """
 
 import asyncio

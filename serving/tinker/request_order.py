@@ -2,13 +2,13 @@
 
 The SDK numbers a model's requests from 1, sends several at once, and sends a request again when an
 answer is lost. :mod:`models` passes each arrival and each end to :class:`RequestOrder`, which
-returns the requests to start. Standard library only.
+returns the requests to start.
 """
 
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 
 WAITING_MAX = 1024
 """A request may be this far ahead of the one that starts next; the SDK is asked to retry others."""

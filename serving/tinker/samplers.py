@@ -1,8 +1,7 @@
 """Weights that samplers use: saved adapters, which engines hold as pinned versions while in use.
 
 :class:`EngineAdapters` publishes a saved adapter when a sample first needs it, and unpins the least
-recently used ones. :mod:`sampling` uses it for every sample; :mod:`app` makes the samplers. Built
-on ``checkpoints.py``, ``orchestrator/weight_sync/adapter_files.py`` and the run's scheduler.
+recently used ones.
 """
 
 import asyncio

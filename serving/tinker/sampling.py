@@ -1,12 +1,11 @@
 """``asample``: checks a request, samples it as rollouts of the run, and scores its prompt.
 
-Called by :mod:`app`. Samples are evaluation rollouts by the vLLM-compatible server's
-:class:`ActiveRequests`; prompts' log-probs are scores of the run.
+Samples are evaluation rollouts by :class:`ActiveRequests`; prompts' log-probs are scores of the
+run.
 """
 
 import asyncio
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,10 @@ import numpy.typing as npt
 
 from tidegate.errors import TurnRefused
 from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.openai.active_requests import ActiveRequest, ActiveRequests, choice_seeds
+from tidegate.serving.openai.model_info import Limits, limits_of
+from tidegate.serving.openai.requests import CHOICES_MAX, Prompt
 from tidegate.serving.tinker.messages import SampleRequest, SamplingFields
 from tidegate.serving.tinker.protobuf import (
     MASKED_LOGPROB,
@@ -26,17 +28,12 @@ from tidegate.serving.tinker.protobuf import (
 )
 from tidegate.serving.tinker.samplers import AdapterVersion, EngineAdapters, Sampler
 from tidegate.serving.tinker.training import UserError
-from tidegate.serving.vllm_server.active_requests import ActiveRequest, ActiveRequests
-from tidegate.serving.vllm_server.model_info import Limits, limits_of
-from tidegate.serving.vllm_server.requests import CHOICES_MAX, Prompt
 from tidegate.transport.scoring import TOP_LOGPROBS_MAX
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
     from tidegate.orchestrator.trainer.run import Run
-
-SEED_BITS = 63
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
     "base_model": (None, "create a sampling session of it first, as the SDK does"),
@@ -91,7 +88,7 @@ class SampleRunner:
                 options["adapter_version"] = weights.version
             if weights.cache_salt:
                 options["cache_salt"] = weights.cache_salt
-            seeds = _seeds(request.sampling_params.seed, request.num_samples)
+            seeds = choice_seeds(request.sampling_params.seed, request.num_samples)
             prompt = Prompt(token_ids)
             active = self._requests.begin(
                 request_id, [(prompt, {**options, "seed": seed}) for seed in seeds]
@@ -296,12 +293,6 @@ def _stops(stop: str | list[str | int] | None) -> tuple[list[str], list[int]]:
         return [stop], []
     strings = [each for each in stop or () if isinstance(each, str)]
     return strings, [each for each in stop or () if isinstance(each, int)]
-
-
-def _seeds(seed: int | None, samples: int) -> list[int]:
-    if seed is None:
-        return [secrets.randbits(SEED_BITS) for _ in range(samples)]
-    return [seed + number for number in range(samples)]
 
 
 def _top_of(turn: "GeneratedTurn", k: int) -> TopTokens:

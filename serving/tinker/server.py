@@ -3,7 +3,7 @@
     with tidegate.tinker_server(model=path, engines=2, port=8000) as server:
         ...  # tinker.ServiceClient(base_url=server.url, api_key="tml-...")
 
-`tidegate tinker` starts it too. :mod:`app` answers, over ``serving/http_server.py``.
+`tidegate tinker` starts it too. :mod:`app` answers, over ``serving/http/server.py``.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
-from tidegate.serving.listening import KEEP_ALIVE_S, is_loopback
-from tidegate.serving.run_server import RunServer
+from tidegate.serving.http.listening import KEEP_ALIVE_S, is_loopback
+from tidegate.serving.http.run_server import RunServer
 from tidegate.serving.tinker.journal import ServerState
 from tidegate.serving.tinker.tenants import TenantLimits, Tenants
 
@@ -149,7 +149,7 @@ class TinkerServer(RunServer):
 
     async def _serve(self, scheduler: "Scheduler") -> None:
         import tidegate.serving.tinker.listings  # noqa: F401  (registers its paths)
-        from tidegate.serving.http_server import serve_app
+        from tidegate.serving.http.server import serve_app
         from tidegate.serving.tinker.app import BODY_BYTES_MAX, tinker_app
         from tidegate.serving.tinker.recovery import recover
 
@@ -177,6 +177,7 @@ class TinkerServer(RunServer):
         scheduler: "Scheduler",
         spawn: "Spawn",
     ) -> "TinkerParts":
+        from tidegate.serving.openai.active_requests import ActiveRequests
         from tidegate.serving.tinker.checkpoints import CheckpointStore
         from tidegate.serving.tinker.futures import FutureTable
         from tidegate.serving.tinker.models import ModelTrainer
@@ -185,7 +186,6 @@ class TinkerServer(RunServer):
         from tidegate.serving.tinker.samplers import EngineAdapters
         from tidegate.serving.tinker.sampling import OtherModel, SampleRunner
         from tidegate.serving.tinker.sessions import SessionTable
-        from tidegate.serving.vllm_server.active_requests import ActiveRequests
 
         run, futures = self._rollouts._running, FutureTable(spawn)
         directory = Path(self.settings.model).resolve()

@@ -7,7 +7,7 @@ A client opens a session, sends heartbeats while it runs, and makes models and s
 
 from dataclasses import dataclass, field
 
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 from tidegate.serving.tinker.models import TrainedModel
 from tidegate.serving.tinker.samplers import Sampler
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidegate.errors import ConfigError
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 
 ANYBODY = ""
 """Tenant of all requests where the server has no keys."""

@@ -1,8 +1,7 @@
 """Requests of models: how each path's body is read, and what is done when its turn comes.
 
 :mod:`app` calls one handler for all of them, and :mod:`recovery` carries them out again after a
-crash. So a request depends on its body, the model's state and the checkpoints only. Built on
-``models.py``, ``parts.py`` and ``protobuf.py``.
+crash. So a request depends on its body, the model's state and the checkpoints only.
 """
 
 import asyncio
@@ -16,8 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tidegate.serving.api_app import decode_json
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.http.scaffold import decode_json
 from tidegate.serving.tinker import messages
 from tidegate.serving.tinker.checkpoints import CheckpointFacts, CheckpointKind
 from tidegate.serving.tinker.futures import RequestSuccess, Work, json_result

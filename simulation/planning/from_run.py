@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError
-from tidegate.observability.facts import Facts, read_facts, read_metrics, read_record
-from tidegate.observability.run_directories import RUN_FILE
-from tidegate.observability.trajectories import read_trajectories
+from tidegate.observability.records.run_directories import RUN_FILE
+from tidegate.observability.records.trajectories import read_trajectories
+from tidegate.observability.reports.facts import Facts, read_facts, read_metrics, read_record
 from tidegate.orchestrator.telemetry.forecast import BUSY_TRAINER_IDLE_MAX
 from tidegate.policies.predictions import DecodeCost, fit_decode_cost
 from tidegate.simulation.engine_costs import EngineCosts

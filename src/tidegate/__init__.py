@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tidegate.integrations.trl_rollouts import TRLRollouts
     from tidegate.observability.logs import log_as_json
     from tidegate.observability.recorded_run import RecordedRun, open_run
-    from tidegate.observability.report import write_report
+    from tidegate.observability.reports.report import write_report
     from tidegate.observability.trackers import MLflow, TensorBoard, WandB
     from tidegate.orchestrator.batches.batches import Batch, PackedBatch
     from tidegate.orchestrator.batches.curriculum import Curriculum
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     )
     from tidegate.serving.gateway.gateway import Endpoint, Gateway
     from tidegate.serving.tinker.server import TinkerServer
-    from tidegate.serving.vllm_server.server import VLLMServer
+    from tidegate.serving.vllm_server import VLLMServer
     from tidegate.transport.sampling import LogitsProcessor
 
     __version__: str
@@ -267,7 +267,7 @@ _HOMES = {
     "TokenScores": "orchestrator.fleet.scores",
     "Tools": "environments.tools",
     "Unbounded": "policies.asynchrony",
-    "VLLMServer": "serving.vllm_server.server",
+    "VLLMServer": "serving.vllm_server",
     "WandB": "observability.trackers",
     "WeightSettings": "orchestrator.settings.config",
     "Window": "policies.consumption",
@@ -287,7 +287,7 @@ _HOMES = {
     "tinker_server": "runs",
     "vllm_server": "runs",
     "open_run": "observability.recorded_run",
-    "write_report": "observability.report",
+    "write_report": "observability.reports.report",
     "train_on_ray": "integrations.ray.ray_trainers",
     "trl_rollout_func": "integrations.trl_rollout_func",
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from tidegate.observability.run_directories import RUN_FILE, next_part
+from tidegate.observability.records.run_directories import RUN_FILE, next_part
 from tidegate.orchestrator.fleet.launcher import EngineLauncher, LocalEngineLauncher
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.settings.config import RunOptions, RunSettings, run_settings
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tidegate.serving.tinker.server import TinkerServer
     from tidegate.serving.tinker.tenants import TenantLimits
     from tidegate.serving.tinker.training import TrainingBackend
-    from tidegate.serving.vllm_server.server import Backend, VLLMServer
+    from tidegate.serving.vllm_server import Backend, VLLMServer
 
 
 SHARED_SETTINGS = (
@@ -110,7 +110,7 @@ def vllm_server(
     Raises:
         ConfigError: a setting is out of range, a package is missing, or the address is taken.
     """
-    from tidegate.serving.vllm_server.server import VLLMServer
+    from tidegate.serving.vllm_server import VLLMServer
 
     checked = run_settings(**settings)
     return VLLMServer(
@@ -193,7 +193,7 @@ def _sampling_run(model: Path | str, settings: RunOptions) -> Rollouts:
 
 def _serve_requests(checked: RunSettings, settings: RunOptions) -> Rollouts:
     """Start the run behind an HTTP server, whose requests have no time limit unless one is set."""
-    from tidegate.serving.run_server import REQUEST_TIMEOUT_S
+    from tidegate.serving.http.run_server import REQUEST_TIMEOUT_S
 
     if "episode_timeout_s" not in checked.episodes.model_fields_set:
         settings["episode_timeout_s"] = REQUEST_TIMEOUT_S

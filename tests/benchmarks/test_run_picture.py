@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks.run_picture import Canvas, colour_of, draw_run, joined
-from tidegate.observability.trace import TRACE_FILE, Trace
+from tidegate.observability.records.trace import TRACE_FILE, Trace
 from tidegate.orchestrator.telemetry.recorder import EngineStep
 
 SECOND_US = 1_000_000

@@ -14,10 +14,10 @@ from typer.models import CommandInfo
 import tidegate
 from tests.models import make_model_directory
 from tests.observability import sampled_runs
-from tests.observability.test_recording import some_statistics
+from tests.observability.records.test_recording import some_statistics
 from tidegate.cli import command
-from tidegate.observability.recording import RunRecorder
-from tidegate.observability.trace import TRACE_FILE, Trace
+from tidegate.observability.records.recording import RunRecorder
+from tidegate.observability.records.trace import TRACE_FILE, Trace
 from tidegate.orchestrator.telemetry.recorder import EngineStep
 
 pytestmark = pytest.mark.wire

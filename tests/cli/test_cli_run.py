@@ -19,7 +19,7 @@ from tidegate.cli.program import Program, read_program
 from tidegate.cli.run import overrides
 from tidegate.cli.toml_file import toml_lines, toml_value
 from tidegate.errors import ConfigError
-from tidegate.observability.evaluations import read_evaluations
+from tidegate.observability.records.evaluations import read_evaluations
 from tidegate.observability.trackers import WandB
 from tidegate.orchestrator.settings.config import RECORDS
 from tidegate.policies.routing import SessionAffinity

@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from examples.compare_modes import reward_over_time, seconds_to_reward
-from tidegate.observability.comparison import ComparedRun
+from tidegate.observability.reports.comparison import ComparedRun
 
 REWARDS = [0.0, 0.3, 0.3, 0.9, 0.9, 0.9]
 

@@ -6,7 +6,7 @@ import pytest
 
 from examples.tiny_model import make_model
 from examples.two_agents import BOUNDS, TWO_ROLES, by_tenth, main, secrets
-from tidegate.observability.facts import read_facts
+from tidegate.observability.reports.facts import read_facts
 
 pytestmark = pytest.mark.wire
 

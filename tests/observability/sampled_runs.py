@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from tidegate.engine.execution.block_cache import cache_argument
-from tidegate.observability.recording import RunRecorder
+from tidegate.observability.records.recording import RunRecorder
 from tidegate.orchestrator.core.provenance import TurnPrefill
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.transport.messages import KvSpan, SamplingParams

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import tidegate
-from tests.observability.test_recording import a_rollout, some_statistics
+from tests.observability.records.test_recording import a_rollout, some_statistics
 from tidegate.errors import AuditError, ConfigError
-from tidegate.observability.recording import RunRecorder
+from tidegate.observability.records.recording import RunRecorder
 
 
 def a_run(directory: Path, *, has_ended: bool = True) -> Path:

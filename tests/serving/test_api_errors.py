@@ -1,7 +1,7 @@
 """Error bodies of the APIs: words and codes that clients act on."""
 
 from tidegate.errors import ContextFull
-from tidegate.serving.api_errors import AnthropicErrors, OpenAIErrors
+from tidegate.serving.http.errors import AnthropicErrors, OpenAIErrors
 
 
 def test_a_full_context_is_answered_in_the_words_by_which_harnesses_compact_messages() -> None:

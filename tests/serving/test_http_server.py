@@ -15,9 +15,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tidegate.serving import http_server
-from tidegate.serving.api_errors import ApiError
-from tidegate.serving.http_server import (
+from tidegate.serving.http import server as http_server
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.http.listening import is_loopback, listen
+from tidegate.serving.http.server import (
     AccessGuard,
     AccessPolicy,
     Headers,
@@ -27,7 +28,6 @@ from tidegate.serving.http_server import (
     serve_app,
     unless_gone,
 )
-from tidegate.serving.listening import is_loopback, listen
 
 pytestmark = pytest.mark.wire
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tidegate.serving.openai_requests import Sampling
+from tidegate.serving.openai.requests import Sampling
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,17 @@ import msgspec
 import pytest
 
 from tests.site_hooks import generated_pages, hook
-from tidegate.serving.api_errors import ApiError
 from tidegate.serving.gateway import requests as gateway_requests
-from tidegate.serving.openai_requests import UNSERVED, CompletionRequest, refuse_fields
-from tidegate.serving.vllm_server.requests import (
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.openai.requests import (
+    UNSERVED,
     BatchChatRequest,
+    ChatRequest,
+    CompletionRequest,
     GenerateRequest,
     TokenSampling,
-    VllmChatRequest,
     generate_options,
+    refuse_fields,
 )
 
 FIELDS: dict[str, list[str]] = json.loads(
@@ -91,7 +93,7 @@ def value_of(name: str, kind: type) -> Any:
     if name in BY_OTHER_DEFAULT:
         return BY_OTHER_DEFAULT[name]
     if name in BOOLEAN_FIELDS or (
-        name == "logprobs" and issubclass(kind, VllmChatRequest | GatewayChat)
+        name == "logprobs" and issubclass(kind, ChatRequest | GatewayChat)
     ):
         return True
     return 2
@@ -101,7 +103,7 @@ GatewayChat = gateway_requests.GatewayChatRequest
 
 SERVER: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]] = {
     "completions": (CompletionRequest, COMPLETION, {"prompt": [1]}),
-    "chats": (VllmChatRequest, CHAT, {"messages": MESSAGES}),
+    "chats": (ChatRequest, CHAT, {"messages": MESSAGES}),
     "chats in batches": (BatchChatRequest, BATCH_CHAT, {"messages": [MESSAGES]}),
     "tokens": (GenerateRequest, GENERATE, {"token_ids": [1], "sampling_params": {}}),
     "sampling_params": (TokenSampling, SAMPLING_PARAMS, {}),
@@ -123,7 +125,7 @@ def refused_field(request: msgspec.Struct) -> str | None:
     try:
         if isinstance(request, GenerateRequest):
             refuse_fields(request, request.REFUSED)
-        elif isinstance(request, VllmChatRequest):
+        elif isinstance(request, ChatRequest):
             request.rendering  # noqa: B018 - it checks
             generate_options(request, (0,))
         elif isinstance(request, GatewayChat | gateway_requests.GatewayCompletionRequest):
@@ -143,7 +145,7 @@ def test_every_field_of_vllms_requests_does_what_the_documentation_says(
     effects = documented()
     columns = list(hook("reference").REQUESTS.values())
     for kind, (model, fields, least) in kinds.items():
-        column = columns.index(VllmChatRequest if model is BatchChatRequest else model)
+        column = columns.index(ChatRequest if model is BatchChatRequest else model)
         for name in fields:
             said = effects[name][column] if name in effects else "-"
             body = {**least, name: value_of(name, model)}
@@ -178,18 +180,18 @@ def test_all_documented_fields_are_vllms_or_refused() -> None:
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], param: str) -> None:
-    request = msgspec.convert({"messages": MESSAGES, **fields}, VllmChatRequest)
+    request = msgspec.convert({"messages": MESSAGES, **fields}, ChatRequest)
     assert refused_field(request) == param
 
 
 def test_the_schema_of_structured_outputs_may_be_text_as_in_vllm() -> None:
     asked = {"messages": MESSAGES, "structured_outputs": {"json": '{"type": "boolean"}'}}
-    assert msgspec.convert(asked, VllmChatRequest).schema == {"type": "boolean"}
+    assert msgspec.convert(asked, ChatRequest).schema == {"type": "boolean"}
 
 
 def test_a_reasoning_effort_switches_thinking_unless_the_request_says_so_itself() -> None:
     def names(**fields: Any) -> Any:
-        return msgspec.convert({"messages": MESSAGES, **fields}, VllmChatRequest).rendering.names
+        return msgspec.convert({"messages": MESSAGES, **fields}, ChatRequest).rendering.names
 
     assert names(reasoning_effort="none")["enable_thinking"] is False
     assert names(reasoning_effort="low")["enable_thinking"] is True

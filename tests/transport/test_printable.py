@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.observability.test_recording import some_statistics
+from tests.observability.records.test_recording import some_statistics
 from tidegate.cli.conventions import echo
 from tidegate.observability.dashboard.terminal import WatchedRun, watch
 from tidegate.observability.logs import JsonLines
 from tidegate.observability.progress import ProgressDisplay
-from tidegate.observability.recording import RunRecorder
-from tidegate.observability.report import write_report
+from tidegate.observability.records.recording import RunRecorder
+from tidegate.observability.reports.report import write_report
 from tidegate.transport.printable import print_stderr, printable
 
 pytestmark = pytest.mark.wire

@@ -18,7 +18,7 @@ from tests.host_gpu import HostGpu
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 from tidegate.errors import TidegateError, WeightsRefused
-from tidegate.serving.vllm_server.ipc_receiver import read_handles
+from tidegate.serving.control.ipc_receiver import read_handles
 from tidegate.transport.messages import CudaIpcHandle
 from tidegate.transport.weight_channels.cuda_nccl import (
     Communicator,

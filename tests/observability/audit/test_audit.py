@@ -19,7 +19,7 @@ from tests.observability.sampled_runs import KINDS, edit_rollout, make_models, r
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import TOLERANCE, AuditReport, audit_run
 from tidegate.observability.audit.replay import kept_set_error, sampled_logprobs
-from tidegate.observability.recording import read_trajectories, weights_path
+from tidegate.observability.records.recording import read_trajectories, weights_path
 from tidegate.transport.sampling import LogitsProcessor
 
 pytestmark = pytest.mark.wire

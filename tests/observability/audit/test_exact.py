@@ -17,7 +17,7 @@ from tests.observability.sampled_runs import edit_rollout
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import audit_run
-from tidegate.observability.recording import read_trajectories
+from tidegate.observability.records.recording import read_trajectories
 
 pytestmark = pytest.mark.wire
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from tidegate.observability.dashboard.live import CollectedData
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery
-from tidegate.observability.dashboard.snapshots import DashboardSnapshot, GroupLine
 from tidegate.observability.dashboard.source import RolloutList
-from tidegate.observability.dashboard.timeline import SLICE_US, Activity, Mark, Slice
-from tidegate.observability.story import Story, Subject
-from tidegate.observability.trajectories import RecordedRollout
+from tidegate.observability.metrics.live import CollectedData
+from tidegate.observability.metrics.snapshots import GroupLine, RunSnapshot
+from tidegate.observability.metrics.timeline import SLICE_US, Activity, Mark, Slice
+from tidegate.observability.records.trajectories import RecordedRollout
+from tidegate.observability.reports.story import Story, Subject
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
@@ -43,7 +43,7 @@ class SyntheticRun:
         self._unaccounted = unaccounted
         self._staleness_max = staleness_max
         names = [f"engine-{number}" for number in range(engines)]
-        self._snapshot = DashboardSnapshot(
+        self._snapshot = RunSnapshot(
             statistics=self._statistics(names),
             collected=self._collected(names),
             groups=tuple(
@@ -62,7 +62,7 @@ class SyntheticRun:
             at_us=SLICES * SLICE_US,
         )
 
-    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
+    def observe(self, *, is_update: bool = False) -> RunSnapshot:
         """Return the only snapshot."""
         return self._snapshot
 

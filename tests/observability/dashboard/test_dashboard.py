@@ -27,12 +27,12 @@ from tidegate.observability.dashboard.frames import BATCH_COLUMNS, frame
 from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery
 from tidegate.observability.dashboard.updates import VIEWERS_MAX, TooManyViewers, Updates
-from tidegate.observability.explain import explain
-from tidegate.observability.metrics import METRICS
-from tidegate.observability.prometheus import exposition
-from tidegate.observability.story import Subject
-from tidegate.observability.trace import TRACE_FILE, read_trace
-from tidegate.observability.trajectories import read_trajectories
+from tidegate.observability.metrics.catalogue import METRICS
+from tidegate.observability.metrics.prometheus import exposition
+from tidegate.observability.records.trace import TRACE_FILE, read_trace
+from tidegate.observability.records.trajectories import read_trajectories
+from tidegate.observability.reports.explain import explain
+from tidegate.observability.reports.story import Subject
 
 pytestmark = pytest.mark.wire
 

@@ -24,7 +24,7 @@ from tests.observability.dashboard.watched_run import HOSTILE_TASK, two_turns, w
 from tidegate.observability.dashboard.comparisons import ComparableRuns
 from tidegate.observability.dashboard.dashboard import Dashboard
 from tidegate.observability.dashboard.recorded import RecordedSource
-from tidegate.observability.trace import TRACE_FILE
+from tidegate.observability.records.trace import TRACE_FILE
 
 CHROMIUM = os.environ.get("TIDEGATE_CHROMIUM", "")
 AXE = os.environ.get("TIDEGATE_AXE", "")

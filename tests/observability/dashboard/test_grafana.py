@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tidegate.observability.metrics import METRICS
+from tidegate.observability.metrics.catalogue import METRICS
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "examples" / "grafana" / "tidegate.json"

@@ -11,7 +11,7 @@ from tidegate.observability.dashboard.rollout_pages import (
     rollout_page,
     token_texts,
 )
-from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
+from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import KvRange, VersionSpan
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">'

@@ -6,7 +6,7 @@ import pytest
 
 from tidegate.errors import ConfigError
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery
-from tidegate.observability.dashboard.snapshots import RolloutLine
+from tidegate.observability.metrics.snapshots import RolloutLine
 
 
 def line(rollout_id: int, **fields: object) -> RolloutLine:

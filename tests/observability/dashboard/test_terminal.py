@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 from tidegate.errors import AuditError, ConfigError
 from tidegate.observability.dashboard.dashboard import URL_FILE, Dashboard, url_in
 from tidegate.observability.dashboard.frames import about, frame
-from tidegate.observability.dashboard.live import CollectedData
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery
-from tidegate.observability.dashboard.snapshots import DashboardSnapshot
 from tidegate.observability.dashboard.source import RolloutList
 from tidegate.observability.dashboard.terminal import WatchedRun, watch
-from tidegate.observability.story import Subject
+from tidegate.observability.metrics.live import CollectedData
+from tidegate.observability.metrics.snapshots import RunSnapshot
+from tidegate.observability.reports.story import Subject
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast, RunStatistics
 from tidegate.orchestrator.telemetry.watchdog import Stuck
@@ -65,11 +65,11 @@ class Answering:
     is_live = False
     bound: int | None = 2
 
-    def __init__(self, seen: DashboardSnapshot) -> None:
+    def __init__(self, seen: RunSnapshot) -> None:
         self._seen = seen
         self.is_update = False
 
-    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
+    def observe(self, *, is_update: bool = False) -> RunSnapshot:
         self.is_update = is_update
         return self._seen
 
@@ -127,10 +127,10 @@ def test_a_non_http_response_is_distinguished_from_a_truncated_one(
         requested.join(60)
 
 
-def observation(engines: int = 2) -> DashboardSnapshot:
+def observation(engines: int = 2) -> RunSnapshot:
     facts = {"name": "demo [bold]", "model": "m", "is_live": True, "is_whole": True, "settings": {}}
     collected = CollectedData(batches=({"version": 4.0, "reward": 0.625},))
-    return DashboardSnapshot(statistics(engines), collected, about=facts)
+    return RunSnapshot(statistics(engines), collected, about=facts)
 
 
 def printed(watched: WatchedRun) -> str:

@@ -16,7 +16,7 @@ from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tests.orchestrator.trainer.test_training_adapters import train
 from tidegate.observability.dashboard.terminal import WatchedRun, screen
-from tidegate.observability.report import write_report
+from tidegate.observability.reports.report import write_report
 
 pytestmark = pytest.mark.wire
 

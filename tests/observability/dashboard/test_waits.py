@@ -15,9 +15,9 @@ import pytest
 
 import tidegate
 from tidegate.errors import ConfigError
-from tidegate.observability.dashboard.live import LiveRecorder
-from tidegate.observability.evaluations import EvaluationPoint
-from tidegate.observability.facts import read_batches
+from tidegate.observability.metrics.live import LiveRecorder
+from tidegate.observability.records.evaluations import EvaluationPoint
+from tidegate.observability.reports.facts import read_batches
 from tidegate.orchestrator.batches.ages import PUBLISHES_KEPT, BatchAges, PublishTimes
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core.group import Group

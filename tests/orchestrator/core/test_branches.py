@@ -11,7 +11,7 @@ from tests.models import make_model_directory
 from tests.orchestrator.core.driver import Driver
 from tidegate.errors import RunClosed, TurnTimeout
 from tidegate.observability.audit.audit import audit_run
-from tidegate.observability.trajectories import read_trajectories
+from tidegate.observability.records.trajectories import read_trajectories
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.event_log import replay

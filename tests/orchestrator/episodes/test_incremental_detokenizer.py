@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.models import byte_level_tokenizer
 from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
-from tidegate.serving.token_logprobs import as_text, completion_logprobs
+from tidegate.serving.openai.token_logprobs import as_text, completion_logprobs
 
 
 def _with_byte_fallback() -> Tokenizer:

@@ -15,7 +15,7 @@ from tidegate.engine.external.adapter import Capabilities
 from tidegate.engine.external.turns import read_turn
 from tidegate.engine.scheduling.sequences import EngineLimits, admit
 from tidegate.errors import ChatRefused, ConfigError, TurnRefused
-from tidegate.observability.trajectories import as_recorded, snapshot_rollout
+from tidegate.observability.records.trajectories import as_recorded, snapshot_rollout
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.event_log import NUMBERS, replay
 from tidegate.orchestrator.core.rollout import Rollout, Turn

@@ -14,7 +14,7 @@ import tidegate
 from tests.models import make_model_directory
 from tests.observability.sampled_runs import edit_rollout
 from tidegate.observability.audit.audit import audit_run
-from tidegate.observability.trajectories import read_trajectories
+from tidegate.observability.records.trajectories import read_trajectories
 from tidegate.policies.routing_replay import record_routed_experts
 
 pytestmark = pytest.mark.wire

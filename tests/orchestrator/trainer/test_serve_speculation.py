@@ -14,7 +14,7 @@ from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.observability.audit.audit import audit_run
-from tidegate.observability.report import write_report
+from tidegate.observability.reports.report import write_report
 
 pytestmark = pytest.mark.wire
 

@@ -13,7 +13,7 @@ from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import AuditError, ConfigError, ResumeMismatch
 from tidegate.observability.audit.audit import audit_run
-from tidegate.observability.trajectories import read_trajectories
+from tidegate.observability.records.trajectories import read_trajectories
 from tidegate.orchestrator.trainer.adapters import AdapterTrainer
 
 pytestmark = pytest.mark.wire

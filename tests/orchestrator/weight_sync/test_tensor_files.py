@@ -12,8 +12,8 @@ from tidegate.errors import ConfigError, ModelError
 from tidegate.orchestrator.episodes.model_files import read_model_files
 from tidegate.orchestrator.weight_sync.adapter_files import load_adapter
 from tidegate.orchestrator.weight_sync.tensor_files import read_tensor_file
-from tidegate.serving.api_errors import UpdateError
-from tidegate.serving.vllm_server.receivers import read_tensors
+from tidegate.serving.control.receivers import read_tensors
+from tidegate.serving.http.errors import UpdateError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8]
 

@@ -12,11 +12,11 @@ from tests.orchestrator.episodes.chat_templates import TEMPLATES
 from tests.orchestrator.episodes.talking import CALL, TOOLS, tool, user
 from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
 from tidegate.orchestrator.episodes.chat_template import read_chat_template
-from tidegate.serving import http_server
 from tidegate.serving.gateway import app as app_module
 from tidegate.serving.gateway.gateway import Gateway
 from tidegate.serving.gateway.sessions import REQUESTS_PER_SESSION_MAX
-from tidegate.serving.http_server import JSON_VALUES_MAX, TOOLS_BYTES_MAX
+from tidegate.serving.http import server as http_server
+from tidegate.serving.http.server import JSON_VALUES_MAX, TOOLS_BYTES_MAX
 
 pytestmark = pytest.mark.wire
 

@@ -15,8 +15,8 @@ from tests.orchestrator.episodes.test_tool_calls import TOOLS as SEARCH_TOOLS
 from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
-from tidegate.serving.gateway import completions
 from tidegate.serving.gateway.gateway import Gateway
+from tidegate.serving.openai import answers
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -33,7 +33,7 @@ def gateway() -> Iterator[Gateway]:
 async def test_a_stream_says_the_same_in_parts(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completions, "STREAM_INTERVAL_S", 0.0)
+    monkeypatch.setattr(answers, "STREAM_INTERVAL_S", 0.0)
     async with session_of(gateway, tmp_path) as (talk, _, client):
         whole = talk.engine.generate
 
@@ -75,7 +75,7 @@ async def test_a_stream_says_the_same_in_parts(
 async def test_a_stream_has_neither_reasoning_nor_marks_of_calls_in_its_content(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    monkeypatch.setattr(completions, "STREAM_INTERVAL_S", 0.0)
+    monkeypatch.setattr(answers, "STREAM_INTERVAL_S", 0.0)
     async with session_of(gateway, tmp_path, model) as (talk, _, client):
         reasons = model != "kimi"
 

@@ -11,8 +11,8 @@ from tests.orchestrator.episodes.talking import CALL
 from tests.orchestrator.episodes.test_tool_calls import ANSWERED, SAID
 from tests.serving.gateway.gateway_clients import END, session_of
 from tests.serving.gateway.test_anthropic_messages import events_of
-from tidegate.serving.gateway import response_store
 from tidegate.serving.gateway.gateway import Gateway
+from tidegate.serving.openai import response_store
 
 pytestmark = pytest.mark.wire
 

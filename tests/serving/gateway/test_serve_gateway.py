@@ -14,7 +14,7 @@ from tests.models import make_model_directory
 from tests.orchestrator.episodes.chat_templates import add_chat_template, chat_tokenizer
 from tests.orchestrator.episodes.talking import TOOLS
 from tidegate.observability.audit.audit import audit_run
-from tidegate.observability.trajectories import read_trajectories
+from tidegate.observability.records.trajectories import read_trajectories
 
 pytestmark = pytest.mark.wire
 

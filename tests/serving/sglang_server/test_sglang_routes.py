@@ -21,7 +21,7 @@ from tests.engine.external.adapter_runs import train
 from tests.engine.external.test_real_sglang import solve
 from tests.models import make_model_directory
 from tests.serving.vllm_server.vllm_serving import PROMPT, BackgroundRequest, Client
-from tidegate.serving.vllm_server.safe_unpickler import OPERATIONS_MAX
+from tidegate.serving.control.safe_unpickler import OPERATIONS_MAX
 from tidegate.transport.weight_channels.collective import join_custom_group, open_store
 
 pytestmark = pytest.mark.wire

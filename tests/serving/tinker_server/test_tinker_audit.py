@@ -10,7 +10,7 @@ import pytest
 
 import tidegate
 from tidegate.observability.audit.audit import AuditReport, audit_run
-from tidegate.observability.trajectories import count_trajectories, read_trajectories_of_one
+from tidegate.observability.records.trajectories import count_trajectories, read_trajectories_of_one
 
 tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.http.errors import ApiError
 from tidegate.serving.tinker import request_order
 from tidegate.serving.tinker.request_order import RequestOrder
 

@@ -21,7 +21,7 @@ from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, C
 from tidegate.errors import EngineLost
 from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS
 from tidegate.orchestrator.fleet import processes
-from tidegate.serving.vllm_server.outputs import OutputTokenizer
+from tidegate.serving.openai.outputs import OutputTokenizer
 
 pytestmark = pytest.mark.wire
 

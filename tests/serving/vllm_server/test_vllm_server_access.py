@@ -13,18 +13,19 @@ import httpx
 import pytest
 
 import tidegate
-import tidegate.serving.sglang_server.app  # registers SGLang's paths
 from tests.reference_cycles import cycles_found
 from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, TIMEOUT_S, Client
 from tidegate.errors import ConfigError
-from tidegate.serving import api_app
-from tidegate.serving.http_server import MESSAGES_MAX
-from tidegate.serving.vllm_server import completions
-from tidegate.serving.vllm_server.app import PATHS
+from tidegate.serving.http import scaffold
+from tidegate.serving.http.server import MESSAGES_MAX
+from tidegate.serving.openai import completions
+from tidegate.serving.sglang import app as sglang
+from tidegate.serving.vllm import app as vllm
 from tidegate.transport.server_keys import own_key
 
 pytestmark = pytest.mark.wire
 
+PATHS = [*vllm.PATHS, *sglang.PATHS]
 CONTROL = [one.path for one in PATHS if one.is_control]
 BODIES: dict[str, Any] = {
     "/update_weights": {"update_info": {"path": "/"}},
@@ -340,7 +341,7 @@ def test_a_large_answer_is_that_of_a_small_one(
             "/v1/completions", json=body).text)  # fmt: skip
 
     small = asked()
-    monkeypatch.setattr(api_app, "LARGE_ANSWER_TOKENS", 1)
+    monkeypatch.setattr(scaffold, "LARGE_ANSWER_TOKENS", 1)
     monkeypatch.setattr(completions, "LARGE_PROMPT_LOGPROBS", 1)
     assert asked() == small
 

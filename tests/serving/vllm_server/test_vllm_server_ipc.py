@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from tidegate.serving.api_errors import ApiError, UpdateError
-from tidegate.serving.vllm_server import ipc_receiver
-from tidegate.serving.vllm_server.ipc_receiver import IpcUpdateReceiver, read_handles
+from tidegate.serving.control import ipc_receiver
+from tidegate.serving.control.ipc_receiver import IpcUpdateReceiver, read_handles
+from tidegate.serving.http.errors import ApiError, UpdateError
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from tests.serving.vllm_server.vllm_serving import (
     Client,
 )
 from tidegate.errors import ConfigError
-from tidegate.serving.vllm_server import weight_updates
+from tidegate.serving.control import weight_updates
 from tidegate.transport.messages import FinishWeightUpdate
 
 pytestmark = [

@@ -22,14 +22,14 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.nccl_double import built
-from tidegate.serving.api_errors import ApiError, UpdateError
-from tidegate.serving.vllm_server.nccl_receiver import (
+from tidegate.serving.control.nccl_receiver import (
     NcclUpdateReceiver,
     read_rendezvous,
     read_unique_id,
     unique_id,
 )
-from tidegate.serving.vllm_server.receivers import announced_tensors
+from tidegate.serving.control.receivers import announced_tensors
+from tidegate.serving.http.errors import ApiError, UpdateError
 from tidegate.transport.weight_channels.cuda_nccl import packs
 
 pytestmark = pytest.mark.wire

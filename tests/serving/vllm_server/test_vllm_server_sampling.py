@@ -10,8 +10,8 @@ import pytest
 import tidegate
 from tests.serving.vllm_server.vllm_serving import PROMPT, Client
 from tidegate.errors import ModelError
-from tidegate.serving.openai_requests import HONOURED_IN_CHATS, UNSERVED
-from tidegate.serving.vllm_server.model_info import read_sampling_defaults
+from tidegate.serving.openai.model_info import read_sampling_defaults
+from tidegate.serving.openai.requests import HONOURED_IN_CHATS, UNSERVED
 
 pytestmark = pytest.mark.wire
 

@@ -16,7 +16,7 @@ from tests.held_credit import paused, turns_continue_until
 from tests.models import make_model, make_model_directory
 from tests.serving.vllm_server.vllm_serving import LONG, Client
 from tidegate.errors import ConfigError
-from tidegate.serving.vllm_server.receivers import broadcast, gloo_group
+from tidegate.serving.control.receivers import broadcast, gloo_group
 from tidegate.transport.messages import FinishWeightUpdate
 
 pytestmark = pytest.mark.wire

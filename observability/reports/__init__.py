@@ -1,0 +1,1 @@
+"""Reports, comparisons and explanations of recorded runs, read from their files."""

@@ -1,0 +1,465 @@
+"""Report of a run: Markdown page, JSON and picture, written from the files in its directory.
+
+``tidegate report`` and the examples call :func:`write_report`. It reads ``run.json``,
+``metrics.jsonl`` and ``trace.json`` through :mod:`facts`, and draws with matplotlib. It replays no
+token; `audit/` does.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import AuditError
+from tidegate.observability.records.forks import ForkCounts
+from tidegate.observability.records.run_directories import adapter_directories
+from tidegate.observability.records.run_files import replace_file
+from tidegate.observability.reports.facts import Facts, read_facts, read_metrics, runs_beside
+from tidegate.transport.printable import printable
+
+
+def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
+    """Return predicted and measured staleness, and the advice; empty without a forecast, and for
+    runs recorded before its fields had these names."""
+    if forecast is None or "throughput_ratio" not in forecast:
+        return []
+    return [
+        f"Predicted mean {forecast['predicted_staleness']:.2f}, measured "
+        f"{forecast['measured_staleness']:.2f}. Rollout over trainer throughput (rho) "
+        f"{forecast['throughput_ratio']:.2f}; the longest rollout of a group is "
+        f"{forecast['tail_factor']:.2f} times the mean; a max_staleness above "
+        f"{forecast['max_useful_staleness']} gains nothing. A batch takes "
+        f"{forecast['batch_interval_s']:.2f} s; {forecast['attainable_batch_interval_s']:.2f} s is "
+        f"attainable.",
+        "",
+        f"**{forecast['advice'][:1].upper()}{forecast['advice'][1:]}.**",
+        "",
+    ]
+
+
+def split_lines(generation: float | None, queue: float | None) -> list[str]:
+    """Return the split of the mean staleness by its origin; empty if unknown."""
+    if generation is None or queue is None:
+        return []
+    return [
+        f"Since this process began, {generation:.2f} of the mean staleness came from generation "
+        f"(before a rollout's group had ended) and {queue:.2f} from the queue.",
+        "",
+    ]
+
+
+def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -> list[str]:
+    """Return a table of discards by reason, with lengths and tasks, and the length bias."""
+    lines = []
+    if discards:
+        lines += [
+            "| discard reason | rollouts | tokens | mean tokens | share of generated | "
+            "most affected tasks |",
+            "|---|---|---|---|---|---|",
+            *(_discard_row(reason, row) for reason, row in sorted(discards.items())),
+            "",
+        ]
+    if bias is not None:
+        lines += [
+            f"Length bias over the last {bias['rollouts']} rollouts: trained "
+            f"{bias['mean_trained_tokens']:.1f} tokens on average, generated "
+            f"{bias['mean_generated_tokens']:.1f}, ratio {bias['ratio']:.2f} (1 is unbiased).",
+            "",
+        ]
+    return lines
+
+
+def failure_lines(failures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table of failed episodes by cause and reason; empty without any."""
+    if not failures:
+        return []
+    return [
+        "Failed episodes by cause: `policy` is the model, `infrastructure` are tools, graders and "
+        "engines, `code` is the episode function.",
+        "",
+        "| cause | reason | retried | rewarded | discarded |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {each['cause']} | {each['reason']} | {each['retried']} | {each['rewarded']} | "
+            f"{each['discarded']} |"
+            for each in failures
+        ),
+        "",
+    ]
+
+
+def task_lines(facts: Facts) -> list[str]:
+    """Return how tasks were drawn, and how many groups reached the filter's limit."""
+    lines = []
+    if facts.task_draws:
+        lines += [
+            f"The curriculum gave {facts.tasks_drawn} tasks {facts.task_draws} times; "
+            f"{facts.task_replays} of these draws replayed a hard task.",
+            "",
+        ]
+    if facts.groups_kept_at_limit:
+        lines += [
+            f"{facts.groups_kept_at_limit} groups that the filter rejects were trained, because it "
+            f"had dropped drops_per_batch_max groups since the batch before.",
+            "",
+        ]
+    return lines
+
+
+def fork_lines(forks: ForkCounts) -> list[str]:
+    """Return how many rollouts forked, and why; empty if none did."""
+    if not forks.forked:
+        return []
+    reasons = "; ".join(f"{count} {reason}" for reason, count in forks.rows_by_reason.items())
+    return [
+        f"{forks.forked} of {forks.rollouts} rollouts ({forks.share:.1%}) forked, into "
+        f"{sum(forks.rows_by_reason.values())} branches: {reasons}.",
+        "",
+    ]
+
+
+def seconds_cell(seconds: float | None) -> str:
+    """Format a mean duration."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def activities_cell(seconds: Mapping[str, float]) -> str:
+    """Format seconds by activity, largest first."""
+    largest_first = sorted(seconds.items(), key=lambda pair: -pair[1])
+    return "; ".join(f"{name} {spent:.1f} s" for name, spent in largest_first) or "-"
+
+
+def mismatch_cell(mismatch: Mapping[str, float] | None) -> str:
+    """Format the mismatch between the trained and the sampling policy."""
+    if not mismatch:
+        return "-"
+    return "; ".join(f"{name.replace('_', ' ')} {value:.2g}" for name, value in mismatch.items())
+
+
+def memory_cell(memory_mb: Mapping[str, int] | None, *, sleeps: bool) -> str:
+    """Format peak memory by phase.
+
+    ``sleeps``: whether engines slept, and so held no memory, while the trainer trained.
+    """
+    if not memory_mb:
+        return "-"
+    peaks = "; ".join(f"{phase} {peak_mb} MB" for phase, peak_mb in memory_mb.items())
+    return f"{peaks} ({'engines asleep' if sleeps else 'all awake'} while training)"
+
+
+def _discard_row(reason: str, row: Mapping[str, Any]) -> str:
+    tasks = ", ".join(f"{task['offer']}:{task['index']} ({_count(task)})" for task in row["tasks"])
+    return (
+        f"| {reason} | {row['rollouts']} | {row['tokens']} | {row['mean_tokens']:.1f} | "
+        f"{row['share_of_generated']:.1%} | {tasks or '-'} |"
+    )
+
+
+def _count(task: Mapping[str, Any]) -> str:
+    count_min, count_max = task["at_least"], task["rollouts"]
+    return str(count_max) if count_min == count_max else f"{count_min} to {count_max}"
+
+
+def adapter_table(adapters: Sequence[Facts]) -> list[str]:
+    """Return a table of the adapters that the run trained; empty without any."""
+    if not adapters:
+        return []
+    return [
+        "## Trained adapters",
+        "",
+        "| adapter | versions | batches | training reward, first and last tenth | staleness: mean, "
+        "highest (bound) | 2+ versions | tokens trained | audit |",
+        "|---" * 8 + "|",
+        *(
+            f"| {each.run} | {each.versions} | {each.batches} | "
+            f"{_number(each.training_reward_start)}; {_number(each.training_reward_end)} | "
+            f"{each.mean_staleness:.2f}, {each.max_staleness} ({_bound(each.staleness_bound)}) | "
+            f"{each.mixed_version_share:.1%} | {each.ledger['trained']} | {_audit_cell(each)} |"
+            for each in adapters
+        ),
+        "",
+    ]
+
+
+def _audit_cell(facts: Facts) -> str:
+    if facts.audit is None:
+        return "-"
+    return "agrees" if facts.audit["agrees"] else "**disagrees**"
+
+
+def page_lines(
+    facts: Facts, others: list[Facts], *, picture: str, adapters: Sequence[Facts] = ()
+) -> list[str]:
+    """Return the page's Markdown lines.
+
+    Args:
+        facts: the run.
+        others: runs of the same model.
+        adapters: the adapters that the run trained.
+        picture: file name of the picture, relative to the page.
+    """
+    return [
+        f"# Run {facts.run}",
+        "",
+        *_summary(facts),
+        "",
+        f"![Reward, staleness and timeline]({picture})",
+        "",
+        "## Results",
+        "",
+        *_results(facts),
+        "",
+        *_evaluations(facts),
+        "## Staleness",
+        "",
+        *_staleness(facts),
+        "",
+        "## Token ledger",
+        "",
+        *_ledger(facts),
+        "",
+        *discard_lines(facts.discards, facts.length_bias),
+        *task_lines(facts),
+        *fork_lines(facts.forks),
+        *failure_lines(facts.episode_failures),
+        *adapter_table(adapters),
+        "## Audit",
+        "",
+        *_audit(facts),
+        "",
+        *_comparison(facts, others),
+    ]
+
+
+def _summary(facts: Facts) -> list[str]:
+    """Separate the effect of a warm-up before the run from the gain of the run itself."""
+    lines = []
+    if facts.warm_up:
+        description = ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in _warm_up_items(facts)
+        )
+        lines += [
+            f"**Before**: the model was warmed up by supervised training ({description}). Its "
+            f"skill after the warm-up is not a result of this run.",
+            "",
+        ]
+    if facts.reward_before is not None and facts.reward_after is not None:
+        gain = facts.reward_after - facts.reward_before
+        lines.append(
+            f"**What RL added**: mean reward on held-out tasks went from "
+            f"{facts.reward_before:.3f} to {facts.reward_after:.3f} ({gain:+.3f}), over "
+            f"{facts.versions} weight versions in {facts.wall_s:.1f} s."
+        )
+    else:
+        lines.append(
+            f"{facts.versions} weight versions in {facts.wall_s:.1f} s. No reward on held-out "
+            f"tasks was recorded before and after."
+        )
+    return lines
+
+
+def _warm_up_items(facts: Facts) -> list[tuple[str, str]]:
+    return [
+        (name, f"{value:.3g}" if isinstance(value, float) else str(value))
+        for name, value in facts.warm_up.items()
+    ]
+
+
+def _results(facts: Facts) -> list[str]:
+    rows = [
+        ("mode; pause mode; KV policy", _modes_cell(facts)),
+        (
+            "training reward, first and last tenth of the batches",
+            f"{_number(facts.training_reward_start)}; {_number(facts.training_reward_end)}",
+        ),
+        ("held-out reward before", _number(facts.reward_before)),
+        ("held-out reward after", _number(facts.reward_after)),
+        ("weight versions published", str(facts.versions)),
+        ("rollouts trained", f"{facts.rollouts_trained} in {facts.batches} batches"),
+        ("share with two or more versions", f"{facts.mixed_version_share:.1%}"),
+        ("staleness, highest (bound)", f"{facts.max_staleness} ({_bound(facts.staleness_bound)})"),
+        ("wall time", f"{facts.wall_s:.1f} s"),
+        ("tokens per second", f"{facts.tokens_per_s:.0f}"),
+        ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
+        ("engines idle", f"{facts.engine_idle_share:.1%}"),
+        ("mean wait of a group for its last rollout", seconds_cell(facts.straggler_wait_s)),
+        ("episodes' time by activity", activities_cell(facts.episode_activity_s)),
+        ("turns that resemble tool calls, parsed", _tool_calls_cell(facts)),
+        ("mean time of a publish; mean engine stall per swap", _publish_cell(facts)),
+        ("prefilled tokens found in cache", _cache_cell(facts)),
+        ("draft tokens verified", _drafts_cell(facts)),
+        ("engines' weights quantized to", facts.quantization or "-"),
+        ("minimum step time of engines", _pacing_cell(facts)),
+        ("mismatch of trainer and engines", mismatch_cell(facts.mismatch)),
+        (
+            "peak memory of all processes",
+            memory_cell(facts.memory_mb, sleeps=facts.colocated),
+        ),
+    ]
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def _evaluations(facts: Facts) -> list[str]:
+    if not facts.evaluations:
+        return []
+    return [
+        "## Evaluations",
+        "",
+        "| name | version | mean reward | tasks | failed |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {each.name} | {each.version} | {each.reward:.3f} | {each.tasks} | {each.failures} |"
+            for each in facts.evaluations
+        ),
+        "",
+    ]
+
+
+def _tool_calls_cell(facts: Facts) -> str:
+    if not facts.tool_call_turns:
+        return "-"
+    cell = f"{facts.parsed_tool_call_turns} of {facts.tool_call_turns}"
+    return cell if facts.parsed_tool_call_turns else f"**{cell}**"
+
+
+def _modes_cell(facts: Facts) -> str:
+    return "; ".join(value or "-" for value in (facts.mode, facts.pause_mode, facts.kv_policy))
+
+
+def _publish_cell(facts: Facts) -> str:
+    return f"{seconds_cell(facts.publish_s)}; {seconds_cell(facts.weight_swap_stall_s)}"
+
+
+def _drafts_cell(facts: Facts) -> str:
+    if not facts.draft_tokens:
+        return "-"
+    share = facts.accepted_draft_tokens / facts.draft_tokens
+    return f"{facts.draft_tokens}, {share:.1%} accepted"
+
+
+def _pacing_cell(facts: Facts) -> str:
+    if not facts.step_time_min_s:
+        return "-"
+    return f"{1e3 * facts.step_time_min_s:g} ms (step_time_min_s)"
+
+
+def _cache_cell(facts: Facts) -> str:
+    if not facts.context_tokens:
+        return "-"
+    share = facts.cached_context_tokens / facts.context_tokens
+    sampled = facts.ledger["generated"] + facts.evaluation_ledger["generated"]
+    computed = (facts.context_tokens - facts.cached_context_tokens) / max(1, sampled)
+    return f"{share:.1%}; {computed:.2f} tokens prefilled per sampled token"
+
+
+def _bound(bound: int | None) -> str:
+    return "none" if bound is None else str(bound)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _staleness(facts: Facts) -> list[str]:
+    bound = facts.staleness_bound
+    is_within_bound = bound is None or facts.max_staleness <= bound
+    return [
+        "Trainer version at consumption minus the oldest version that sampled a trained token of "
+        "the rollout.",
+        "",
+        f"Mean {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
+        f"{_bound(bound)}: {'kept' if is_within_bound else '**EXCEEDED**'}.",
+        "",
+        *split_lines(facts.staleness_from_generation, facts.staleness_from_queue),
+        *forecast_lines(facts.forecast),
+        "| staleness | rollouts |",
+        "|---|---|",
+        *(f"| {value} | {count} |" for value, count in facts.staleness_histogram.items()),
+    ]
+
+
+def _ledger(facts: Facts) -> list[str]:
+    ledger = facts.ledger
+    rows = [("generated", ledger["generated"]), ("trained", ledger["trained"])]
+    rows += [("still buffered", ledger["buffered"]), ("still in flight", ledger["in_flight"])]
+    rows += [(f"discarded: {reason}", n) for reason, n in sorted(ledger["discarded"].items())]
+    error = ledger["generated"] - sum(count for _, count in rows[1:])
+    lines = ["| tokens | |", "|---|---|", *(f"| {name} | {count} |" for name, count in rows)]
+    lines += [f"| unaccounted for | {error} |", ""]
+    lines.append(
+        f"Evaluation tokens, not included above: {facts.evaluation_ledger['generated']}. "
+        + (
+            "Rollouts discarded: "
+            + ", ".join(f"{n} {reason}" for reason, n in sorted(facts.discarded_rollouts.items()))
+            + "."
+            if facts.discarded_rollouts
+            else "No rollout was discarded."
+        )
+    )
+    return lines
+
+
+def _audit(facts: Facts) -> list[str]:
+    if facts.audit is None:
+        return ["Not audited yet: `tidegate audit` this directory, then `tidegate report` it."]
+    return [f"- {line}" for line in facts.audit["lines"]]
+
+
+def _comparison(facts: Facts, others: list[Facts]) -> list[str]:
+    if not others:
+        return []
+    header = (
+        "| run | mode; pause; KV | wall s | trainer idle | engines idle | reward | staleness | "
+        "2+ versions |"
+    )
+    lines = ["## Comparison with other runs of the same model", "", header, "|---" * 8 + "|"]
+    for run in (facts, *others):
+        name = f"**{run.run}**" if run is facts else run.run
+        lines.append(
+            f"| {name} | {_modes_cell(run)} | {run.wall_s:.1f} | {run.trainer_idle_share:.1%} | "
+            f"{run.engine_idle_share:.1%} | {_number(run.reward_before)} to "
+            f"{_number(run.reward_after)} | "
+            f"{run.max_staleness} of {_bound(run.staleness_bound)} | "
+            f"{run.mixed_version_share:.1%} |"
+        )
+    return [*lines, ""]
+
+
+REPORT_JSON = "report.json"
+REPORT_PAGE = "report.md"
+REPORT_PICTURE = "report.png"
+
+
+def _adapters(directory: Path) -> list[Facts]:
+    """Return the facts of the adapters that the run trained, without those that left none."""
+    found = []
+    for path in adapter_directories(directory):
+        with contextlib.suppress(AuditError):
+            found.append(read_facts(path))
+    return found
+
+
+def write_report(directory: Path) -> Path:
+    """Write report.json, report.md and report.png into a run's directory; return the page's path.
+
+    Raises:
+        AuditError: the run left no statistics, or its files can't be read.
+    """
+    # matplotlib takes a second to import, and only reports draw.
+    from tidegate.observability.reports.report_picture import draw_report
+
+    directory = Path(directory)
+    facts = read_facts(directory)
+    metrics = read_metrics(directory)
+    replace_file(directory / REPORT_JSON, json.dumps(dataclasses.asdict(facts), indent=2).encode())
+    draw_report(directory / REPORT_PICTURE, directory, facts, metrics)
+    page = directory / REPORT_PAGE
+    others = runs_beside(directory.resolve(), facts)
+    adapters = _adapters(directory)
+    lines = page_lines(facts, others, picture=REPORT_PICTURE, adapters=adapters)
+    replace_file(page, "\n".join(printable(line, keeps="\n") for line in lines).encode())
+    return page

@@ -1,0 +1,192 @@
+"""Parts of a server over a run's engines, its paths, and the keys that they need.
+
+The APIs of vLLM and SGLang each register handlers in a :class:`Paths`; ``serving/vllm_server.py``
+serves them together by :func:`server_app`.
+"""
+
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.serving.control.pauses import EnginePauses
+from tidegate.serving.control.sglang_tensors import UpdateGroups
+from tidegate.serving.control.weight_updates import WeightUpdates
+from tidegate.serving.http.errors import ApiError, ErrorForm, VllmErrors
+from tidegate.serving.http.scaffold import (
+    Answer,
+    ApiRoute,
+    Body,
+    api_app,
+    decode_json,
+    key_of,
+    read_json,
+    read_json_bytes,
+)
+from tidegate.serving.http.server import AccessPolicy, Headers
+from tidegate.serving.openai.active_requests import ActiveRequests
+from tidegate.serving.openai.completions import Completer, RequestCounts
+from tidegate.serving.openai.model_info import ModelInfo
+from tidegate.serving.openai.response_store import ResponseStore
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+
+BODY_BYTES_MAX = 64 * 1024 * 1024
+"""Bytes of one request's body: prompts of several million tokens, as JSON."""
+
+SGLANG_VERSION = "0.5.23"
+"""Version of SGLang whose API the routes of ``serving/sglang/`` are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerParts:
+    """Parts of the server of one run, which the handlers call."""
+
+    settings: RunSettings
+    scheduler: "Scheduler"
+    info: ModelInfo
+    requests: ActiveRequests
+    completer: Completer
+    pauses: EnginePauses
+    weights: WeightUpdates
+    groups: UpdateGroups
+    """Process groups that SGLang's routes have joined."""
+    paths: "Sequence[Path]"
+    """All paths of the server."""
+    weight_backend: str
+    """How weights are received: ``disk``, ``gloo``, ``nccl`` or ``ipc``."""
+    created_s: int
+    """Unix time of the server's start."""
+    instance_id: str
+    longest_block_s: Callable[[], float]
+    """Longest time in seconds for which the run's event loop was blocked."""
+    counts: RequestCounts = field(default_factory=RequestCounts)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    """Answers that requests of ``/v1/responses`` can continue, of all clients."""
+
+    @property
+    def num_sequences_max(self) -> int:
+        """Number of requests that all engines together run at once."""
+        return self.settings.engine.max_running_turns * self.settings.fleet.engines
+
+
+# ---------------------------------------------------------------- routes and keys
+
+
+Handle = Callable[[ServerParts, HttpRequest], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A path of the server, for one HTTP method."""
+
+    method: str
+    path: str
+    handle: Handle
+    errors: ErrorForm | None = None
+    """Error form of this path; None: vLLM's."""
+    is_control: bool = False
+    """Whether the path needs the control token, because it stops engines, changes weights or ends
+    others' requests."""
+    is_open: bool = False
+    """Whether the path needs no key, because probes and Prometheus send none."""
+
+
+class Paths(list[Path]):
+    """Paths of one API, in the order of their handlers."""
+
+    def on(
+        self,
+        method: str,
+        path: str,
+        *,
+        errors: ErrorForm | None = None,
+        is_control: bool = False,
+        is_open: bool = False,
+    ) -> Callable[[Handle], Handle]:
+        """Register the decorated function as the handler of a path."""
+
+        def decorate(handle: Handle) -> Handle:
+            self.append(Path(method, path, handle, errors, is_control, is_open))
+            return handle
+
+        return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Secrets that requests show as ``Authorization: Bearer``; None where none is needed."""
+
+    api_key: str | None
+    """Needed by every path that is not open; by control paths only if there is no control token."""
+    control_token: str | None
+    """Needed by control paths; opens every other path, too."""
+
+    def are_shown(self, shown: str) -> bool:
+        """Whether ``shown`` is one of the secrets."""
+        return any(_is_equal(shown, key) for key in (self.api_key, self.control_token) if key)
+
+    def refuse(self, path: Path, shown: str) -> None:
+        """Raise ApiError unless ``shown`` opens a path."""
+        if self.control_token and _is_equal(shown, self.control_token):
+            return
+        if path.is_control and self.control_token:
+            raise ApiError(
+                401,
+                f"Unauthorized: {path.path} wants the server's control token, as the header "
+                f"Authorization: Bearer TOKEN. For trainers that send none, start the server with "
+                f"--no-control-token",
+            )
+        if self.api_key and not path.is_open and not _is_equal(shown, self.api_key):
+            raise ApiError(
+                401,
+                f"Unauthorized: {path.path} wants the server's API key, as the header "
+                f"Authorization: Bearer KEY",
+            )
+
+
+def _is_equal(shown: str, key: str) -> bool:
+    return secrets.compare_digest(shown.encode(), key.encode())
+
+
+def server_app(
+    parts: ServerParts,
+    keys: Keys,
+    *,
+    bound_host: str = "127.0.0.1",
+    allowed_hosts: frozenset[str] = frozenset(),
+) -> ASGIApp:
+    """Make the application, behind its access guard."""
+
+    async def handle(path: Path, http: HttpRequest) -> Answer:
+        keys.refuse(path, key_of(http))
+        return await path.handle(parts, http)
+
+    def shows_key(headers: Headers) -> bool:
+        return keys.are_shown(headers.bearer)
+
+    routes = [
+        ApiRoute(each.method, each.path, partial(handle, each), each.errors) for each in parts.paths
+    ]
+    policy = AccessPolicy(bound_host, allowed_hosts, shows_key)
+    return api_app(routes, VllmErrors(), policy)
+
+
+# ---------------------------------------------------------------- reading requests
+
+
+async def read(http: HttpRequest, kind: type[Body]) -> Body:
+    """Read the body as a request of this kind."""
+    return await read_json(http, kind, bytes_max=BODY_BYTES_MAX)
+
+
+async def read_optional(http: HttpRequest, kind: type[Body]) -> Body:
+    """Read the body as a request of this kind whose fields are all optional; it may be empty."""
+    body = await read_json_bytes(http, bytes_max=BODY_BYTES_MAX)
+    return decode_json(body if body.strip() else b"{}", kind)

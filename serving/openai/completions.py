@@ -1,0 +1,741 @@
+"""Completion requests: checks them, begins their choices, and answers them whole or as a stream.
+
+Answers are written by :mod:`response_bodies`. A chat that another API's form answers
+(:mod:`answers`) begins here, too.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from tidegate.errors import ModelError
+from tidegate.orchestrator.episodes.chat_template import (
+    ChatRendering,
+    ChatTemplate,
+    read_chat_template,
+)
+from tidegate.orchestrator.episodes.conversation import (
+    forced_by,
+    plain_calls,
+    reply_format_of,
+    tool_schemas,
+)
+from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
+from tidegate.serving.http.errors import ApiError, VllmErrors
+from tidegate.serving.http.scaffold import DONE_EVENT, encoded_response, stream_event
+from tidegate.serving.http.server import (
+    OwnedStream,
+    off_loop,
+    refuse_large_chat,
+    unless_gone,
+)
+from tidegate.serving.openai.active_requests import ActiveRequest, ActiveRequests, choice_seeds
+from tidegate.serving.openai.answers import ActiveCompletion
+from tidegate.serving.openai.chat_turns import ServedTurn, served_turn
+from tidegate.serving.openai.model_info import Limits, ModelInfo, VersionLabels, limits_of
+from tidegate.serving.openai.outputs import (
+    Output,
+    OutputReader,
+    OutputTokenizer,
+    StopConditions,
+)
+from tidegate.serving.openai.requests import (
+    CHOICES_MAX,
+    BatchChatRequest,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    VllmTokenizeRequest,
+    checked_cache_salt,
+    generate_options,
+    refuse_fields,
+    required_prefix,
+)
+from tidegate.serving.openai.response_bodies import (
+    ChatBodies,
+    CompletionBodies,
+    GenerateBodies,
+    PackedBodies,
+    PromptLogprobs,
+    RequestFacts,
+    ResponseBodies,
+)
+from tidegate.transport.sampling import LogitsProcessor
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.episodes.model_files import ModelFiles
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+
+STREAM_INTERVAL_S = 0.02
+"""Time between two reads of a stream's output: tokens that come meanwhile travel together."""
+
+LOGPROBS_ENTRIES_MAX = 2 * 2**20
+"""Log-probs of likeliest tokens in one answer, for prompts and outputs together. Each takes 500
+bytes until it is sent: a gigabyte."""
+
+PROMPT_TOKENS_MAX = 8 * 2**20
+"""Prompt tokens of all choices of one request: each choice is a row that holds its prompt."""
+
+LARGE_PROMPT_LOGPROBS = 2048
+"""Log-probs of prompts from which on their bodies are made off the event loop."""
+
+PROMPT_END_TOKENS = 16
+"""Tokens at the end of a prompt that show whether the prompt has begun the reasoning."""
+
+LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0)
+"""Bounds of the latency histogram: vLLM's own, up to a minute."""
+
+CHARACTERS_SLACK = 2
+"""A text is refused before it is tokenised if it has this many times the characters of a context of
+the vocabulary's longest tokens. More than 1, because normalizers may remove characters."""
+
+
+RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """Validated parameters from which a request's choices begin, for requests of any kind."""
+
+    request_id: str
+    model: str | None
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    tokens_max: int | None
+    """Output tokens per choice; None fills the context."""
+    cache_salt: str = ""
+    forced: LogitsProcessor | None = None
+    """Processor that constrains the output to a tool call."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunRequest:
+    """A request whose choices are being generated, and how its answer is written."""
+
+    request: ActiveRequest
+    readers: Sequence[OutputReader]
+    """Readers of the output, one for each choice."""
+    facts: RequestFacts
+    top_logprobs: int
+
+    @property
+    def reported_tokens(self) -> int:
+        """Size of the answer, in tokens and listed log-probs; large answers are encoded in a
+        thread."""
+        choices = self.request.choices
+        outputs = sum(choice.num_tokens for choice in choices) * (1 + self.top_logprobs)
+        return outputs + sum(len(choice.prompt.token_ids) for choice in choices)
+
+
+class Completer:
+    """Checks completion requests of all kinds, and begins their choices."""
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        model: "ModelFiles",
+        info: ModelInfo,
+        requests: ActiveRequests,
+        labels: VersionLabels,
+        *,
+        adapter_of: Callable[[str | None], Awaitable[str]],
+        max_logprobs: int,
+        defaults: Mapping[str, float],
+    ) -> None:
+        """``adapter_of`` returns the adapter of a request's model name, empty for the model itself.
+        ``max_logprobs``: log-probs reported beside each token. ``defaults``: values of sampling
+        fields that a request omits, by the names of generation_config.json."""
+        self._scheduler = scheduler
+        self._model = model
+        self._info = info
+        self._requests = requests
+        self._labels = labels
+        self._adapter_of = adapter_of
+        self._max_logprobs = max_logprobs
+        self._tokens_default = defaults.get("max_new_tokens")
+        self._defaults = {k: v for k, v in defaults.items() if k != "max_new_tokens"}
+        self.tokenizer = OutputTokenizer(model.tokenizer)
+        self._token_characters_max = max(map(len, model.tokenizer.get_vocab()), default=1)
+
+    # ------------------------------------------------------------ by kind
+
+    async def generate(
+        self, request: GenerateRequest, name: str, *, is_large: bool, is_packed: bool = False
+    ) -> tuple[BegunRequest, ResponseBodies]:
+        """Begin ``/inference/v1/generate``; ``is_packed``: ``/skyrl/v1/generate``."""
+        if request.output_mode not in ("tokens", "text"):
+            raise ApiError(400, f"output_mode is tokens or text, got {request.output_mode}")
+        refuse_fields(request, request.REFUSED)
+        sampling = request.sampling_params
+        prompts = [Prompt(request.token_ids)]
+        begun = await self.begin(
+            CheckedRequest(
+                f"generate-tokens-{request.request_id or name}",
+                request.model,
+                prompts,
+                sampling,
+                sampling.max_tokens,
+                checked_cache_salt(request.cache_salt),
+            )
+        )
+        return begun, (PackedBodies if is_packed else GenerateBodies)(begun.facts, request)
+
+    async def complete(
+        self, request: CompletionRequest, name: str, *, is_large: bool
+    ) -> tuple[BegunRequest, ResponseBodies]:
+        """Begin ``/v1/completions``."""
+        adds = request.add_special_tokens is not False
+        given = request.prompts
+        refuse_many(len(given) * request.choices_per_prompt)
+        for text in given:
+            if isinstance(text, str) and request.truncate_prompt_tokens is None:
+                self.refuse_long(text)
+        prompts = self._truncated(
+            request,
+            [
+                Prompt(await self.tokenizer.encode(each, adds_special_tokens=adds), each)
+                if isinstance(each, str)
+                else Prompt(each)
+                for each in given
+            ],
+        )
+        name = f"cmpl-{request.request_id or name}"
+        salt = checked_cache_salt(request.cache_salt)
+        sampling = self._with_defaults(request)
+        begun = await self.begin(
+            CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
+        )
+        return begun, CompletionBodies(begun.facts, request)
+
+    async def chat(
+        self, request: ChatRequest, name: str, *, is_large: bool
+    ) -> tuple[BegunRequest, ResponseBodies]:
+        """Begin ``/v1/chat/completions``; calls are parsed if tools are offered."""
+        prompt = await self._prompt_of(request, is_large)
+        begun = await self._begin_chat(request, name, [prompt], self._forced(request, prompt))
+        turns = self._turns(begun, request, prompt) if request.offered_tools else []
+        return begun, ChatBodies(begun.facts, request, turns)
+
+    async def begin_turns(
+        self, request: ChatRequest, name: str, *, is_large: bool
+    ) -> ActiveCompletion:
+        """Begin a chat that an :class:`AnswerForm` answers."""
+        prompt = await self._prompt_of(request, is_large)
+        begun = await self._begin_chat(request, name, [prompt], self._forced(request, prompt))
+        request.model = begun.facts.model
+        turns = self._turns(begun, request, prompt)
+        return ActiveCompletion(request, self._labels.spans, list(turns))
+
+    def _forced(self, request: ChatRequest, prompt: Prompt) -> LogitsProcessor | None:
+        forced = forced_by(
+            request.call_choice, request.offered_tools, self._template(), self._shown(prompt)
+        )
+        if forced is not None and (request.schema is not None or request.grammar is not None):
+            raise ApiError(400, "a forced call has its own form: omit response_format")
+        return forced
+
+    def _turns(self, begun: BegunRequest, request: ChatRequest, prompt: Prompt) -> list[ServedTurn]:
+        """Return the choices of a chat as turns whose replies are parsed."""
+        schemas = tool_schemas(request.offered_tools)
+        reply_format = reply_format_of(self._template(), schemas, self._shown(prompt))
+        return [
+            served_turn(
+                choice,
+                self._model,
+                reply_format,
+                f"{begun.request.request_id}-{choice.index}",
+                has_parallel_calls=request.parallel_tool_calls is not False,
+            )
+            for choice in begun.request.choices
+        ]
+
+    def _template(self) -> ChatTemplate:
+        try:
+            return read_chat_template(self._model.path)
+        except ModelError as error:
+            raise ApiError(400, str(error)) from None
+
+    def _shown(self, prompt: Prompt) -> str:
+        """Return the text of a prompt; if it was given as tokens, the text of its last ones, where
+        the reply's parser looks for an open reasoning mark."""
+        if prompt.text is not None:
+            return prompt.text
+        end = prompt.token_ids[-PROMPT_END_TOKENS:]
+        return self.tokenizer.decode(end, skips_special_tokens=False)
+
+    async def render(self, request: ChatRequest, name: str, *, is_large: bool) -> dict[str, Any]:
+        """Return the body of ``/inference/v1/generate`` that samples as this chat request."""
+        request = self._with_defaults(request)
+        generate_options(request, self._model.stop_token_ids)  # refuses what can't be honoured
+        salt = checked_cache_salt(request.cache_salt)
+        (prompt,) = self._truncated(request, [await self._prompt_of(request, is_large)])
+        _refuse_prompt(prompt, limits_of(self._scheduler))
+        return {
+            "request_id": f"chatcmpl-{request.request_id or name}",
+            "token_ids": prompt.token_ids,
+            "features": None,
+            "sampling_params": request.token_sampling,
+            "model": request.model or self._info.name,
+            "stream": bool(request.stream),
+            "stream_options": request.stream_options if request.stream else None,
+            "cache_salt": salt or None,
+            "priority": 0,
+        }
+
+    async def _prompt_of(self, request: ChatRequest, is_large: bool) -> Prompt:
+        # With tool_choice="none", too, as in vLLM: TRL's client parses calls itself.
+        tools = request.tools if request.tool_choice == "none" else request.offered_tools
+        return await self.chat_prompt(
+            request,
+            request.messages,
+            tools or None,
+            prefix=required_prefix(request),
+            is_large=is_large,
+        )
+
+    async def chat_batch(
+        self, request: BatchChatRequest, name: str, *, is_large: bool
+    ) -> tuple[BegunRequest, ResponseBodies]:
+        """Begin ``/v1/chat/completions/batch``."""
+        request.refuse_unserved_in_batches()
+        refuse_many(len(request.messages) * request.choices_per_prompt)
+        prompts = [
+            await self.chat_prompt(request, messages, None, is_large=is_large)
+            for messages in request.messages
+        ]
+        begun = await self._begin_chat(request, name, prompts)
+        return begun, ChatBodies(begun.facts, request)
+
+    async def _begin_chat(
+        self,
+        request: ChatRequest,
+        name: str,
+        prompts: list[Prompt],
+        forced: LogitsProcessor | None = None,
+    ) -> BegunRequest:
+        name = f"chatcmpl-{request.request_id or name}"
+        salt = checked_cache_salt(request.cache_salt)
+        sampling = self._with_defaults(request)
+        prompts = self._truncated(request, prompts)
+        return await self.begin(
+            CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt, forced)
+        )
+
+    def _truncated(
+        self, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
+    ) -> list[Prompt]:
+        context_tokens_max = limits_of(self._scheduler).context_tokens_max
+        kept = [request.truncated(prompt.token_ids, context_tokens_max) for prompt in prompts]
+        pairs = zip(prompts, kept, strict=True)
+        return [p if len(ids) == len(p.token_ids) else Prompt(ids) for p, ids in pairs]
+
+    async def chat_prompt(
+        self,
+        request: ChatRequest | VllmTokenizeRequest,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        prefix: Sequence[int] = (),
+        is_large: bool = False,
+    ) -> Prompt:
+        """Return a conversation's prompt, as the model's chat template renders it.
+
+        The tokens up to the end of its last assistant message are replaced by ``prefix``, if there
+        is one. A conversation that ``is_large`` is rendered in a thread.
+        """
+        if not messages:
+            raise ApiError(400, "messages must be a list of at least one message")
+        refuse_large_chat(messages, tools)
+        template = self._template()
+        plain = [_plain(message, number) for number, message in enumerate(messages)]
+
+        async def encoded(shown: list[dict[str, Any]], rendering: ChatRendering) -> Prompt:
+            render = functools.partial(template.prompt, shown, tools, rendering)
+            text = await off_loop(render) if is_large or template.is_slow else render()
+            if getattr(request, "truncate_prompt_tokens", None) is None:
+                self.refuse_long(text)
+            adds = bool(request.add_special_tokens)
+            return Prompt(await self.tokenizer.encode(text, adds_special_tokens=adds), text)
+
+        prompt = await encoded(plain, request.rendering)
+        if not prefix:
+            return prompt
+        assistant = [i for i, message in enumerate(plain) if message.get("role") == "assistant"]
+        earlier = plain[: assistant[-1] + 1] if assistant else plain
+        replaced = await encoded(
+            earlier, dataclasses.replace(request.rendering, add_generation_prompt=False)
+        )
+        return self._continued(prompt.token_ids, len(replaced.token_ids), prefix)
+
+    def _continued(self, rendered: list[int], replaced: int, prefix: Sequence[int]) -> Prompt:
+        """Return ``prefix`` and what is ``rendered`` after the last stop token before ``replaced``.
+
+        As NeMo-RL's vLLM splices ``required_prefix_token_ids``: the template's tokens begin with
+        that stop token, which ``prefix`` lacks if its last turn was cut off.
+        """
+        _refuse_unknown(prefix, limits_of(self._scheduler))
+        stops = self._model.stop_token_ids
+        cut = max((i for i, id_ in enumerate(rendered[:replaced]) if id_ in stops), default=None)
+        if len(rendered) <= replaced or cut is None:
+            raise ApiError(
+                400,
+                "required_prefix_token_ids need messages after the last assistant message, or a "
+                "generation prompt, and a template that ends messages with a stop token",
+                param="required_prefix_token_ids",
+            )
+        has_end = prefix[-1] == rendered[cut]
+        return Prompt([*prefix, *rendered[cut + has_end :]])
+
+    def refuse_long(self, text: str) -> None:
+        """Refuse a text that no context can hold, before it is tokenised."""
+        limits = limits_of(self._scheduler)
+        most = CHARACTERS_SLACK * limits.context_tokens_max * self._token_characters_max
+        if len(text) > most:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limits.context_tokens_max} tokens. "
+                f"However, your prompt contains {len(text)} characters. Please reduce the length "
+                f"of the input prompt.",
+            )
+
+    def _with_defaults(self, request: RequestT) -> RequestT:
+        """Fill in omitted fields from the model's generation_config.json."""
+        given = {k: v for k, v in self._defaults.items() if getattr(request, k) is None}
+        return msgspec.structs.replace(request, **given) if given else request
+
+    # ------------------------------------------------------------ of all kinds
+
+    async def begin(self, checked: CheckedRequest) -> BegunRequest:
+        """Begin the choices of a request; a limit of 0 tokens begins none, for prompts' log-probs.
+
+        Raises:
+            ApiError: the request can't be honoured.
+        """
+        limits = limits_of(self._scheduler)
+        adapter = await self._adapter_of(checked.model)
+        sampling, each = checked.sampling, checked.sampling.choices_per_prompt
+        options = generate_options(sampling, self._model.stop_token_ids)
+        for prompt in checked.prompts:
+            _refuse_prompt(prompt, limits)
+        refuse_many(len(checked.prompts) * each)
+        self.refuse_large([checked])
+        no_logprobs: list[PromptLogprobs | None] = [None] * len(checked.prompts)
+        scores: list[PromptLogprobs | None] | None = no_logprobs
+        if sampling.num_prompt_logprobs is not None:
+            scoring = self._prompt_logprobs(checked, sampling.num_prompt_logprobs, adapter)
+            scores = await self._requests.score(checked.request_id, adapter, scoring)
+        prompts = [prompt for prompt in checked.prompts for _ in range(each)]
+        facts = RequestFacts(
+            checked.request_id,
+            checked.model or self._info.name,
+            0,
+            self.tokenizer,
+            prompts,
+            [logprobs for logprobs in scores or no_logprobs for _ in range(each)],
+            each,
+        )
+        if checked.forced is not None:
+            own = options.get("logits_processors") or ()
+            options["logits_processors"] = [*own, checked.forced]
+        if adapter:
+            options["adapter"] = adapter
+        if checked.cache_salt:
+            options["cache_salt"] = checked.cache_salt
+        choices = [
+            (
+                prompt,
+                {**options, "max_tokens": limit, "seed": seed},
+            )
+            for prompt, limit in zip(checked.prompts, self._output_limits(checked), strict=True)
+            if limit
+            for seed in choice_seeds(sampling.own_seed, each)
+        ]
+        request = self._requests.begin(
+            checked.request_id, choices, aborted_before_start=scores is None
+        )
+        stops = self._stop_conditions(sampling, options)
+        readers = [OutputReader(c, stops, self.tokenizer, self._labels) for c in request.choices]
+        facts = dataclasses.replace(facts, created_s=request.created_s)
+        return BegunRequest(request, readers, facts, options.get("top_logprobs", 0))
+
+    def _output_limits(self, checked: CheckedRequest) -> list[int]:
+        """Return the limit of output tokens of each prompt's choices."""
+        limits = limits_of(self._scheduler)
+        tokens_max = self._tokens_default if checked.tokens_max is None else checked.tokens_max
+        return [_output_limit(prompt, tokens_max, limits) for prompt in checked.prompts]
+
+    def refuse_large(self, requests: Sequence[CheckedRequest]) -> None:
+        """Raise ApiError if the answers of requests together could take too much memory."""
+        prompt_tokens = entries = 0
+        for each in requests:
+            sampling, choices = each.sampling, each.sampling.choices_per_prompt
+            for name, top in (
+                ("logprobs", sampling.num_top_logprobs),
+                ("prompt_logprobs", sampling.num_prompt_logprobs),
+            ):
+                if top is not None and not 0 <= top <= self._max_logprobs:
+                    limit = f"not within 0 and max_logprobs: {self._max_logprobs}"
+                    raise ApiError(400, f"Requested {name} of {top}, which is {limit}", param=name)
+            tokens = sum(len(prompt.token_ids) for prompt in each.prompts) * choices
+            prompt_tokens += tokens
+            entries += sum(self._output_limits(each)) * choices * (sampling.num_top_logprobs or 0)
+            if sampling.num_prompt_logprobs is not None:  # an echo repeats them in each choice
+                entries += tokens * (1 + sampling.num_prompt_logprobs)
+        if prompt_tokens > PROMPT_TOKENS_MAX:
+            why = f"prompts of all choices together have at most {PROMPT_TOKENS_MAX} tokens"
+            raise ApiError(400, f"{why}, got {prompt_tokens}", param="n")
+        if entries > LOGPROBS_ENTRIES_MAX:
+            raise ApiError(
+                400,
+                f"the answer would have up to {entries} log-probs, and may have "
+                f"{LOGPROBS_ENTRIES_MAX}: lower logprobs, prompt_logprobs, n or max_tokens",
+                param="logprobs",
+            )
+
+    def _stop_conditions(self, sampling: Sampling, options: Mapping[str, Any]) -> StopConditions:
+        return StopConditions(
+            frozenset(options["stop_token_ids"]),
+            frozenset(self._model.stop_token_ids) - frozenset(sampling.stop_token_ids or ()),
+            tuple(sampling.stop_strings),
+            includes_stop=bool(sampling.include_stop_str_in_output),
+            skips_special_tokens=sampling.skip_special_tokens is not False,
+        )
+
+    async def _prompt_logprobs(
+        self, checked: CheckedRequest, top: int, adapter: str
+    ) -> list[PromptLogprobs | None]:
+        futures = [
+            self._scheduler.scores.submit(
+                ScoreQuery(
+                    np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top, adapter=adapter
+                )
+            )
+            if len(p.token_ids) > 1
+            else None
+            for p in checked.prompts
+        ]
+        try:
+            scores = [None if future is None else await future for future in futures]
+        finally:
+            for future in futures:
+                if future is not None:
+                    future.cancel()
+
+        def written() -> list[PromptLogprobs | None]:
+            rows = zip(checked.prompts, scores, strict=True)
+            return [self._logprobs_of(prompt, score) for prompt, score in rows]
+
+        tokens = sum(len(prompt.token_ids) for prompt in checked.prompts)
+        return await off_loop(written) if tokens * (1 + top) >= LARGE_PROMPT_LOGPROBS else written()
+
+    def _logprobs_of(self, prompt: Prompt, score: object) -> PromptLogprobs:
+        """Return log-probs of all prompt tokens but the first, with the likeliest beside each."""
+        logprobs: PromptLogprobs = [None]
+        if not isinstance(score, TokenScores):
+            return logprobs
+        ranks = [None] * len(score.logprobs) if score.ranks is None else score.ranks.tolist()
+        columns = (score.logprobs.tolist(), score.top_ids.tolist(), score.top_logprobs.tolist())
+        rows = zip(prompt.token_ids[1:], ranks, *columns, strict=True)
+        for token, own, logprob, top_ids, top_logprobs in rows:
+            entry = {str(token): self._logprob(token, logprob, own)}
+            for rank, (top_id, top) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
+                entry[str(top_id)] = self._logprob(top_id, top, rank)
+            logprobs.append(entry)
+        return logprobs
+
+    def _logprob(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": self.tokenizer.token(token)}
+
+
+def _plain(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a message whose list of text parts is joined to one text, and whose calls have objects
+    as arguments, as chat templates expect."""
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": plain_calls(message["tool_calls"], number)}
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    if not all(isinstance(text, str) for text in texts) or len(texts) < len(content):
+        raise ApiError(400, "a message's content may have text parts only")
+    return {**message, "content": "".join(text for text in texts if text is not None)}
+
+
+def refuse_many(choices: int) -> None:
+    """Raise ApiError if a request has too many choices."""
+    if choices > CHOICES_MAX:
+        raise ApiError(400, f"a request has at most {CHOICES_MAX} choices, got {choices}")
+
+
+def _refuse_prompt(prompt: Prompt, limits: Limits) -> None:
+    ids = prompt.token_ids
+    if not ids:
+        raise ApiError(400, "the prompt has no token; give at least 1")
+    if len(ids) >= limits.context_tokens_max:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limits.context_tokens_max} tokens. However, "
+            f"your prompt contains {len(ids)} input tokens, which leaves none to generate. Please "
+            f"reduce the length of the input prompt.",
+        )
+    _refuse_unknown(ids, limits)
+
+
+def _refuse_unknown(token_ids: Sequence[int], limits: Limits) -> None:
+    unknown = next((i for i in token_ids if not 0 <= i < limits.vocab_size), None)
+    if unknown is not None:
+        raise ApiError(400, f"Token id {unknown} is out of vocabulary")
+
+
+def _output_limit(prompt: Prompt, tokens_max: float | None, limits: Limits) -> int:
+    """Return the limit of output tokens, cut off at the end of the context as vLLM does."""
+    left = limits.context_tokens_max - len(prompt.token_ids)
+    return left if tokens_max is None else min(left, int(tokens_max))
+
+
+# ---------------------------------------------------------------- answers
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counters of the requests that have ended."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    """Number of choices, by finish reason."""
+    prompt_tokens: int = 0
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    """Number of requests by latency, in the intervals between LATENCY_BOUNDS_S."""
+    latency_total_s: float = 0.0
+
+    def count(self, *, began_s: float, prompt_tokens: int, finish_reasons: Iterable[str]) -> None:
+        """Count a request that has ended; ``began_s`` is on the monotonic clock."""
+        took_s = time.monotonic() - began_s
+        self.prompt_tokens += prompt_tokens
+        self.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
+        self.latency_total_s += took_s
+        self.finished.update(finish_reasons)
+
+
+class Streamable(Protocol):
+    """Fields of a request that say whether its answer is a stream."""
+
+    stream: bool | None
+    stream_options: dict[str, Any] | None
+
+
+async def answer(
+    http: HttpRequest,
+    counts: RequestCounts,
+    request: Streamable,
+    beginning: Awaitable[tuple[BegunRequest, ResponseBodies]],
+) -> Response:
+    """Begin a request and answer it, whole or as a stream; a client that disconnects aborts it.
+
+    Raises:
+        ApiError: the request can't be honoured.
+        ClientDisconnect: the client is gone.
+    """
+    begun, bodies = await unless_gone(http, beginning)
+    if request.stream:
+        options = request.stream_options or {}
+        wants_usage = bool(options.get("include_usage"))
+        events = _stream(
+            counts,
+            begun,
+            bodies,
+            wants_usage=wants_usage,
+            wants_usage_of_chunks=wants_usage and bool(options.get("continuous_usage_stats")),
+        )
+        return OwnedStream(events, begun.request.abort)
+    try:
+        await unless_gone(http, begun.request.wait())
+    finally:
+        begun.request.abort()
+    outputs: list[Output] = []
+
+    def encode() -> bytes:
+        outputs.extend(reader.rest() for reader in begun.readers)
+        whole = bodies.whole(outputs)
+        # One by one, because the encoder holds the interpreter until it is done.
+        whole["choices"] = [msgspec.Raw(msgspec.json.encode(each)) for each in whole["choices"]]
+        return msgspec.json.encode(whole)
+
+    response = await encoded_response(encode, tokens=begun.reported_tokens)
+    count_outputs(counts, begun, outputs)
+    return response
+
+
+async def _stream(
+    counts: RequestCounts,
+    begun: BegunRequest,
+    bodies: ResponseBodies,
+    *,
+    wants_usage: bool,
+    wants_usage_of_chunks: bool,
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events; an error is an event too, because the status is sent already."""
+    outputs: list[Output] = []
+    sent: Counter[int] = Counter()
+    try:
+        for body in bodies.opening:
+            yield stream_event(body)
+        async for _, output in running_outputs(begun.readers):
+            if output.finish_reason is not None:
+                outputs.append(output)
+            body = bodies.chunk(output)
+            if wants_usage_of_chunks:
+                sent[output.index] += len(output.token_ids)
+                body["usage"] = begun.facts.choice_usage(output.index, sent[output.index])
+            yield stream_event(body)
+        await begun.request.wait()
+        if wants_usage:
+            tokens = sum(choice.num_tokens for choice in begun.request.choices)
+            yield stream_event(bodies.usage_chunk(tokens))
+        count_outputs(counts, begun, outputs)
+    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
+        form = VllmErrors()
+        yield stream_event(form.body(form.answer_to(error)))
+    finally:
+        begun.request.abort()
+    yield DONE_EVENT
+
+
+async def running_outputs(
+    readers: Sequence[OutputReader],
+) -> AsyncIterator[tuple[OutputReader, Output]]:
+    """Yield parts of all choices as they come; the last part of each has its finish reason."""
+    running = dict.fromkeys(readers)
+    while running:
+        ends = [reader.choice.ended for reader in running]
+        await asyncio.wait(ends, timeout=STREAM_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+        for reader in list(running):
+            has_ended = reader.choice.ended.done()
+            if has_ended:
+                del running[reader]
+            if reader.choice.error is not None:
+                continue
+            output = reader.rest() if has_ended else reader.more()
+            if output is not None:
+                yield reader, output
+
+
+def count_outputs(counts: RequestCounts, begun: BegunRequest, outputs: Sequence[Output]) -> None:
+    """Count an answered request in ``/metrics``."""
+    counts.count(
+        began_s=begun.request.began_s,
+        prompt_tokens=begun.facts.prompt_tokens,
+        finish_reasons=[output.finish_reason or "abort" for output in outputs],
+    )

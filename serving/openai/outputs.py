@@ -1,0 +1,256 @@
+"""New output of a choice since the last read: tokens, log-probs, text, and how the choice ended.
+
+Response bodies, streamed or not, are made of these parts, which an :class:`OutputReader` reads from
+an :class:`ActiveChoice`.
+:class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop token or stop string.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from tidegate.orchestrator.episodes.incremental_detokenizer import (
+    IncrementalDetokenizer,
+    TokenTexts,
+    token_name,
+)
+from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, encode_text
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.http.server import off_loop
+from tidegate.serving.openai.active_requests import ActiveChoice
+from tidegate.serving.openai.model_info import VersionLabels
+from tidegate.transport.token_bytes import TokenBytes
+
+TEXT_CHARACTERS_MAX = 4 * 1024 * 1024
+"""Largest number of characters of a text to tokenise, which takes a thread up to 8 s."""
+
+TopLogprobs = Mapping[int, float]
+"""Log-probs of the likeliest tokens by id, likeliest first; the sampled token may be missing."""
+
+
+# ---------------------------------------------------------------- text
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """Tokens and strings that end an output, and how its text is cut there."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    """All stop tokens: the model's own and the request's."""
+    model_stops: frozenset[int] = frozenset()
+    """Stop tokens that the model names and the request does not."""
+    stop_strings: tuple[str, ...] = ()
+    includes_stop: bool = False
+    """Whether the stop string or token itself is part of the text."""
+    skips_special_tokens: bool = True
+    """Whether special tokens are omitted from the text."""
+
+    def ends_in_stop_token(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token is a stop token."""
+        return bool(token_ids) and token_ids[-1] in self.stop_token_ids
+
+    def first_stop_string(self, text: str) -> tuple[int, str] | None:
+        """Return where the first stop string of a text begins, and the string."""
+        found = [(start, each) for each in self.stop_strings if (start := text.find(each)) >= 0]
+        return min(found, key=lambda stop: stop[0], default=None)
+
+
+class OutputTokenizer:
+    """Tokenizer of the served model: encodes texts, decodes tokens and whole outputs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._token_bytes = TokenBytes(tokenizer)
+
+    def token(self, token_id: int) -> str:
+        """Return the text of a single token, or its bytes if it ends within a character."""
+        return token_name(self._token_bytes[token_id])
+
+    def token_texts(self) -> TokenTexts:
+        """Return the texts of an output's tokens, which are to be added in order."""
+        return TokenTexts(self.tokenizer, self._token_bytes)
+
+    def decode(self, token_ids: Sequence[int], *, skips_special_tokens: bool) -> str:
+        """Return the text of a sequence of tokens."""
+        ids = list(token_ids)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skips_special_tokens)
+        return text
+
+    async def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text; a long one is tokenised in a thread.
+
+        Raises:
+            ApiError: the text is too long.
+        """
+        if len(text) > TEXT_CHARACTERS_MAX:
+            why = f"a text has at most {TEXT_CHARACTERS_MAX} characters, got {len(text)}"
+            raise ApiError(413, why)
+        encode = partial(encode_text, self.tokenizer, text, adds_special_tokens)
+        return encode() if len(text) < LONG_CHARACTERS else await off_loop(encode)
+
+    def whole(self, token_ids: Sequence[int], stops: StopConditions, *, has_stopped: bool) -> str:
+        """Return the text of an output that has ended, cut where it stopped."""
+        if has_stopped and not stops.includes_stop and stops.ends_in_stop_token(token_ids):
+            token_ids = token_ids[:-1]
+        text = self.decode(token_ids, skips_special_tokens=stops.skips_special_tokens)
+        found = stops.first_stop_string(text) if has_stopped else None
+        if found is None:
+            return text
+        start, string = found
+        return text[: start + len(string) if stops.includes_stop else start]
+
+    def stop_reason(self, token_ids: Sequence[int], stops: StopConditions) -> int | str | None:
+        """Return the stop string or token id that ended an output; None for a stop of the model."""
+        if stops.ends_in_stop_token(token_ids):
+            last = token_ids[-1]
+            return None if last in stops.model_stops else last
+        text = self.decode(token_ids, skips_special_tokens=False)
+        found = stops.first_stop_string(text)
+        return None if found is None else found[1]
+
+
+@dataclass(slots=True)
+class IncrementalText:
+    """Text of a running output, sent in parts; text once sent never changes."""
+
+    tokenizer: OutputTokenizer
+    stops: StopConditions
+    _sent: str = ""
+    _detokenizer: IncrementalDetokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        skips = self.stops.skips_special_tokens
+        self._detokenizer = IncrementalDetokenizer(
+            partial(self.tokenizer.decode, skips_special_tokens=skips)
+        )
+
+    def more(self, token_ids: Sequence[int]) -> str:
+        """Return the new text that may be sent while the output runs.
+
+        Incomplete characters are held back, and text that could be part of a stop string.
+        """
+        self._detokenizer.add(token_ids[self._detokenizer.tokens :])
+        settled = self._detokenizer.text
+        held_back = max((len(s) for s in self.stops.stop_strings), default=1) - 1
+        return self._send(settled[: len(settled) - held_back])
+
+    def last(self, text: str) -> str:
+        """Return the unsent rest of ``text``, the whole text of the ended output."""
+        return self._send(text)
+
+    def _send(self, text: str) -> str:
+        if not text.startswith(self._sent):
+            return ""
+        more, self._sent = text[len(self._sent) :], text
+        return more
+
+
+# ---------------------------------------------------------------- parts of an output
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A part of a choice's output, or all of it."""
+
+    index: int
+    """Index of the choice within its request."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    tops: Sequence[TopLogprobs]
+    """Likeliest tokens at each token's position; empty mappings unless the request asks for
+    them."""
+    text: str
+    finish_reason: str | None = None
+    """Finish reason of the choice; None unless this part is its last."""
+    stop_reason: int | str | None = None
+    spans: Sequence[Mapping[str, Any]] = ()
+    """Weight versions of the whole output; only in the last part."""
+    is_first: bool = True
+    kept_tokens: Sequence[Sequence[int]] | None = None
+    """For each token, the tokens it was sampled from; None unless the run's settings
+    request them."""
+    routed_experts: "npt.NDArray[np.uint8 | np.uint16] | None" = None
+    """Experts of all positions but the output's last token's; only in the last part, and None
+    unless the run's settings request them."""
+
+
+@dataclass(slots=True, eq=False)
+class OutputReader:
+    """Reads one choice's output, each time from where it was read last."""
+
+    choice: ActiveChoice
+    stops: StopConditions
+    tokenizer: OutputTokenizer
+    labels: VersionLabels
+    _read: int = 0
+    """Number of tokens read so far."""
+    _is_first: bool = True
+    _text: IncrementalText = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._text = IncrementalText(self.tokenizer, self.stops)
+
+    def more(self) -> Output | None:
+        """Return the new output; None if there is none."""
+        if self.choice.ended.done():
+            return self.rest()
+        if self.choice.num_tokens <= self._read or self.choice.row is None:
+            return None
+        turn = self.choice.current_turn()
+        if turn is None:
+            return None
+        tops = turn.top_logprobs_from(self._read)
+        if self.choice.options.get("top_logprobs") and tops is None:
+            return None  # they come with the next step
+        text = self._text.more(turn.token_ids)
+        kept = turn.kept_tokens
+        return self._part(turn.token_ids, turn.logprobs, tops, text, kept_tokens=kept)
+
+    def rest(self) -> Output:
+        """Return the unread rest of an output that has ended, with its finish reason."""
+        turn = self.choice.current_turn()
+        if turn is None:
+            return self._part([], [], None, "", finish_reason="abort")
+        ids, has_stopped = turn.token_ids, turn.finish_reason == "stop"
+        whole = self.tokenizer.whole(ids, self.stops, has_stopped=has_stopped)
+        return self._part(
+            ids,
+            turn.logprobs,
+            turn.top_logprobs_from(self._read),
+            self._text.last(whole),
+            finish_reason="abort" if turn.finish_reason == "cancelled" else turn.finish_reason,
+            stop_reason=self.tokenizer.stop_reason(ids, self.stops) if has_stopped else None,
+            spans=self.labels.spans(turn),
+            kept_tokens=turn.kept_tokens,
+            routed_experts=turn.routed_experts,
+        )
+
+    def _part(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopLogprobs] | None,
+        text: str,
+        *,
+        kept_tokens: Sequence[Sequence[int]] | None = None,
+        **end: Any,
+    ) -> Output:
+        start, self._read = self._read, len(token_ids)
+        is_first, self._is_first = self._is_first, False
+        new_ids = token_ids[start:]
+        new_tops = tops if tops is not None else [{}] * len(new_ids)
+        return Output(
+            self.choice.index,
+            new_ids,
+            logprobs[start:],
+            new_tops,
+            text,
+            is_first=is_first,
+            kept_tokens=None if kept_tokens is None else kept_tokens[start:],
+            **end,
+        )

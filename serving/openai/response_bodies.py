@@ -1,0 +1,457 @@
+"""Response bodies of vLLM's three kinds of completion, whole and as chunks of a stream.
+
+Turns the parts of an output into the dicts that :mod:`completions` sends as JSON.
+"""
+
+import base64
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
+from tidegate.serving.openai.chat_turns import ServedTurn
+from tidegate.serving.openai.outputs import Output, OutputTokenizer
+from tidegate.serving.openai.requests import ChatRequest, CompletionRequest, GenerateRequest, Prompt
+from tidegate.serving.openai.token_logprobs import LogprobRow, as_ids, as_text, completion_logprobs
+
+PromptLogprobs = list[dict[str, Any] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """Facts of a request that are the same in all parts of its answer."""
+
+    request_id: str
+    model: str
+    created_s: int
+    tokenizer: OutputTokenizer
+    prompts: Sequence[Prompt]
+    """The prompt of each choice."""
+    prompt_logprobs: Sequence[PromptLogprobs | None]
+    """The log-probs of each choice's prompt."""
+    choices_per_prompt: int = 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens; a prompt is counted once, whatever its choices."""
+        return sum(len(p.token_ids) for p in self.prompts[:: self.choices_per_prompt])
+
+    def usage(self, output_tokens: int) -> dict[str, Any]:
+        """Return ``usage`` for this number of output tokens."""
+        return _usage(self.prompt_tokens, output_tokens)
+
+    def choice_usage(self, index: int, output_tokens: int) -> dict[str, Any]:
+        """Return ``usage`` of one choice for this number of its output tokens."""
+        return _usage(len(self.prompts[index].token_ids), output_tokens)
+
+
+def _usage(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "completion_tokens": output_tokens,
+    }
+
+
+WITHOUT_DETAILS = {"prompt_tokens_details": None, "completion_tokens_details": None}
+WITHOUT_TRANSFERS = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
+
+
+class ResponseBodies:
+    """Bodies of the answer to one request."""
+
+    def __init__(self, facts: RequestFacts) -> None:
+        self.facts = facts
+        self._token_texts: dict[int, TokenTexts] = {}
+        """Texts of the tokens reported so far, by choice."""
+
+    def _texts(self, index: int) -> TokenTexts:
+        """Return the texts of a choice's tokens, of which its log-probs report one by one."""
+        if index not in self._token_texts:
+            self._token_texts[index] = self.facts.tokenizer.token_texts()
+        return self._token_texts[index]
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the whole answer, of the outputs of all choices."""
+        raise NotImplementedError
+
+    def chunk(self, output: Output) -> dict[str, Any]:
+        """Return the chunk of a stream with a part of one choice's output."""
+        raise NotImplementedError
+
+    def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
+        """Return the chunk of a stream that reports its usage, the last but ``[DONE]``."""
+        return {**self._chunk_head, "choices": [], "usage": self.facts.usage(output_tokens)}
+
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        """Fields that every chunk begins with."""
+        raise NotImplementedError
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that an answer of OpenAI's API, or a chunk of it, begins with."""
+        facts = self.facts
+        return {
+            "id": facts.request_id,
+            "object": kind,
+            "created": facts.created_s,
+            "model": facts.model,
+        }
+
+    @property
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks that a stream begins with, before any token."""
+        return []
+
+
+# ---------------------------------------------------------------- tokens in, tokens out
+
+
+class GenerateBodies(ResponseBodies):
+    """Bodies of ``/inference/v1/generate``."""
+
+    def __init__(self, facts: RequestFacts, request: GenerateRequest) -> None:
+        super().__init__(facts)
+        self._request = request
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the whole answer."""
+        facts, wants_prompt = self.facts, self._request.return_token_ids
+        tokens = sum(len(output.token_ids) for output in outputs)
+        return {
+            "request_id": facts.request_id,
+            "model": facts.model,
+            "created": facts.created_s,
+            "usage": facts.usage(tokens) | WITHOUT_DETAILS,
+            "prompt_logprobs": facts.prompt_logprobs[0],
+            "prompt_token_id_logprobs": None,
+            "prompt_token_ids": facts.prompts[0].token_ids if wants_prompt else None,
+            "mm_placeholders": None,
+            **WITHOUT_TRANSFERS,
+            "output_mode": self._request.output_mode,
+            "choices": [self._choice(output) for output in outputs],
+        }
+
+    def chunk(self, output: Output) -> dict[str, Any]:
+        """Return the chunk with the tokens of a part."""
+        choice = self._choice(output)
+        if output.finish_reason is None:
+            choice["weight_versions"] = None
+        return {**self._chunk_head, "usage": None, "choices": [choice]}
+
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        mode = self._request.output_mode
+        return {"request_id": self.facts.request_id, "output_mode": mode}
+
+    def _choice(self, output: Output) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": output.index,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids,
+            "routed_experts": self._experts(output),
+            "sampling_mask": output.kept_tokens,
+            "weight_versions": output.spans,
+        }
+        if self._request.output_mode == "text":
+            choice["text"] = output.text
+        choice["logprobs"] = self._logprobs(output)
+        return choice
+
+    def _experts(self, output: Output) -> Any:
+        return _experts_of(output, self._request.sampling_params.routed_experts_prompt_start)
+
+    def _logprobs(self, output: Output) -> dict[str, Any] | None:
+        if self._request.sampling_params.logprobs is None:
+            return None
+        if self._request.output_mode == "text":
+            texts = self._texts(output.index)
+            return {"content": [as_text(texts, *one) for one in _rows(output)]}
+        rows = zip(_rows(output), output.tops, strict=True)
+        return {"content": [as_ids(*row, likeliest) for row, likeliest in rows]}
+
+
+class PackedBodies(GenerateBodies):
+    """Bodies of ``/skyrl/v1/generate``, by SkyRL's ``generate_wire.py``.
+
+    An array is an object whose first key is ``data``, base64 of its bytes. SkyRL's client cuts
+    that out of the JSON before it is parsed, so the JSON has no spaces.
+    """
+
+    @override
+    def _experts(self, output: Output) -> Any:
+        if output.routed_experts is None:
+            return None
+        experts = output.routed_experts[self._request.sampling_params.routed_experts_prompt_start :]
+        # The smallest dtype that SkyRL has; its decoder refuses any other.
+        dtype = "uint8" if int(experts.max(initial=0)) < 1 << 8 else "int16"
+        data = base64.b64encode(experts.astype(dtype).tobytes()).decode()
+        return {"data": data, "shape": list(experts.shape), "dtype": dtype}
+
+
+def as_npy(values: npt.NDArray[Any]) -> str:
+    """Return an array as JSON text: base64 of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _experts_of(output: Output, start: int = 0) -> str | None:
+    """Return an output's routed experts as vLLM encodes them: base64 of a .npy file."""
+    return None if output.routed_experts is None else as_npy(output.routed_experts[start:])
+
+
+def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
+    """Return each token, its log-prob, and those of the likeliest, the token itself first."""
+    rows = zip(output.token_ids, output.logprobs, output.tops, strict=True)
+    return [(token, logprob, {token: logprob, **top}) for token, logprob, top in rows]
+
+
+# ---------------------------------------------------------------- OpenAI's
+
+
+class CompletionBodies(ResponseBodies):
+    """Bodies of ``/v1/completions``."""
+
+    def __init__(self, facts: RequestFacts, request: CompletionRequest) -> None:
+        super().__init__(facts)
+        self._request = request
+        self._next_offsets: dict[int, int] = {}
+        """Characters of the tokens reported so far, by choice."""
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the whole answer, with all choices of all prompts."""
+        tokens = sum(len(output.token_ids) for output in outputs)
+        return {
+            **self._chunk_head,
+            "choices": [self._whole_choice(output) for output in outputs],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": self.facts.usage(tokens) | WITHOUT_DETAILS,
+            **WITHOUT_TRANSFERS,
+        }
+
+    def chunk(self, output: Output) -> dict[str, Any]:
+        """Return the chunk with a part's text; the prompt's ids come with the first one."""
+        choice = self._choice(output)
+        if not output.is_first:
+            choice["prompt_token_ids"] = None
+        return {**self._chunk_head, "choices": [choice]}
+
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("text_completion")
+
+    def _whole_choice(self, output: Output) -> dict[str, Any]:
+        facts = self.facts
+        prompt_logprobs = facts.prompt_logprobs[output.index]
+        return {
+            **self._choice(output),
+            "prompt_logprobs": prompt_logprobs,
+            "routed_experts": _experts_of(output),
+        }
+
+    def _choice(self, output: Output) -> dict[str, Any]:
+        prompt = self.facts.prompts[output.index]
+        wants_ids = self._request.return_token_ids
+        text = "" if self._request.is_prompt_only else output.text
+        choice = {
+            "index": output.index,
+            "text": self._echo(output, prompt) + text,
+            "logprobs": self._logprobs(output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids if wants_ids else None,
+            "prompt_token_ids": prompt.token_ids if wants_ids else None,
+        }
+        if self._request.return_weight_versions:
+            choice["weight_versions"] = output.spans if output.finish_reason else None
+        return choice
+
+    def _echo(self, output: Output, prompt: Prompt) -> str:
+        if not self._echoes(output) or self._request.return_token_ids:
+            return ""
+        if prompt.text is not None:
+            return prompt.text
+        return self.facts.tokenizer.decode(prompt.token_ids, skips_special_tokens=False)
+
+    def _echoes(self, output: Output) -> bool:
+        """Whether the prompt precedes this part of the output."""
+        return bool(self._request.echo) and output.is_first
+
+    def _logprobs(self, output: Output) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        rows: list[LogprobRow] = self._prompt_rows(output) if self._echoes(output) else []
+        if not self._request.is_prompt_only:
+            rows += _rows(output)
+        index = output.index
+        start = self._next_offsets.get(index, 0)
+        shows_ids = self._request.return_tokens_as_token_ids
+        found = completion_logprobs(
+            self._texts(index),
+            rows,
+            start=start,
+            shows_ids=shows_ids,
+            is_end=output.finish_reason is not None,
+        )
+        self._next_offsets[index] = start + sum(map(len, found["tokens"]))
+        return found
+
+    def _prompt_rows(self, output: Output) -> "list[LogprobRow]":
+        """Return the prompt's tokens as :func:`_rows` does; the first has no log-probs."""
+        ids = self.facts.prompts[output.index].token_ids
+        entries = self.facts.prompt_logprobs[output.index] or [None] * len(ids)
+        most = 1 + (self._request.num_top_logprobs or 0)  # the token itself, and the likeliest
+        rows: list[LogprobRow] = []
+        for token, entry in zip(ids, entries, strict=True):
+            if entry is None:
+                rows.append((token, None, None))
+                continue
+            tops = {int(i): of["logprob"] for i, of in itertools.islice(entry.items(), most)}
+            rows.append((token, tops[token], tops))
+        return rows
+
+
+def _ended_by_calls(output: Output, message: Mapping[str, Any]) -> dict[str, Any]:
+    has_called = output.finish_reason == "stop" and message.get("tool_calls")
+    return {"finish_reason": "tool_calls"} if has_called else {}
+
+
+class ChatBodies(ResponseBodies):
+    """Bodies of ``/v1/chat/completions``."""
+
+    def __init__(
+        self, facts: RequestFacts, request: ChatRequest, turns: Sequence[ServedTurn] = ()
+    ) -> None:
+        """``turns``: the choices' turns, if their replies are parsed; else all is content."""
+        super().__init__(facts)
+        self._request = request
+        self._turns = turns
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the whole answer."""
+        facts = self.facts
+        # For a batch of conversations vLLM reports neither.
+        is_one = len(facts.prompts) == facts.choices_per_prompt
+        wants_ids = is_one and self._request.return_token_ids
+        tokens = sum(len(output.token_ids) for output in outputs)
+        return {
+            **self._head("chat.completion"),
+            "choices": [self._whole_choice(output) for output in outputs],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": facts.usage(tokens) | WITHOUT_DETAILS,
+            "prompt_logprobs": facts.prompt_logprobs[0] if is_one else None,
+            "prompt_token_ids": facts.prompts[0].token_ids if wants_ids else None,
+            "prompt_text": self._prompt_text if is_one else None,
+            **WITHOUT_TRANSFERS,
+        }
+
+    @property
+    def _prompt_text(self) -> str | None:
+        return self.facts.prompts[0].text if self._request.return_prompt_text else None
+
+    @property
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks with the role of each choice's message."""
+        delta = {"role": "assistant", "content": ""}
+        ids = self.facts.prompts[0].token_ids if self._request.return_token_ids else None
+        return [
+            {
+                **self._chunk_head,
+                "choices": [self._about_choice(index) | {"delta": delta, "token_ids": None}],
+                "prompt_token_ids": ids,
+                "prompt_text": self._prompt_text,
+            }
+            for index in range(len(self.facts.prompts))
+        ]
+
+    def chunk(self, output: Output) -> dict[str, Any]:
+        """Return the chunk with a part's text, and with the calls after the last text."""
+        delta = self._delta(output)
+        choice = {"delta": delta, **self._choice(output), **_ended_by_calls(output, delta)}
+        return {**self._chunk_head, "choices": [choice]}
+
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk")
+
+    @staticmethod
+    def _about_choice(index: int) -> dict[str, Any]:
+        return {"index": index, "logprobs": None, "finish_reason": None, "stop_reason": None}
+
+    def _whole_choice(self, output: Output) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": output.text,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": None,
+            "tool_calls": [],
+        }
+        message |= self._parsed(output)
+        if message["tool_calls"] and not message["content"]:
+            message["content"] = None
+        choice = self._choice(output) | _ended_by_calls(output, message)
+        return {"message": message, **choice, "routed_experts": _experts_of(output)}
+
+    def _parsed(self, output: Output) -> dict[str, Any]:
+        """Return the fields of the message that the reply of an ended choice sets; empty if replies
+        are not parsed."""
+        message = self._turns[output.index].message() if self._turns else {}
+        reasoning = message.pop("reasoning_content", None)
+        return message if reasoning is None else {**message, "reasoning": reasoning}
+
+    def _delta(self, output: Output) -> dict[str, Any]:
+        if not self._turns:
+            return {"content": output.text}
+        turn, is_last = self._turns[output.index], output.finish_reason is not None
+        message = self._parsed(output) if is_last else {}
+        stops = self._request.stop_strings
+        text = message.get("content", "") if is_last else turn.settled_text(stops)
+        delta: dict[str, Any] = {"content": turn.unsent(text)}
+
+        def reasoning() -> str:
+            return str(message.get("reasoning", "")) if is_last else turn.reasoning_so_far()
+
+        if (delta["content"] or is_last) and (thought := turn.unsent_reasoning(reasoning)):
+            delta["reasoning"] = thought
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+        return delta
+
+    def _choice(self, output: Output) -> dict[str, Any]:
+        choice = self._about_choice(output.index) | {
+            "logprobs": self._logprobs(output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids if self._request.return_token_ids else None,
+        }
+        if self._request.return_weight_versions:
+            choice["weight_versions"] = output.spans if output.finish_reason else None
+        return choice
+
+    def _logprobs(self, output: Output) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        texts = self._texts(output.index)
+        shows_ids = self._request.return_tokens_as_token_ids
+        most = self._request.top_logprobs or 0
+        return {
+            "content": [
+                as_text(
+                    texts, token, p, dict(itertools.islice(top.items(), most)), shows_ids=shows_ids
+                )
+                for token, p, top in _rows(output)
+            ]
+        }

@@ -1,0 +1,1 @@
+"""SGLang's HTTP API, served beside vLLM's by the same server."""

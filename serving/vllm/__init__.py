@@ -1,0 +1,1 @@
+"""vLLM's HTTP API, for trainers and clients written for vLLM."""
