@@ -59,6 +59,9 @@ class HttpAdapter(EngineAdapter):
     control_timeout_s: ClassVar[float] = CONTROL_TIMEOUT_S
     """Seconds for control calls without a deadline of their own."""
 
+    _server_capabilities: Capabilities
+    """Capabilities, except those that only a request can tell; set by :meth:`_inspect`."""
+
     def __init__(self, url: str, model: Path, *, weights: str = "disk") -> None:
         """``model`` is the directory of the served model; ``weights`` the transfer method."""
         self._http = HttpEngine(url)
@@ -82,7 +85,8 @@ class HttpAdapter(EngineAdapter):
         raise NotImplementedError
 
     async def _capabilities(self, label: str) -> Capabilities:
-        """Test the running server, whose weights are ``label``, and return its capabilities."""
+        """Return all capabilities, after test requests. The running server's weights are
+        ``label``."""
         raise NotImplementedError
 
     async def _make_sender(self) -> TensorSender:

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -30,7 +30,7 @@ from tidegate.engine.external.adapter import (
     routed_experts_column,
 )
 from tidegate.engine.external.host_weights import read_mixture, read_sizes
-from tidegate.engine.external.http import HttpEngine, HttpStatusError
+from tidegate.engine.external.http import HttpStatusError
 from tidegate.engine.external.http_adapter import HttpAdapter, StreamEvent
 from tidegate.engine.external.tensor_senders import (
     SglangBroadcastSender,
@@ -88,26 +88,6 @@ LORA_START_HINT = (
 NEEDED_ROUTES = {"/pause_generation", "/update_weights_from_disk", "/v1/loads"}
 """Routes of 0.5.21 and newer. Older servers cannot be paused in place, or block on a lock."""
 
-# ---------------------------------------------------------------- the server's properties
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangServerInfo:
-    """Properties that the server reports."""
-
-    capabilities: Capabilities
-    """Capabilities, except those that only a request can tell."""
-    samples_ahead: bool
-    """Whether the overlap scheduler is on, which runs one step ahead of the reported one. A pause
-    in place leaves that step sampled by the old weights; 0.5.23 labels it with the new ones."""
-    ranks: int
-    """Number of tensor-parallel ranks; each needs the weights."""
-    stages: int
-    """Number of pipeline-parallel stages."""
-    streams_incrementally: bool
-    """Whether streams contain new tokens only (--incremental-streaming-output)."""
-
-
 _DTYPES = {
     "float32": "float32",
     "float": "float32",
@@ -116,121 +96,6 @@ _DTYPES = {
     "half": "float16",
 }
 """Compute dtype of each explicit value of ``--dtype``."""
-
-
-async def read_server_info(http: HttpEngine, architecture: str) -> SglangServerInfo:
-    """Read a server's properties.
-
-    Raises:
-        ConfigError: it cannot serve a run; says how to start one that can.
-        EngineGone: it does not answer.
-    """
-    info = await http.wait_for("/model_info")
-    if not info.get("is_generation", True):
-        raise ConfigError(
-            f"the SGLang server at {http.url} serves embeddings; start one that generates"
-        )
-    architectures = info.get("architectures") or [architecture]
-    if architecture not in architectures:
-        raise ConfigError(
-            f"the SGLang server at {http.url} serves a {architectures[0]}, and the run's model is "
-            f"a {architecture}; start it with the run's model directory"
-        )
-    if preferred := info.get("preferred_sampling_params"):
-        raise ConfigError(
-            f"the SGLang server at {http.url} has sampling defaults of its own for options that a "
-            f"turn leaves out ({preferred}); start it without --preferred-sampling-params"
-        )
-    if missing := NEEDED_ROUTES - (await _get(http, "/openapi.json"))["paths"].keys():
-        raise ConfigError(
-            f"the SGLang server at {http.url} has no {', '.join(sorted(missing))}; use 0.5.21 or "
-            f"newer"
-        )
-    settings = await _get(http, "/server_info")
-    loads = (await _get(http, "/v1/loads"))["loads"]
-    if len(loads) != 1:
-        raise ConfigError(
-            f"the SGLang server at {http.url} has {len(loads)} data-parallel replicas, and updates "
-            f"reach only one of them; start one server per replica, with --dp-size 1"
-        )
-    models = (await _get(http, "/v1/models"))["data"]
-    block_tokens = settings.get("page_size") or 1
-    running_max = loads[0].get("max_running_requests") or RUNNING_TURNS_MAX
-    # top_k, top_p and min_p apply to sampling but not to the reported log-probs; penalties would
-    # count output sampled elsewhere as prompt; min_tokens would also ban the model's own EOS, which
-    # Tidegate does not.
-    sampling = {"stop_token_ids", "top_logprobs"}
-    if settings.get("enable_return_routed_experts"):
-        sampling.add("routed_experts")
-    sleep_levels: set[SleepLevel] = set()
-    if settings.get("enable_memory_saver"):
-        sleep_levels = {1, 2} if settings.get("enable_weights_cpu_backup") else {2}
-    version = settings.get("version") or loads[0].get("version") or "of an unknown version"
-    capabilities = Capabilities(
-        engine=f"sglang {version}",
-        context_tokens_max=models[0]["max_model_len"],
-        running_turns_max=min(RUNNING_TURNS_MAX, running_max),
-        freezes=True,
-        sampling=frozenset(sampling),
-        top_logprobs_max=TOP_LOGPROBS_MAX,
-        scores=frozenset({"logprobs"}),
-        # Empty if started with --dtype auto, whose result the server does not report.
-        dtype=_DTYPES.get(str(settings.get("dtype") or ""), ""),
-        num_blocks=loads[0]["max_total_num_tokens"] // block_tokens,
-        block_tokens=block_tokens,
-        sleep_levels=frozenset(sleep_levels),
-        lora_rank_max=(
-            int(settings.get("max_lora_rank") or RANK_MAX) if settings.get("enable_lora") else 0
-        ),
-        # An adapter of an up projection alone is accepted, and crashes the server when used.
-        lora_fills_matrices=True,
-        lora_lacks=LORA_START_HINT,
-    )
-    return SglangServerInfo(
-        capabilities=capabilities,
-        samples_ahead=not settings.get("disable_overlap_schedule", False),
-        ranks=settings.get("tp_size") or 1,
-        stages=settings.get("pp_size") or 1,
-        streams_incrementally=bool(settings.get("incremental_streaming_output")),
-    )
-
-
-async def labels_tokens(http: HttpEngine) -> bool:
-    """Return whether answers say which weights sampled which tokens; SGLang's do from 0.5.19 on.
-
-    Call it only while the server is unpaused: a paused one never answers.
-    """
-    probe = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-    return "weight_versions" in (await http.call("POST", "/generate", probe))["meta_info"]
-
-
-async def has_processed_logprobs(http: HttpEngine) -> bool:
-    """Return whether log-probs are those after the temperature; raw ones ignore it.
-
-    Sampled at half the temperature, the gap between two tokens' log-probs must double.
-    """
-    gaps = []
-    for temperature in (1.0, 0.5):
-        body = {
-            "input_ids": [1, 2, 3],
-            "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
-            "return_logprob": True,
-            "top_logprobs_num": 5,
-        }
-        meta = (await http.call("POST", "/generate", body))["meta_info"]
-        logprobs = sorted(float(entry[0]) for entry in meta["output_top_logprobs"][0])
-        gaps.append(logprobs[-1] - logprobs[0])
-    return gaps[1] > 1.5 * gaps[0]
-
-
-async def _get(http: HttpEngine, path: str) -> Any:
-    try:
-        return await http.call("GET", path)
-    except HttpStatusError as error:
-        raise ConfigError(
-            f"the server at {http.url} is not an SGLang server that a run can use: {error}"
-        ) from error
-
 
 # ---------------------------------------------------------------- messages
 
@@ -313,8 +178,8 @@ class SglangAdapter(HttpAdapter):
     label_fields: ClassVar[Mapping[str, object]] = {"abort_all_requests": False}
     control_timeout_s = CALL_TIMEOUT_S
 
-    _server: SglangServerInfo
-    """Set by :meth:`open`."""
+    _settings: Mapping[str, Any]
+    """The server's start-up settings; set by :meth:`open`."""
 
     def __init__(self, url: str, model: Path, *, weights: str = "disk") -> None:
         """Make the adapter of the server at ``url``, which was started with the model directory.
@@ -338,26 +203,88 @@ class SglangAdapter(HttpAdapter):
     # ------------------------------------------------------------ start and end
 
     async def _inspect(self) -> None:
-        self._server = await read_server_info(self._http, self._architecture)
-        if self._server.samples_ahead:
-            print_stderr(
-                f"SGLang at {self._http.url} uses its overlap scheduler, so kv_policy='keep' is "
-                "refused: it would label tokens of old weights as new; start it with "
-                "--disable-overlap-schedule"
+        where = f"the SGLang server at {self._http.url}"
+        info = await self._http.wait_for("/model_info")
+        if not info.get("is_generation", True):
+            raise ConfigError(f"{where} serves embeddings; start one that generates")
+        architectures = info.get("architectures") or [self._architecture]
+        if self._architecture not in architectures:
+            raise ConfigError(
+                f"{where} serves a {architectures[0]}, and the run's model is a "
+                f"{self._architecture}; start it with the run's model directory"
             )
+        if preferred := info.get("preferred_sampling_params"):
+            raise ConfigError(
+                f"{where} has sampling defaults of its own for options that a turn leaves out "
+                f"({preferred}); start it without --preferred-sampling-params"
+            )
+        paths = (await self._http.call("GET", "/openapi.json"))["paths"]
+        if missing := NEEDED_ROUTES - paths.keys():
+            raise ConfigError(f"{where} has no {', '.join(sorted(missing))}; use 0.5.21 or newer")
+        self._settings = settings = await self._http.call("GET", "/server_info")
+        loads = (await self._http.call("GET", "/v1/loads"))["loads"]
+        if len(loads) != 1:
+            raise ConfigError(
+                f"{where} has {len(loads)} data-parallel replicas, and updates reach only one of "
+                "them; start one server per replica, with --dp-size 1"
+            )
+        if self._samples_ahead:
+            print_stderr(
+                f"{where} uses its overlap scheduler, so kv_policy='keep' is refused: it would "
+                "label tokens of old weights as new; start it with --disable-overlap-schedule"
+            )
+        models = (await self._http.call("GET", "/v1/models"))["data"]
+        block_tokens = settings.get("page_size") or 1
+        running_max = loads[0].get("max_running_requests") or RUNNING_TURNS_MAX
+        # top_k, top_p and min_p apply to sampling but not to the reported log-probs; penalties
+        # would count output sampled elsewhere as prompt; min_tokens would also ban the model's own
+        # EOS, which Tidegate does not.
+        sampling = {"stop_token_ids", "top_logprobs"}
+        if settings.get("enable_return_routed_experts"):
+            sampling.add("routed_experts")
+        sleep_levels: set[SleepLevel] = set()
+        if settings.get("enable_memory_saver"):
+            sleep_levels = {1, 2} if settings.get("enable_weights_cpu_backup") else {2}
+        lora_rank_max = int(settings.get("max_lora_rank") or RANK_MAX)
+        version = settings.get("version") or loads[0].get("version") or "of an unknown version"
+        self._server_capabilities = Capabilities(
+            engine=f"sglang {version}",
+            context_tokens_max=models[0]["max_model_len"],
+            running_turns_max=min(RUNNING_TURNS_MAX, running_max),
+            freezes=True,
+            sampling=frozenset(sampling),
+            top_logprobs_max=TOP_LOGPROBS_MAX,
+            scores=frozenset({"logprobs"}),
+            # Empty if started with --dtype auto, whose result the server does not report.
+            dtype=_DTYPES.get(str(settings.get("dtype") or ""), ""),
+            num_blocks=loads[0]["max_total_num_tokens"] // block_tokens,
+            block_tokens=block_tokens,
+            sleep_levels=frozenset(sleep_levels),
+            lora_rank_max=lora_rank_max if settings.get("enable_lora") else 0,
+            # An adapter of an up projection alone is accepted, and crashes the server when used.
+            lora_fills_matrices=True,
+            lora_lacks=LORA_START_HINT,
+        )
+
+    @property
+    def _samples_ahead(self) -> bool:
+        """Whether the overlap scheduler is on, which runs one step ahead of the reported one. A
+        pause in place leaves that step sampled by the old weights; 0.5.23 labels it with the new.
+        """
+        return not self._settings.get("disable_overlap_schedule", False)
 
     async def _make_sender(self) -> TensorSender:
-        server, url = self._server, self._http.url
-        if server.stages > 1:
+        url, ranks = self._http.url, self._settings.get("tp_size") or 1
+        if (stages := self._settings.get("pp_size") or 1) > 1:
             raise ConfigError(
-                f"SGLang at {url} is pipeline-parallel (--pp-size {server.stages}), and accepts "
-                "weights for its first stage only; leave #weights= out"
+                f"SGLang at {url} is pipeline-parallel (--pp-size {stages}), and accepts weights "
+                "for its first stage only; leave #weights= out"
             )
         match self._method:
             case "http":
-                return SglangInlineSender(self._http, server.ranks)
+                return SglangInlineSender(self._http, ranks)
             case "gloo" | "nccl":
-                return SglangBroadcastSender(self._http, server.ranks, self._method)
+                return SglangBroadcastSender(self._http, ranks, self._method)
         raise ConfigError(
             f"SGLang at {url} can't load weights by {self._method!r}; methods are "
             f"{', '.join(TRANSFER_METHODS)}"
@@ -369,10 +296,26 @@ class SglangAdapter(HttpAdapter):
         await self.pause("abort")
 
     async def _capabilities(self, label: str) -> Capabilities:
+        """Find out whether log-probs are those after the temperature, which raw ones ignore, and
+        whether tokens are labelled; both by requests, which a paused server never answers.
+
+        Sampled at half the temperature, the gap between two tokens' log-probs must double.
+        """
+        gaps = []
+        for temperature in (1.0, 0.5):
+            body = {
+                "input_ids": [1, 2, 3],
+                "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
+                "return_logprob": True,
+                "top_logprobs_num": 5,
+            }
+            meta = (await self._http.call("POST", self.generate_path, body))["meta_info"]
+            logprobs = sorted(float(entry[0]) for entry in meta["output_top_logprobs"][0])
+            gaps.append(logprobs[-1] - logprobs[0])
         return replace(
-            self._server.capabilities,
-            has_processed_logprobs=await has_processed_logprobs(self._http),
-            keeps_kv=not self._server.samples_ahead and await labels_tokens(self._http),
+            self._server_capabilities,
+            has_processed_logprobs=gaps[1] > 1.5 * gaps[0],
+            keeps_kv=not self._samples_ahead and "weight_versions" in meta,
         )
 
     async def close(self) -> None:
@@ -398,7 +341,8 @@ class SglangAdapter(HttpAdapter):
                 self._retractions += now - retractions
                 retractions = now
                 has_ended = meta.get("finish_reason") is not None
-                start = 0 if self._server.streams_incrementally else known_tokens
+                is_cumulative = not self._settings.get("incremental_streaming_output")
+                start = known_tokens if is_cumulative else 0
                 chunk = _read_chunk(meta, start, stops, top_logprobs=sampling.top_logprobs)
                 known_tokens += len(chunk.token_ids)
                 if chunk.ended and sampling.routed_experts:

@@ -13,7 +13,6 @@ import re
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,14 +96,14 @@ PATCHES_SINCE = (0, 29)
 names and indices. Before, ``sparse_nccl`` had those of one rank's parameters. To 0.33 no route but
 NCCL leads to it, so workers need an extension."""
 
-TRANSFER_ROUTES = (
+TRANSFER_ROUTES = {
     "/init_weight_transfer_engine",
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
     "/shutdown_weight_transfer_engine",
     "/get_world_size",
-)
+}
 
 DEV_ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/server_info")
 
@@ -139,144 +138,8 @@ MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
 media; it refuses unsupported ones per request."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmServerInfo:
-    """Properties of one running server."""
-
-    capabilities: Capabilities
-    version: tuple[int, int]
-    text: str
-    """Version as the server reports it."""
-    has_labels: bool
-    """Whether weights can be named, and their name read."""
-    has_spans: bool
-    model: str
-    """Path or name that the server was started with."""
-    is_on_cpu: bool
-    has_transfer_routes: bool
-    transfer_backend: str
-    """Backend of its --weight-transfer-config; empty without one."""
-
-
-def read_server_info(
-    text: str, api: Mapping[str, Any], info: Mapping[str, Any], models: Any, model: Path
-) -> VllmServerInfo:
-    """Evaluate ``/version``, ``/openapi.json``, ``/server_info`` and ``/v1/models``.
-
-    Raises:
-        ConfigError: the server is too old, or its log-probs are unusable.
-    """
-    version = _version(text)
-    if version < OLDEST_SUPPORTED:
-        raise ConfigError(
-            f"vLLM {text} is too old: it lacks the pauses and weight updates that a run needs; "
-            f"use {OLDEST_SUPPORTED[0]}.{OLDEST_SUPPORTED[1]} or newer"
-        )
-    paths, config = api["paths"], info.get("vllm_config", {})
-    settings, cache = config.get("model_config", {}), config.get("cache_config", {})
-    scheduler, parallel = config.get("scheduler_config", {}), config.get("parallel_config", {})
-    device, lora = config.get("device_config", {}).get("device"), config.get("lora_config")
-    mode = str(settings.get("logprobs_mode", ""))
-    if mode.endswith("logits"):
-        raise ConfigError(
-            f"this vLLM {text} reports logits as log-probs (--logprobs-mode {mode}), on which "
-            f"training is impossible; start it with --logprobs-mode processed_logprobs"
-        )
-    # Of several API servers only one would load an adapter, while any may get its requests.
-    is_one = int(parallel.get("_api_process_count") or 1) == 1
-    takes_loras = bool(lora) and VllmAdapter.load_lora_path in paths and is_one
-    spoils_others = takes_loras and device == "cpu"
-    has_labels = version >= LABELS_SINCE and "/weight_info" in paths
-    has_spans = has_labels and version >= SPANS_SINCE
-    top = settings.get("max_logprobs")
-    # Requests can only raise the interval.
-    sends_every_token = int(scheduler.get("stream_interval") or 1) == 1
-    # With --dtype auto resolved; empty if unknown.
-    dtype = str(settings.get("dtype") or "").removeprefix("torch.")
-    by_flag = {
-        "routed_experts": settings.get("enable_return_routed_experts"),
-        "kept_tokens": settings.get("return_sampling_mask"),
-    }
-    can_sleep = "/wake_up" in paths and bool(settings.get("enable_sleep_mode"))
-    # Older servers ignore ``content_parts`` silently.
-    schema = api.get("components", {}).get("schemas", {}).get("GenerateRequest", {})
-    takes_references = "content_parts" in schema.get("properties", {})
-    capabilities = Capabilities(
-        engine=f"vllm {text}",
-        context_tokens_max=int(models["data"][0]["max_model_len"]),
-        running_turns_max=int(scheduler.get("max_num_seqs") or RUNNING_TURNS_DEFAULT),
-        has_processed_logprobs=mode.endswith("processed_logprobs"),
-        freezes=True,
-        keeps_kv=has_spans and sends_every_token,
-        sampling=SAMPLING | {option for option, is_set in by_flag.items() if is_set},
-        top_logprobs_max=20 if top is None else (2**31 if top == -1 else int(top)),
-        scores=frozenset() if spoils_others else frozenset({"logprobs"}),
-        dtype=dtype,
-        num_blocks=int(cache.get("num_gpu_blocks") or 0),
-        block_tokens=int(cache.get("block_size") or 0),
-        media=media_of(model) if takes_references else frozenset(),
-        sleep_levels=frozenset({1, 2}) if can_sleep else frozenset(),
-        # On a CPU, with quantization or LoRA, vLLM may compute with other copies of parameters.
-        takes_patches=(
-            version >= PATCHES_SINCE
-            and parallel.get("worker_extension_cls") == EXTENSION
-            and device == "cuda"
-            and not settings.get("quantization")
-            and not lora
-            and read_sizes(model)[0] in PATCHED_ARCHITECTURES
-        ),
-        lora_rank_max=int(lora["max_lora_rank"]) if lora and takes_loras else 0,
-        lora_lacks=LORA_START_HINT if is_one else "start it with --api-server-count 1",
-        lora_spoils_others=LORA_SPOILS_OTHERS if spoils_others else "",
-    )
-    return VllmServerInfo(
-        capabilities=capabilities,
-        version=version,
-        text=text,
-        has_labels=has_labels,
-        has_spans=has_spans,
-        model=str(settings.get("model", "")),
-        is_on_cpu=device == "cpu",
-        has_transfer_routes=all(path in paths for path in TRANSFER_ROUTES),
-        transfer_backend=str((config.get("weight_transfer_config") or {}).get("backend", "")),
-    )
-
-
-def check_routes(text: str, paths: Collection[str]) -> None:
-    """Refuse a server without the routes that every run needs.
-
-    Raises:
-        ConfigError: a route is missing; says how to start the server.
-    """
-    missing = [path for path in (*DEV_ROUTES, VllmAdapter.generate_path) if path not in paths]
-    if missing:
-        raise ConfigError(f"this vLLM {text} has no {', '.join(missing)}; {START_HINT}")
-
-
-def refuse_transfer(server: VllmServerInfo, url: str, backend: str) -> None:
-    """Refuse a server that accepts no weights by ``backend``, ``nccl`` or ``ipc``.
-
-    Raises:
-        ConfigError: it does not; says why.
-    """
-    if server.version < TRANSFER_SINCE or not server.has_transfer_routes:
-        reason = f"use {TRANSFER_SINCE[0]}.{TRANSFER_SINCE[1]} or newer"
-    elif server.is_on_cpu:
-        reason = "it has no GPU"
-    elif server.transfer_backend != backend:
-        reason = (
-            f"it was started with {server.transfer_backend or 'no'} weight transfer; start it "
-            f"""with --weight-transfer-config '{{"backend": "{backend}"}}'"""
-        )
-    else:
-        return
-    raise ConfigError(
-        f"vLLM {server.text} at {url} can't be given weights by {backend}: {reason}. Or leave "
-        f"#weights= out to load files"
-    )
-
-
-def _version(text: str) -> tuple[int, int]:
+def read_version(text: str) -> tuple[int, int]:
+    """Return the major and minor version."""
     match_ = re.match(r"(\d+)\.(\d+)", text)
     if match_ is None:
         raise ConfigError(f"a server that reports version {text!r} is not vLLM")
@@ -496,8 +359,16 @@ class VllmAdapter(HttpAdapter):
     unload_lora_path = "/v1/unload_lora_adapter"
     label_path = "/weight_info"
 
-    _server: VllmServerInfo
-    """Set by :meth:`open`."""
+    # Set by open().
+    _version: str
+    """Version as the server reports it; ``_release`` has its first two numbers."""
+    _release: tuple[int, int]
+    _paths: Collection[str]
+    """Routes of the server."""
+    _config: Mapping[str, Any]
+    """The server's resolved settings."""
+    _has_spans: bool
+    """Whether a stream's end says whose weights sampled which tokens."""
 
     def __init__(self, url: str, model: Path, *, weights: str = "disk") -> None:
         """Make the adapter of the server at ``url``, which serves the model directory ``model``.
@@ -518,22 +389,95 @@ class VllmAdapter(HttpAdapter):
     # ------------------------------------------------------------ start
 
     async def _inspect(self) -> None:
-        version = str((await self._http.wait_for("/version")).get("version"))
+        self._version = text = str((await self._http.wait_for("/version")).get("version"))
         api = await self._http.call("GET", "/openapi.json")
-        check_routes(version, api["paths"])
+        self._paths = api["paths"]
+        if missing := [p for p in (*DEV_ROUTES, self.generate_path) if p not in self._paths]:
+            raise ConfigError(f"this vLLM {text} has no {', '.join(missing)}; {START_HINT}")
         info = await self._info_answer()
+        self._release = read_version(text)
+        if self._release < OLDEST_SUPPORTED:
+            raise ConfigError(
+                f"vLLM {text} is too old: it lacks the pauses and weight updates that a run needs; "
+                f"use {OLDEST_SUPPORTED[0]}.{OLDEST_SUPPORTED[1]} or newer"
+            )
+        self._config = info.get("vllm_config", {})
+        mode = str(self._config.get("model_config", {}).get("logprobs_mode", ""))
+        if mode.endswith("logits"):
+            raise ConfigError(
+                f"this vLLM {text} reports logits as log-probs (--logprobs-mode {mode}), on which "
+                f"training is impossible; start it with --logprobs-mode processed_logprobs"
+            )
         models = await self._http.call("GET", "/v1/models")
         self._name = models["data"][0]["id"]
-        self._server = read_server_info(version, api, info, models, self._model)
-        self._has_labels = self._server.has_labels
+        self._has_labels = self._release >= LABELS_SINCE and "/weight_info" in self._paths
+        self._has_spans = self._has_labels and self._release >= SPANS_SINCE
         # On a CPU vLLM multiplies by a packed copy of the head, which loading the tied embedding
         # does not update: later tokens would be of neither the old weights nor the new.
-        if self._server.is_on_cpu and is_tied(self._model):
+        if self._is_on_cpu and is_tied(self._model):
             raise ConfigError(
-                f"vLLM {version} on a CPU keeps the old lm_head of a tied model when it is given "
+                f"vLLM {text} on a CPU keeps the old lm_head of a tied model when it is given "
                 f"new weights; untie {self._model} (tie_word_embeddings=false in config.json, and "
                 "lm_head.weight in the files), or use Tidegate's own engine"
             )
+        self._server_capabilities = self._read_capabilities(api, models)
+
+    def _read_capabilities(self, api: Mapping[str, Any], models: Any) -> Capabilities:
+        """Evaluate the server's settings, ``/openapi.json`` and ``/v1/models``."""
+        config, paths = self._config, self._paths
+        settings, cache = config.get("model_config", {}), config.get("cache_config", {})
+        scheduler, parallel = config.get("scheduler_config", {}), config.get("parallel_config", {})
+        device, lora = config.get("device_config", {}).get("device"), config.get("lora_config")
+        # Of several API servers only one would load an adapter, while any may get its requests.
+        is_one = int(parallel.get("_api_process_count") or 1) == 1
+        takes_loras = bool(lora) and self.load_lora_path in paths and is_one
+        spoils_others = takes_loras and self._is_on_cpu
+        top = settings.get("max_logprobs")
+        # Requests can only raise the interval.
+        sends_every_token = int(scheduler.get("stream_interval") or 1) == 1
+        by_flag = {
+            "routed_experts": settings.get("enable_return_routed_experts"),
+            "kept_tokens": settings.get("return_sampling_mask"),
+        }
+        can_sleep = "/wake_up" in paths and bool(settings.get("enable_sleep_mode"))
+        # Older servers ignore ``content_parts`` silently.
+        schema = api.get("components", {}).get("schemas", {}).get("GenerateRequest", {})
+        takes_references = "content_parts" in schema.get("properties", {})
+        return Capabilities(
+            engine=f"vllm {self._version}",
+            context_tokens_max=int(models["data"][0]["max_model_len"]),
+            running_turns_max=int(scheduler.get("max_num_seqs") or RUNNING_TURNS_DEFAULT),
+            has_processed_logprobs=str(settings.get("logprobs_mode")).endswith(
+                "processed_logprobs"
+            ),
+            freezes=True,
+            keeps_kv=self._has_spans and sends_every_token,
+            sampling=SAMPLING | {option for option, is_set in by_flag.items() if is_set},
+            top_logprobs_max=20 if top is None else (2**31 if top == -1 else int(top)),
+            scores=frozenset() if spoils_others else frozenset({"logprobs"}),
+            # With --dtype auto resolved; empty if unknown.
+            dtype=str(settings.get("dtype") or "").removeprefix("torch."),
+            num_blocks=int(cache.get("num_gpu_blocks") or 0),
+            block_tokens=int(cache.get("block_size") or 0),
+            media=media_of(self._model) if takes_references else frozenset(),
+            sleep_levels=frozenset({1, 2}) if can_sleep else frozenset(),
+            # On a CPU, with quantization or LoRA, vLLM may compute with other copies of parameters.
+            takes_patches=(
+                self._release >= PATCHES_SINCE
+                and parallel.get("worker_extension_cls") == EXTENSION
+                and device == "cuda"
+                and not settings.get("quantization")
+                and not lora
+                and read_sizes(self._model)[0] in PATCHED_ARCHITECTURES
+            ),
+            lora_rank_max=int(lora["max_lora_rank"]) if lora and takes_loras else 0,
+            lora_lacks=LORA_START_HINT if is_one else "start it with --api-server-count 1",
+            lora_spoils_others=LORA_SPOILS_OTHERS if spoils_others else "",
+        )
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return bool(self._config.get("device_config", {}).get("device") == "cpu")
 
     async def _info_answer(self) -> Any:
         """Return the answer of ``/server_info``, for which vLLM lists its packages."""
@@ -550,7 +494,7 @@ class VllmAdapter(HttpAdapter):
 
     async def _make_sender(self) -> TensorSender:
         backend = self._method.removesuffix("-unpacked")
-        refuse_transfer(self._server, self._http.url, backend)
+        self._refuse_transfer(backend)
         device = own_device()
         if device is None:
             where = (
@@ -574,8 +518,27 @@ class VllmAdapter(HttpAdapter):
             self._http, workers=workers, library=library, device=device, is_packed=is_packed
         )
 
+    def _refuse_transfer(self, backend: str) -> None:
+        """Refuse a server that accepts no weights by ``backend``, ``nccl`` or ``ipc``."""
+        started_with = (self._config.get("weight_transfer_config") or {}).get("backend")
+        if self._release < TRANSFER_SINCE or not TRANSFER_ROUTES.issubset(self._paths):
+            reason = f"use {TRANSFER_SINCE[0]}.{TRANSFER_SINCE[1]} or newer"
+        elif self._is_on_cpu:
+            reason = "it has no GPU"
+        elif started_with != backend:
+            reason = (
+                f"it was started with {started_with or 'no'} weight transfer; start it "
+                f"""with --weight-transfer-config '{{"backend": "{backend}"}}'"""
+            )
+        else:
+            return
+        raise ConfigError(
+            f"vLLM {self._version} at {self._http.url} can't be given weights by {backend}: "
+            f"{reason}. Or leave #weights= out to load files"
+        )
+
     async def _stop_all(self) -> None:
-        if self._server.capabilities.sleep_levels:  # an earlier adapter may have died in its sleep
+        if self._server_capabilities.sleep_levels:  # an earlier adapter may have died in its sleep
             await self._memory.wake_all()
         await self.pause("abort")
 
@@ -592,7 +555,7 @@ class VllmAdapter(HttpAdapter):
 
     def _serves_model(self) -> bool:
         """Whether the server was started with the model's directory, as far as this host sees."""
-        started_with = Path(self._server.model)
+        started_with = Path(str(self._config.get("model_config", {}).get("model", "")))
         return not started_with.is_dir() or started_with.resolve() == self._model
 
     async def _capabilities(self, label: str) -> Capabilities:
@@ -608,13 +571,13 @@ class VllmAdapter(HttpAdapter):
                 f"sends before it joins: {error}"
             ) from error
         last = received[-1]
-        if self._server.has_spans and last.labels != [VersionLabel(label, 0, 1)]:
+        if self._has_spans and last.labels != [VersionLabel(label, 0, 1)]:
             raise ConfigError(
-                f"vLLM {self._server.text} at {self._http.url} labels a token {last.labels}, "
+                f"vLLM {self._version} at {self._http.url} labels a token {last.labels}, "
                 f"although its weights were just named {label}; is another client loading weights "
                 "into it?"
             )
-        return self._server.capabilities
+        return self._server_capabilities
 
     # ------------------------------------------------------------ requests
 
@@ -660,7 +623,7 @@ class VllmAdapter(HttpAdapter):
             return EngineHeld(refusal.why)
         if refusal.status >= 500:
             await self.check()
-        return TurnRefused(f"vLLM refuses this turn: {refusal.why}")
+        return await super()._refused(refusal)
 
     def _score_body(self, request: ScoreRequest) -> dict[str, Any]:
         """Return a request for prompt log-probs, for which vLLM uses no prefix cache."""
