@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidegate.errors import EngineGone
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
@@ -313,3 +314,10 @@ class EngineAdapter:
             ScoreRefused: it can never be answered as asked.
         """
         raise NotImplementedError
+
+
+def adapter_failed(defect: BaseException) -> EngineGone:
+    """Return the error that ends the worker because of a defect in its adapter."""
+    error = EngineGone(f"the adapter failed: {type(defect).__name__}: {defect}")
+    error.__cause__ = defect
+    return error

@@ -11,18 +11,18 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 
-from tidegate.engine.external.adapter import Capabilities, EngineAdapter
+from tidegate.engine.external.adapter import Capabilities, EngineAdapter, adapter_failed
 from tidegate.engine.external.host_weights import HostWeights, PublishedDirectories
 from tidegate.engine.external.scoring import ExternalScoreQueue
 from tidegate.engine.external.sleeping import ExternalSleepController
 from tidegate.engine.external.step_message_batcher import StepMessageBatcher
+from tidegate.engine.external.streams import ExternalTurnQueue
 from tidegate.engine.external.swaps import WeightSwapper
-from tidegate.engine.external.turn_queue import ExternalTurnQueue
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.scheduling.pauses import PauseGate
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
-from tidegate.errors import EngineGone, TidegateError
+from tidegate.errors import TidegateError
 from tidegate.transport.messages import (
     CancelTurn,
     EngineHeartbeat,
@@ -196,7 +196,7 @@ class ExternalEngineLoop:
         except TidegateError as error:
             self._fail(error)
         except Exception as error:
-            self._fail(EngineGone(f"the adapter failed: {type(error).__name__}: {error}"))
+            self._fail(adapter_failed(error))
             raise
 
     def _fail(self, error: TidegateError) -> None:
@@ -383,7 +383,7 @@ class ExternalEngineLoop:
             self._gate.end_swap()
         if failed is None:
             self._sleep_controller.loaded()
-            self._turns.set_adapters(self._swapper.loras.names)
+            self._turns.refuse_unserved()
         if failed is not None:
             self._replies.append(failed)
 
