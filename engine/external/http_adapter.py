@@ -29,6 +29,13 @@ from tidegate.transport.weight_channels.cuda_nccl import NcclFailed
 LORA_TIMEOUT_S = 120.0
 """Seconds to read an adapter after the current step, or to end the aborted requests that use it."""
 
+MEMORY_TIMEOUT_S = 300.0
+"""Seconds to copy a model to or from host memory."""
+
+PAUSE_TIMEOUT_S = 60.0
+"""Seconds for a pause, which waits for the current step: a long prefill at worst. To abort, SGLang
+checks once a second whether clients still read."""
+
 NO_LORA = "adapters are read from files; leave #weights= out of the server's URL"
 
 SCORE_TIMEOUT_S = 600.0

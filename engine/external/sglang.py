@@ -31,7 +31,12 @@ from tidegate.engine.external.adapter import (
 )
 from tidegate.engine.external.host_weights import read_mixture, read_sizes
 from tidegate.engine.external.http import HttpStatusError
-from tidegate.engine.external.http_adapter import HttpAdapter, StreamEvent
+from tidegate.engine.external.http_adapter import (
+    MEMORY_TIMEOUT_S,
+    PAUSE_TIMEOUT_S,
+    HttpAdapter,
+    StreamEvent,
+)
 from tidegate.engine.external.tensor_senders import (
     SglangBroadcastSender,
     SglangInlineSender,
@@ -63,15 +68,9 @@ adapter has read it, so a longer interval would waste 1.5 tokens of a turn for e
 UPDATE_TIMEOUT_S = 900.0
 """Seconds for an update: a model of a terabyte, from a shared disk."""
 
-PAUSE_TIMEOUT_S = 60.0
-"""Seconds for a pause: to abort, SGLang checks once a second whether clients still read."""
-
 CALL_TIMEOUT_S = 60.0
 """Seconds for other control calls, which wait for the current step: a long prefill
 on a slow machine."""
-
-MEMORY_TIMEOUT_S = 300.0
-"""Seconds to copy a model to or from host memory."""
 
 END_TIMEOUT_S = 300.0
 """Seconds to end an update without files."""

@@ -33,7 +33,12 @@ from tidegate.engine.external.adapter import (
 )
 from tidegate.engine.external.host_weights import is_tied, read_sizes
 from tidegate.engine.external.http import HttpStatusError
-from tidegate.engine.external.http_adapter import HttpAdapter, StreamEvent
+from tidegate.engine.external.http_adapter import (
+    MEMORY_TIMEOUT_S,
+    PAUSE_TIMEOUT_S,
+    HttpAdapter,
+    StreamEvent,
+)
 from tidegate.engine.external.tensor_senders import TensorSender, VllmIpcSender, VllmNcclSender
 from tidegate.engine.external.vllm_patches import EXTENSION, RPC
 from tidegate.errors import ConfigError, EngineGone, EngineHeld, TurnRefused, WeightsRefused
@@ -53,12 +58,6 @@ LOAD_TIMEOUT_S = 600.0
 
 PHASE_TIMEOUT_S = 120.0
 """Seconds to begin or finish an update, in which vLLM converts the model's layers."""
-
-PAUSE_TIMEOUT_S = 60.0
-"""Seconds for a pause, which waits for the current step: a long prefill at worst."""
-
-MEMORY_TIMEOUT_S = 300.0
-"""Seconds to copy a model to or from host memory."""
 
 SAMPLING = frozenset(
     {"stop_token_ids", "top_k", "top_p", "min_p", "repetition_penalty", "top_logprobs"}
@@ -205,16 +204,7 @@ class Event(StreamEvent):
     choices: tuple[_Choice, ...] = ()
 
 
-_event_decoder = msgspec.json.Decoder(Event)
-
-
-def read_event(data: bytes) -> Event:
-    """Decode the data of one event.
-
-    Raises:
-        msgspec.DecodeError: the data is not an event.
-    """
-    return _event_decoder.decode(data)
+event_decoder = msgspec.json.Decoder(Event)
 
 
 def to_chunk(choice: _Choice, sampling: SamplingParams) -> GeneratedChunk:
@@ -376,12 +366,12 @@ class VllmAdapter(HttpAdapter):
         Raises:
             ConfigError: ``weights`` is none of :data:`TRANSFER_METHODS`.
         """
+        super().__init__(url, model.resolve(), weights=weights)
         if weights not in TRANSFER_METHODS:
             raise ConfigError(
                 f"vLLM at {url} can't be given weights by {weights!r}; #weights= may name "
                 f"{', '.join(TRANSFER_METHODS)}"
             )
-        super().__init__(url, model.resolve(), weights=weights)
         self._name = ""
         """The model's name in requests."""
         self._memory = VllmMemory(self._post_query)
@@ -584,7 +574,7 @@ class VllmAdapter(HttpAdapter):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Sample tokens; closing the generator closes the connection, which aborts the request."""
         body = self._body(request) | {"stream": True}
-        async with aclosing(self._events(body, _event_decoder)) as events:
+        async with aclosing(self._events(body, event_decoder)) as events:
             async for event in events:
                 for choice in event.choices:
                     yield to_chunk(choice, request.sampling)
