@@ -108,7 +108,9 @@ class HttpAdapter(EngineAdapter):
 
     async def _send(self, tensors: Mapping[str, torch.Tensor], label: str) -> bool:
         """Send tensors within an update; return whether the label is still to be set after it."""
-        raise NotImplementedError
+        assert self._sender is not None, "takes_tensors was not declared"
+        await self._sender.send(tensors, {})
+        return False
 
     async def _end_update(self, label: str) -> None:
         raise NotImplementedError

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import torch
 
 from tidegate.engine.external.adapter import (
     Capabilities,
@@ -719,11 +718,6 @@ class VllmAdapter(HttpAdapter):
 
     async def _begin_update(self) -> None:
         await self._phase("/start_weight_update")
-
-    async def _send(self, tensors: Mapping[str, torch.Tensor], label: str) -> bool:
-        assert self._sender is not None, "takes_tensors was not declared"
-        await self._sender.send(tensors, {})
-        return False
 
     async def _end_update(self, label: str) -> None:
         await self._phase("/finish_weight_update", {"weight_version": label})
