@@ -1,5 +1,4 @@
 """Workers that connect external engines (vLLM, SGLang servers, over HTTP) to a run.
 
-The orchestrator starts one ``external/worker.py`` per URL in ``engine_urls``. They use
-``engine/link.py`` towards the run and aiohttp towards the server.
+The orchestrator starts one ``external/worker.py`` per URL in ``engine_urls``.
 """

@@ -1,9 +1,7 @@
 """Interface of external-engine adapters: the calls by which a run uses vLLM or SGLang.
 
-Implemented by ``vllm.py`` and ``sglang.py``, called by ``ExternalEngineLoop`` and its parts. An
-adapter translates to the engine's API and declares what the engine cannot do; the wire protocol,
-handles and steps are the worker's, shared by all kinds (docs/vllm-engine.md). It depends on the
-message types of ``transport/`` only.
+An adapter translates to the engine's API and declares what the engine cannot do. The wire protocol,
+turn handles and step messages belong to the worker, which all kinds share (docs/vllm-engine.md).
 
 An adapter runs on one asyncio loop. Its control calls (all but ``generate``, ``score``, ``check``
 and ``preemptions``) are made one at a time.
@@ -13,12 +11,13 @@ from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidegate.errors import EngineGone
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
@@ -174,9 +173,10 @@ class ScoreRequest:
     temperature: float
 
 
-class EngineAdapter(Protocol):
+class EngineAdapter:
     """One external engine, through its own API.
 
+    An adapter need not implement the methods of capabilities that it does not declare.
     Any method may raise ``EngineGone``: the engine no longer answers, and the worker ends, so that
     its turns continue elsewhere. Every call to the engine needs its own deadline.
     """
@@ -190,11 +190,11 @@ class EngineAdapter(Protocol):
         Raises:
             ConfigError: it cannot be used; the message says why, and how to start it instead.
         """
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Close connections; the engine keeps running. Called once, whatever happened before."""
-        ...
+        raise NotImplementedError
 
     async def load_weights(self, directory: Path, label: str) -> None:
         """Load all weights of a Hugging Face directory, and verify the outcome.
@@ -206,7 +206,7 @@ class EngineAdapter(Protocol):
             WeightsRefused: nothing has changed, or the change has been undone.
             EngineGone: the engine's weights are unknown.
         """
-        ...
+        raise NotImplementedError
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
         """Load weights like ``load_weights``, from tensors named as in the model directory.
@@ -217,7 +217,7 @@ class EngineAdapter(Protocol):
             WeightsRefused: nothing has changed.
             EngineGone: the engine's weights are unknown.
         """
-        ...
+        raise NotImplementedError
 
     async def load_patches(self, file: Path, label: str) -> None:
         """Change elements of the current weights, as :mod:`.vllm_patches` writes them to a file.
@@ -228,14 +228,14 @@ class EngineAdapter(Protocol):
             WeightsRefused: the weights are unknown until ``load_weights``, which is called next.
             EngineGone: the engine does not answer as it should.
         """
-        ...
+        raise NotImplementedError
 
     async def rename_weights(self, label: str) -> None:
         """Give the current weights a new label, because a version changes adapters only.
 
         Called while the engine is paused, like ``load_weights``.
         """
-        ...
+        raise NotImplementedError
 
     async def load_lora(self, name: str, directory: Path) -> None:
         """Load an adapter from a PEFT-style directory, which stays until the adapter is unloaded.
@@ -246,11 +246,11 @@ class EngineAdapter(Protocol):
         Raises:
             WeightsRefused: it cannot be loaded, and nothing has changed.
         """
-        ...
+        raise NotImplementedError
 
     async def unload_lora(self, name: str) -> None:
         """Unload an adapter that no request uses; the engine may be paused or not."""
-        ...
+        raise NotImplementedError
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Sample tokens. An async generator: closing it early aborts the request in the engine.
@@ -259,7 +259,7 @@ class EngineAdapter(Protocol):
             TurnRefused: it can never be served as asked; says why.
             EngineHeld: the engine is paused; the worker asks again.
         """
-        ...
+        raise NotImplementedError
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
         """Stop sampling, and verify that no token is sampled after this returns.
@@ -269,11 +269,11 @@ class EngineAdapter(Protocol):
         ``abort`` after ``keep`` ends the frozen requests. Draining (``wait``) is done by the
         worker.
         """
-        ...
+        raise NotImplementedError
 
     async def resume(self) -> None:
         """Sample again, and verify it. Frozen requests continue with their KV."""
-        ...
+        raise NotImplementedError
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
         """Release this memory, which is awake; the engine is paused by ``abort``.
@@ -283,7 +283,7 @@ class EngineAdapter(Protocol):
         Raises:
             EngineGone: it is unknown which memory sleeps.
         """
-        ...
+        raise NotImplementedError
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
         """Allocate this memory again, which sleeps; the engine stays paused by ``abort``.
@@ -294,18 +294,18 @@ class EngineAdapter(Protocol):
         Raises:
             EngineGone: it is unknown which memory sleeps.
         """
-        ...
+        raise NotImplementedError
 
     async def check(self) -> None:
         """Raise ``EngineGone`` unless the engine is alive; called every few seconds."""
-        ...
+        raise NotImplementedError
 
     async def preemptions(self) -> int | None:
         """Return how often the engine has dropped a request's KV to recompute it; None if unknown.
 
         Called only if ``keeps_kv`` is declared.
         """
-        ...
+        return None
 
     async def score(self, request: ScoreRequest) -> ExternalScores:
         """Score given tokens, for kinds in ``Capabilities.scores``; cancelled by weight updates.
@@ -313,44 +313,11 @@ class EngineAdapter(Protocol):
         Raises:
             ScoreRefused: it can never be answered as asked.
         """
-        ...
-
-
-class OptionalAdapterMethods:
-    """Base class of adapters with defaults for methods of undeclared capabilities."""
-
-    async def preemptions(self) -> int | None:
-        """Return None: the count is unknown."""
-        return None
-
-    async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """Never called, because ``takes_tensors`` is not declared."""
         raise NotImplementedError
 
-    async def load_patches(self, file: Path, label: str) -> None:
-        """Never called, because ``takes_patches`` is not declared."""
-        raise NotImplementedError
 
-    async def rename_weights(self, label: str) -> None:
-        """Never called, because every version of an engine without adapters brings weights."""
-        raise NotImplementedError
-
-    async def load_lora(self, name: str, directory: Path) -> None:
-        """Never called, because ``lora_rank_max`` is not declared."""
-        raise NotImplementedError
-
-    async def unload_lora(self, name: str) -> None:
-        """Never called, because no adapter is loaded."""
-        raise NotImplementedError
-
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Never called, because ``sleep_levels`` is not declared."""
-        raise NotImplementedError
-
-    async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Never called, because nothing sleeps."""
-        raise NotImplementedError
-
-    async def score(self, request: ScoreRequest) -> ExternalScores:
-        """Never called, because ``scores`` is not declared."""
-        raise NotImplementedError
+def adapter_failed(defect: BaseException) -> EngineGone:
+    """Return the error that ends the worker because of a defect in its adapter."""
+    error = EngineGone(f"the adapter failed: {type(defect).__name__}: {defect}")
+    error.__cause__ = defect
+    return error

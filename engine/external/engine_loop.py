@@ -1,28 +1,26 @@
 """Main loop of an external engine's worker: applies the orchestrator's messages through an adapter.
 
-Run by ``external/worker.py`` on one asyncio loop. Messages only record the desired state; one task,
-:meth:`ExternalEngineLoop._reconcile`, compares it with the actual state and calls the engine, one
-call after another. Turns are ``ExternalTurnQueue``'s, weights ``WeightSwapper``'s, memory
-``ExternalSleepController``'s. The link to the run is ``engine/link.py``, staging
-``weights/staging.py``, as in Tidegate's own engine.
+Messages only record the desired state; one task, :meth:`ExternalEngineLoop._reconcile`, compares it
+with the actual state and calls the engine, one call after another. The link to the run and the
+staging of weights are those of Tidegate's own engine.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
 
-from tidegate.engine.external.adapter import Capabilities, EngineAdapter
+from tidegate.engine.external.adapter import Capabilities, EngineAdapter, adapter_failed
 from tidegate.engine.external.host_weights import HostWeights, PublishedDirectories
 from tidegate.engine.external.scoring import ExternalScoreQueue
 from tidegate.engine.external.sleeping import ExternalSleepController
 from tidegate.engine.external.step_message_batcher import StepMessageBatcher
+from tidegate.engine.external.streams import ExternalTurnQueue
 from tidegate.engine.external.swaps import WeightSwapper
-from tidegate.engine.external.turn_queue import ExternalTurnQueue
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.scheduling.pauses import PauseGate
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
-from tidegate.errors import EngineGone, TidegateError
+from tidegate.errors import TidegateError
 from tidegate.transport.messages import (
     CancelTurn,
     EngineHeartbeat,
@@ -196,7 +194,7 @@ class ExternalEngineLoop:
         except TidegateError as error:
             self._fail(error)
         except Exception as error:
-            self._fail(EngineGone(f"the adapter failed: {type(error).__name__}: {error}"))
+            self._fail(adapter_failed(error))
             raise
 
     def _fail(self, error: TidegateError) -> None:
@@ -220,13 +218,12 @@ class ExternalEngineLoop:
             self._handle(message)
             self._changed.set()
         is_changing = self._swapper.is_swapping or self._sleep_controller.is_changing
-        if (
-            self._link.is_hello_due and not is_changing
-        ):  # because a hello contains the live version and sleeping memory
+        # A hello contains the live version and the sleeping memory.
+        if self._link.is_hello_due and not is_changing:
             self._send_hello()
         self._batcher.on_credit()
         self._replies += self._staging.take_replies()
-        if self._replies or self._gate.is_swap_requested or self._sleep_controller.has_requests:
+        if self._replies or self._gate.is_swap_requested or self._sleep_controller.pending:
             self._changed.set()
         self._check_timeouts()
 
@@ -238,7 +235,7 @@ class ExternalEngineLoop:
         self._staging.abandon()
         self._replies.clear()
         handles = dict.fromkeys([*self._turns.handles, *self._batcher.rows.handles])
-        self._sleep_controller.forget_orchestrator()
+        self._sleep_controller.pending.clear()
         self._link.send_hello(
             weight_version=self._batcher.version,
             turns=list(handles),
@@ -268,7 +265,7 @@ class ExternalEngineLoop:
                 self._gate.resume()
                 self._resumes_unanswered += 1
             case Sleep() | Wake():
-                self._sleep_controller.queue_request(message)
+                self._sleep_controller.pending.append(message)
             case Shutdown():
                 self.is_end_requested = True
                 self.end("asked to shut down")
@@ -381,11 +378,11 @@ class ExternalEngineLoop:
             )
         finally:
             self._gate.end_swap()
-        if failed is None:
-            self._sleep_controller.loaded()
-            self._turns.set_adapters(self._swapper.loras.names)
         if failed is not None:
             self._replies.append(failed)
+            return
+        self._sleep_controller.needs_weights = False
+        self._turns.refuse_unserved()
 
     # ------------------------------------------------------------ time
 

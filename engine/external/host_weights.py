@@ -1,9 +1,7 @@
 """Host copy of published weights, and the Hugging Face directories that external engines load.
 
-Used by ``WeightSwapper`` and, as the staging buffer, by ``Staging``. A published set may be
-partial, so the newest complete one is kept beside the one being received: twice the model's size in
-host memory. Files are written with safetensors; names are converted by
-``weights/weight_conversions.py``.
+A published set may be partial, so the newest complete one is kept beside the one being received:
+twice the model's size in host memory.
 """
 
 import json
@@ -11,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -245,20 +244,22 @@ def _holds_tensors(file: Path) -> bool:
     )
 
 
+def _read_config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config
+
+
 def is_tied(model: Path) -> bool:
     """Whether the model's LM head is its embedding."""
-    config = json.loads((model / "config.json").read_text())
-    reported_labels = config.get("tie_word_embeddings")
-    if (
-        reported_labels is None
-    ):  # the architecture's default, inferred from the tensors: Gemma is tied
+    reported = _read_config(model).get("tie_word_embeddings")
+    if reported is None:  # the architecture's default, by the tensors: Gemma is tied
         return HEAD not in tensor_names(model)
-    return bool(reported_labels)
+    return bool(reported)
 
 
 def read_sizes(model: Path) -> tuple[str, int]:
     """Return the architecture and the vocabulary size in config.json."""
-    config = json.loads((model / "config.json").read_text())
+    config = _read_config(model)
     text = config.get("text_config", config)
     return config.get("architectures", ["unknown"])[0], int(text["vocab_size"])
 
@@ -276,7 +277,7 @@ class MixtureShape:
 
 def read_mixture(model: Path) -> MixtureShape | None:
     """Return the mixture that config.json describes; None of a dense model."""
-    config = json.loads((model / "config.json").read_text())
+    config = _read_config(model)
     text = config.get("text_config", config)
     layers, experts_per_token = text["num_hidden_layers"], text.get("num_experts_per_tok")
     if not experts_per_token:

@@ -1,8 +1,7 @@
 """HTTP client for external engines' APIs: deadlines on every call, and errors with reasons.
 
-Used by the vLLM and SGLang adapters; built on aiohttp, and on ``transport/server_keys.py`` for API
-keys. A server that cannot be reached or does not answer in time raises ``EngineGone``; an error
-status raises ``HttpStatusError``.
+A server that cannot be reached or does not answer in time raises ``EngineGone``; an error status
+raises ``HttpStatusError``.
 """
 
 import asyncio
@@ -98,7 +97,7 @@ class HttpEngine:
         """Return a call's JSON answer, or its text if it is not JSON.
 
         Raises:
-            Refusal: the status is not 200.
+            HttpStatusError: the status is not 200.
             EngineGone: no answer in time, or no connection.
         """
         try:
@@ -124,7 +123,7 @@ class HttpEngine:
         """Yield the data of each server-sent event, until ``[DONE]`` or the end.
 
         Raises:
-            Refusal: the status is not 200.
+            HttpStatusError: the status is not 200.
             EngineGone: the connection broke.
         """
         try:
@@ -198,10 +197,9 @@ class HttpEngine:
         return HttpStatusError(path, status, why)
 
     def _connection_error(self, path: str, error: BaseException) -> EngineGone:
-        reported_labels = str(error) or type(error).__name__
         return EngineGone(
-            f"{self.url}{path}: the connection broke or was refused ({reported_labels}); does the "
-            "server run?"
+            f"{self.url}{path}: the connection broke or was refused "
+            f"({str(error) or type(error).__name__}); does the server run?"
         )
 
 

@@ -1,8 +1,7 @@
 """Registry of the LoRA adapters that an external engine has loaded, by their names there.
 
-Used by ``WeightSwapper``. An adapter gets a new name in the engine whenever its tensors change, so
-KV and requests of the old tensors are never mixed with those of the new. Adapters are loaded
-through the :class:`EngineAdapter`.
+An adapter gets a new name in the engine whenever its tensors change, so KV and requests of the old
+tensors are never mixed with those of the new.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Scoring requests to an external engine: sent while the engine runs, restarted after each pause.
 
-Used by ``ExternalEngineLoop``. An answer is of one weight version, because no request outlasts a
-pause. Built on asyncio and ``EngineAdapter.score``.
+An answer is of one weight version, because no request outlasts a pause.
 """
 
 import asyncio
@@ -14,6 +13,8 @@ from tidegate.engine.external.adapter import (
     EngineAdapter,
     ExternalScores,
     ScoreRequest,
+    TopLogprobs,
+    adapter_failed,
 )
 from tidegate.engine.link import OrchestratorLink
 from tidegate.errors import EngineGone, ScoreRefused, TidegateError
@@ -87,16 +88,14 @@ class ExternalScoreQueue:
         except EngineGone as error:
             self._on_gone(error)
         except Exception as error:  # noqa: BLE001 - report defects, too
-            gone = EngineGone(f"the adapter failed: {type(error).__name__}: {error}")
-            gone.__cause__ = error
-            self._on_gone(gone)
+            self._on_gone(adapter_failed(error))
         else:
             self._answer(message, version, scores)
         self._pending.pop(message.request_id, None)
         self._tasks.pop(message.request_id, None)
 
     def _answer(self, message: ScoreTokens, version: int, scores: ExternalScores) -> None:
-        k = message.top_logprobs
+        k, top_logprobs = message.top_logprobs, scores.top or TopLogprobs([], [])
         rows = len(scores.logprobs)
         part = max(1, PART_BYTES_MAX // (4 + 8 * k))
         values = np.array(scores.values, "<f4").tobytes()
@@ -109,12 +108,8 @@ class ExternalScoreQueue:
                     version=version,
                     start=message.start + first,
                     logprobs=np.array(scores.logprobs[positions], "<f4").tobytes(),
-                    top_ids=np.array(scores.top.token_ids[top], "<i4").tobytes()
-                    if scores.top
-                    else b"",
-                    top_logprobs=np.array(scores.top.logprobs[top], "<f4").tobytes()
-                    if scores.top
-                    else b"",
+                    top_ids=np.array(top_logprobs.token_ids[top], "<i4").tobytes(),
+                    top_logprobs=np.array(top_logprobs.logprobs[top], "<f4").tobytes(),
                     values=values,
                     is_last=first + part >= rows,
                 )

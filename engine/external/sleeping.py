@@ -1,9 +1,8 @@
 """Sleep and wake of an external engine, as requests from the run that need a pause in effect.
 
-Used by ``ExternalEngineLoop``. While memory sleeps, or weights are missing, the engine stays
-paused: :attr:`ExternalSleepController.keeps_paused` forbids resuming it. Requests in flight are
-ended before, and made again afterwards. The server is put to sleep through the
-:class:`EngineAdapter`; running requests are :class:`Streams`'.
+While memory sleeps, or weights are missing, the engine stays paused:
+:attr:`ExternalSleepController.keeps_paused` forbids resuming it. Requests in flight are ended
+before, and made again afterwards.
 """
 
 from collections.abc import Awaitable, Callable
@@ -50,8 +49,11 @@ class ExternalSleepController:
         self._keeps_contents = True
         """Whether sleeping weights keep their contents."""
         self.needs_weights = False
-        """Whether the live weights are lost, so that only a weight update can restore them."""
-        self._pending: list[Sleep | Wake] = []
+        """Whether the live weights are lost, so that only a weight update can restore them. The
+        caller resets it after one."""
+        self.pending: list[Sleep | Wake] = []
+        """Requests for :meth:`run_pending`, in order. Those of a lost orchestrator are dropped, and
+        sleeping memory stays asleep."""
         self.is_changing = False
         """Whether a sleep or wake is in progress, so that ``asleep`` is about to change."""
 
@@ -65,19 +67,6 @@ class ExternalSleepController:
         """Whether the engine must stay paused."""
         return bool(self._asleep) or self.needs_weights
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether requests are pending."""
-        return bool(self._pending)
-
-    def queue_request(self, message: Sleep | Wake) -> None:
-        """Queue a request for :meth:`run_pending`."""
-        self._pending.append(message)
-
-    def forget_orchestrator(self) -> None:
-        """Drop requests of a lost orchestrator. Sleeping memory stays asleep."""
-        self._pending.clear()
-
     async def run_pending(
         self, gate: PauseGate, streams: Streams, staging: Staging
     ) -> list[Message]:
@@ -87,8 +76,8 @@ class ExternalSleepController:
             EngineGone: it is unknown which memory sleeps.
         """
         replies: list[Message] = []
-        while self._pending:
-            request = self._pending[0]
+        while self.pending:
+            request = self.pending[0]
             if isinstance(request, Sleep) and gate.is_pause_requested:
                 if not gate.is_pause_in_effect(streams.running) or gate.is_swap_requested:
                     break
@@ -96,7 +85,7 @@ class ExternalSleepController:
                     "the weights were put to sleep"
                 ):
                     break
-            del self._pending[0]
+            del self.pending[0]
             self.is_changing = True
             try:
                 replies.append(await self._run_request(request, gate, streams))
@@ -159,10 +148,6 @@ class ExternalSleepController:
             await self._adapter.wake(["weights"])
             self._asleep.discard("weights")
             self.needs_weights = self.needs_weights or not self._keeps_contents
-
-    def loaded(self) -> None:
-        """Record that an update has loaded weights."""
-        self.needs_weights = False
 
     async def wake_all(self) -> None:
         """Wake all memory at the end of the worker; the next run loads weights again."""

@@ -1,8 +1,7 @@
 """Batches the tokens of an external engine into step messages, a few milliseconds at a time.
 
-Used by ``Streams`` and ``ExternalEngineLoop``. Tokens arrive request by request; a step message has
-one row per turn and one weight version. So all rows must be sent before the version changes. Built
-on ``scheduling/step_columns.py`` and ``engine/link.py``.
+Tokens arrive request by request; a step message has one row per turn and one weight version. So all
+rows must be sent before the version changes.
 """
 
 import asyncio

@@ -1,23 +1,31 @@
-"""Requests in flight in an external engine, one asyncio task each.
+"""Turns of an external engine: waiting in a queue, or requested from the engine.
 
-``turn_queue.py`` owns the :class:`Streams`, and starts and aborts requests with it.
-``engine_loop.py``, ``swaps.py`` and ``sleeping.py`` pause and resume the engine through it. A pause
-belongs here because it is complete only when the requests in flight have returned. Built on
-:class:`EngineAdapter` (``adapter.py``), which talks to the server, on the turns of ``turns.py``,
-and on :class:`StepMessageBatcher`, which sends their tokens to the orchestrator.
+:class:`ExternalTurnQueue` has the turns by priority, then arrival, until they end. :class:`Streams`
+has the requests in flight, one asyncio task each. A turn is requested again after a request that
+ended without it. A pause belongs to the requests, because it is complete only when they have
+returned.
 """
 
 import asyncio
+import heapq
 import itertools
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
-from typing import Literal, Protocol
+from typing import Literal
 
-from tidegate.engine.external.adapter import Capabilities, EngineAdapter, GeneratedChunk
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    EngineAdapter,
+    GeneratedChunk,
+    adapter_failed,
+)
 from tidegate.engine.external.step_message_batcher import StepMessageBatcher
-from tidegate.engine.external.turns import ExternalTurn
+from tidegate.engine.external.turns import ExternalTurn, read_turn
+from tidegate.engine.link import OrchestratorLink
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import EngineGone, EngineHeld, TidegateError, TurnRefused
-from tidegate.transport.messages import ABORT, LENGTH, STOP
+from tidegate.transport.limits import cut
+from tidegate.transport.messages import ABORT, CANCELLED, LENGTH, STOP, SubmitTurn, TurnFailed
 
 ABORT_GRACE_S = 0.25
 """Seconds after a pause for requests to return by themselves. Then requests without a token are
@@ -32,17 +40,14 @@ ABORT_TIMEOUT_S = 30.0
 """Seconds after a pause within which requests with tokens must return; otherwise the engine is
 treated as broken."""
 
+RETRY_DELAY_S = 0.2
+"""Seconds to wait after the engine refused a request because another client paused it."""
+
 FINISH_CODES = {"stop": STOP, "length": LENGTH, "abort": ABORT}
 
 
-class RequestEndedCallback(Protocol):
-    """Callback for the end of a request."""
-
-    def __call__(
-        self, turn: ExternalTurn, error: TidegateError | None, *, is_held: bool = False
-    ) -> None:
-        """Handle the end of ``turn``'s request. ``error`` is None if the request succeeded.
-        ``is_held`` is True if the engine refused the request because it is paused."""
+RequestEndedCallback = Callable[[ExternalTurn, TidegateError | None], None]
+"""Handles the end of a turn's request; the error is None if the request succeeded."""
 
 
 class Streams:
@@ -66,7 +71,7 @@ class Streams:
         self._capabilities = capabilities
         self._label = self._salt = label
         self._salts = itertools.count(1)
-        self._loras: Mapping[str, str] = {}
+        self.loras: Mapping[str, str] = {}
         """Adapter names in the engine, by the run's names, of the live version."""
         self._batcher = batcher
         self._on_request_ended = on_request_ended
@@ -98,7 +103,7 @@ class Streams:
 
     def start(self, turn: ExternalTurn, version: int) -> None:
         """Request the rest of a turn from the engine."""
-        lora = self._loras[turn.adapter] if turn.adapter else ""
+        lora = self.loras[turn.adapter] if turn.adapter else ""
         request = turn.request(version, self._salt, lora, self._stream_interval_tokens)
         stream = self._adapter.generate(request)
 
@@ -117,17 +122,9 @@ class Streams:
     def _ended(self, turn: ExternalTurn, task: asyncio.Task[None]) -> None:
         self._running.pop(turn, None)
         error = None if task.cancelled() else task.exception()
-        match error:
-            case None:
-                self._on_request_ended(turn, None)
-            case EngineHeld():
-                self._on_request_ended(turn, None, is_held=True)
-            case TidegateError():
-                self._on_request_ended(turn, error)
-            case _:  # report defects, too
-                why = EngineGone(f"the adapter failed: {type(error).__name__}: {error}")
-                why.__cause__ = error
-                self._on_request_ended(turn, why)
+        if error is not None and not isinstance(error, TidegateError):
+            error = adapter_failed(error)
+        self._on_request_ended(turn, error)
 
     async def _handle_chunk(self, turn: ExternalTurn, chunk: GeneratedChunk) -> bool:
         """Add a chunk to the next step message; return whether it was the last."""
@@ -260,7 +257,7 @@ class Streams:
         """Switch to other weights: later tokens and later cache salts have ``label``, and later
         requests use ``loras``, the engine's adapter names by the run's names."""
         self._label = self._salt = label
-        self._loras = loras
+        self.loras = loras
         if self._running:
             preemptions = await self._adapter.preemptions()
             for turn in self._running:
@@ -278,3 +275,136 @@ class Streams:
             self.abort(turn)
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
+
+
+class ExternalTurnQueue:
+    """All turns that have been submitted and have not ended."""
+
+    def __init__(
+        self,
+        link: OrchestratorLink,
+        adapter: EngineAdapter,
+        capabilities: Capabilities,
+        *,
+        limits: EngineLimits,
+        label: str,
+        batcher: StepMessageBatcher,
+        on_change: Callable[[], None],
+        on_gone: Callable[[TidegateError], None],
+        stream_interval_tokens: int,
+    ) -> None:
+        """``on_change`` is called when turns may start, or a request has ended."""
+        self._link = link
+        self._capabilities = capabilities
+        self._limits = limits
+        self._batcher = batcher
+        self._on_change = on_change
+        self._on_gone = on_gone
+        self._turns: dict[int, ExternalTurn] = {}
+        self._waiting: list[tuple[tuple[int, int], ExternalTurn]] = []
+        """Heap by rank; may contain turns that have been cancelled."""
+        self._arrivals = 0
+        self._is_held = False
+        """Whether no request is made for ``RETRY_DELAY_S``, because the engine has just refused
+        one."""
+        self.streams = Streams(
+            adapter,
+            capabilities,
+            label,
+            batcher=batcher,
+            on_request_ended=self._on_request_ended,
+            stream_interval_tokens=stream_interval_tokens,
+        )
+
+    @property
+    def handles(self) -> list[int]:
+        """Handles of all turns."""
+        return list(self._turns)
+
+    @property
+    def waiting(self) -> int:
+        """Number of turns without a request; a cancelled request may outlive its turn."""
+        return max(0, len(self._turns) - self.streams.running)
+
+    def submit(self, message: SubmitTurn) -> None:
+        """Queue a turn, or refuse it."""
+        try:
+            if message.turn in self._turns:
+                raise TurnRefused(f"turn handle {message.turn} is in use; use each handle once")
+            turn = read_turn(
+                message, self._arrivals, limits=self._limits, capabilities=self._capabilities
+            )
+            if why := self._why_not(turn.adapter):
+                raise TurnRefused(why)
+        except TurnRefused as error:
+            self._link.send(TurnFailed(turn=message.turn, message=cut(str(error))))
+            return
+        self._arrivals += 1
+        self._turns[turn.handle] = turn
+        heapq.heappush(self._waiting, (turn.rank, turn))
+
+    def refuse_unserved(self) -> None:
+        """Refuse the turns with an adapter that the live version does not have."""
+        for turn in list(self._turns.values()):
+            if why := self._why_not(turn.adapter):
+                del self._turns[turn.handle]
+                self.streams.abort(turn)
+                self._refuse(turn, TurnRefused(why))
+
+    def _why_not(self, adapter: str) -> str:
+        """Return why a turn with this adapter, or without one, cannot be served;
+        empty if it can."""
+        if not adapter:
+            return self._capabilities.lora_spoils_others if self.streams.loras else ""
+        if adapter in self.streams.loras:
+            return ""
+        return (
+            f"v{self._batcher.version} has no adapter {adapter!r}, it has "
+            f"{sorted(self.streams.loras) or 'none'}; publish it first"
+        )
+
+    def cancel(self, handle: int) -> None:
+        """Cancel a turn and its request."""
+        turn = self._turns.pop(handle, None)
+        if turn is not None and not turn.has_ended:  # the end of a turn is reported once
+            self.streams.abort(turn)
+            self._batcher.rows.end(handle, CANCELLED)
+            self._batcher.flush_soon()
+
+    def start(self) -> bool:
+        """Request waiting turns up to the engine's limit; False while the engine refuses."""
+        if self._is_held:
+            return False
+        self._batcher.queued_turns = len(self._waiting)
+        while self._waiting and self.streams.running < self._limits.max_running_turns:
+            _, turn = heapq.heappop(self._waiting)
+            if self._turns.get(turn.handle) is turn:
+                self.streams.start(turn, self._batcher.version)
+        return True
+
+    def _on_request_ended(self, turn: ExternalTurn, error: TidegateError | None) -> None:
+        """Handle the end of a request; the turn is queued again unless the turn has ended too."""
+        self._on_change()
+        if isinstance(error, TurnRefused):
+            if self._turns.pop(turn.handle, None) is turn:
+                self._refuse(turn, error)
+        elif error is not None and not isinstance(error, EngineHeld):
+            self._on_gone(error)
+        elif self._turns.get(turn.handle) is not turn:
+            pass  # cancelled while its request ended
+        elif turn.has_ended:
+            del self._turns[turn.handle]
+        else:
+            heapq.heappush(self._waiting, (turn.rank, turn))
+            if error is not None and not self._is_held:
+                self._is_held = True
+                asyncio.get_running_loop().call_later(RETRY_DELAY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._is_held = False
+        self._on_change()
+
+    def _refuse(self, turn: ExternalTurn, error: TurnRefused) -> None:
+        # Tokens that wait for credit would be sent for a turn that no longer exists.
+        self._batcher.rows.drop(turn.handle)
+        self._link.send(TurnFailed(turn=turn.handle, message=cut(str(error))))

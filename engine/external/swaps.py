@@ -1,8 +1,7 @@
 """Swaps staged weights into an external engine: pauses it, loads them, and reports them live.
 
-Used by ``ExternalEngineLoop``. Order matters: every token of the old version is sent before the new
-version is reported live, and no request is made in between. Built on ``weights/staging.py``,
-``host_weights.py`` and ``loras.py``.
+Every token of the old version is sent before the new version is reported live, and no request is
+made in between.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """State of one turn that an external engine samples: tokens, and their reported weight versions.
 
-Used by ``ExternalTurnQueue`` and ``Streams``. Also refuses turns whose options the engine does not
-implement. Provenance comes from the labels in :class:`GeneratedChunk`.
+Also refuses turns whose options the engine does not implement. Provenance comes from the labels in
+:class:`GeneratedChunk`.
 """
 
 from collections.abc import Sequence

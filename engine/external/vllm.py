@@ -1,24 +1,23 @@
-"""Adapter of a vLLM server: tokens in and out, media, sleep and pauses over its RL routes.
+"""Adapter of a vLLM server: tokens in and out, media, weights, sleep and pauses over its RL routes.
 
-Implements ``EngineAdapter``; made by ``external/worker.py``. `vllm_releases.py` has the differences
-between releases, docs/vllm-engine.md the server's observed behaviour that the adapter relies on.
-vLLM sleeps as a whole and wakes by parts: to put only one part to sleep, the rest is woken again.
-Requests go through ``http.py``, weights through ``vllm_weights.py``.
+docs/vllm-engine.md has the server's observed behaviour that the adapter relies on. Version limits
+were read in the releases, and tried with 0.32.0. An update of a running vLLM crashes it, so weights
+are loaded only while it is paused.
 """
 
 import base64
+import hashlib
 import io
 import json
 import re
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import torch
 
 from tidegate.engine.external.adapter import (
     Capabilities,
@@ -26,35 +25,137 @@ from tidegate.engine.external.adapter import (
     ExternalScores,
     GeneratedChunk,
     GenerationRequest,
-    OptionalAdapterMethods,
     ScoreRequest,
     TopLogprobs,
     VersionLabel,
     routed_experts_column,
 )
-from tidegate.engine.external.http import CONTROL_TIMEOUT_S, HttpEngine, HttpStatusError
-from tidegate.engine.external.vllm_loras import VllmLoras
-from tidegate.engine.external.vllm_releases import (
-    GENERATE,
-    START_HINT,
-    VllmServerInfo,
-    accepted_salt,
-    check_routes,
-    read_server_info,
+from tidegate.engine.external.host_weights import is_tied, read_sizes
+from tidegate.engine.external.http import HttpStatusError
+from tidegate.engine.external.http_adapter import (
+    MEMORY_TIMEOUT_S,
+    PAUSE_TIMEOUT_S,
+    HttpAdapter,
+    StreamEvent,
 )
-from tidegate.engine.external.vllm_weights import LOAD_TIMEOUT_S, VllmWeights
-from tidegate.errors import (
-    ConfigError,
-    EngineGone,
-    EngineHeld,
-    ScoreRefused,
-    TurnRefused,
-    WeightsRefused,
-)
+from tidegate.engine.external.tensor_senders import TensorSender, VllmIpcSender, VllmNcclSender
+from tidegate.engine.external.vllm_patches import EXTENSION, RPC
+from tidegate.errors import ConfigError, EngineGone, EngineHeld, TurnRefused, WeightsRefused
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
+from tidegate.transport.printable import print_stderr
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
+from tidegate.transport.weight_channels.cuda_memory import CudaGpu as gpu_of
+from tidegate.transport.weight_channels.cuda_nccl import NcclFailed, nccl_library, own_device
+
+TRANSFER_METHODS = ("disk", "nccl", "nccl-unpacked", "ipc")
+"""Values of ``#weights=`` in an engine URL."""
+
+LOAD_TIMEOUT_S = 600.0
+"""Seconds to read a model from disk. vLLM may never answer an update that fails inside it."""
+
+PHASE_TIMEOUT_S = 120.0
+"""Seconds to begin or finish an update, in which vLLM converts the model's layers."""
+
+SAMPLING = frozenset(
+    {"stop_token_ids", "top_k", "top_p", "min_p", "repetition_penalty", "top_logprobs"}
+)
+"""Sampling options that vLLM implements as Tidegate documents them. Omitted: penalties on output
+tokens and stop strings, because vLLM takes a continued turn's output for its prompt; and
+``min_tokens``, which in vLLM also bans the model's own stop tokens."""
+
+PATCHED_ARCHITECTURES = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+"""Architectures of whose weights vLLM computes with no other copy or layout, which a change of
+elements would not reach. Mixtures, latent attention and state-space layers have such."""
+
+UNNAMED_LABEL = "default"
+"""Name of a server's weights until they are named."""
+
+# ---------------------------------------------------------------- the server's properties
+
+OLDEST_SUPPORTED = (0, 21)
+"""First release with pauses over several API servers, and updates that begin and end."""
+
+LABELS_SINCE = (0, 27)
+"""First release with ``/weight_info`` and ``/update_weight_version``."""
+
+SPANS_SINCE = (0, 32)
+"""First release with ``weight_versions`` in the last event: whose weights sampled which tokens."""
+
+TRANSFER_SINCE = (0, 32)
+"""First release in which a trainer passes an NCCL unique id in ``init_info``, and
+may leave again."""
+
+PATCHES_SINCE = (0, 29)
+"""First release with ``checkpoint_weight_patch.py``, which changes elements by the checkpoint's
+names and indices. Before, ``sparse_nccl`` had those of one rank's parameters. To 0.33 no route but
+NCCL leads to it, so workers need an extension."""
+
+TRANSFER_ROUTES = {
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/shutdown_weight_transfer_engine",
+    "/get_world_size",
+}
+
+DEV_ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/server_info")
+
+START_HINT = (
+    "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and --enable-scale-out "
+    "--logprobs-mode processed_logprobs"
+)
+
+LORA_START_HINT = (
+    "start it with --enable-lora --max-lora-rank RANK, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+    "in its environment"
+)
+
+LORA_SPOILS_OTHERS = (
+    "vLLM on a CPU applies LoRA adapters to turns without one in the same step; give "
+    "each turn an adapter, unload all adapters, or run vLLM on a GPU"
+)
+
+RUNNING_TURNS_DEFAULT = 64
+
+SALT_CHARACTERS_MAX = 128
+"""Longest salt that 0.32.0 accepts."""
+SALT_CHARACTERS_FORBIDDEN = frozenset("@/\\\0")
+"""Characters that 0.32.0 refuses in a salt."""
+
+MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
+    "image": ("vision_config", "image_token_id", "image_token_index"),
+    "audio": ("audio_config", "audio_token_id", "audio_token_index"),
+    "video": ("video_token_id", "video_token_index"),
+}
+"""Top-level fields of config.json that a model with this medium has. vLLM does not report its
+media; it refuses unsupported ones per request."""
+
+
+def read_version(text: str) -> tuple[int, int]:
+    """Return the major and minor version."""
+    match_ = re.match(r"(\d+)\.(\d+)", text)
+    if match_ is None:
+        raise ConfigError(f"a server that reports version {text!r} is not vLLM")
+    return int(match_[1]), int(match_[2])
+
+
+def media_of(model: Path) -> frozenset[MediaKind]:
+    """Return the kinds of media that the model in a directory reads."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return frozenset()  # other code refuses the directory
+    return frozenset(
+        kind for kind, fields in MEDIA_FIELDS.items() if any(field in config for field in fields)
+    )
+
+
+# ---------------------------------------------------------------- messages
 
 IMPOSSIBLE = -9999.0
 """vLLM's log-prob of a token that could not be sampled, because JSON has no infinity."""
@@ -96,23 +197,13 @@ class _Choice(msgspec.Struct):
     finish reason."""
 
 
-class Event(msgspec.Struct):
+class Event(StreamEvent):
     """One event of a stream."""
 
-    choices: list[_Choice] = []
-    error: Any = None
+    choices: tuple[_Choice, ...] = ()
 
 
-_event_decoder = msgspec.json.Decoder(Event)
-
-
-def read_event(data: bytes) -> Event:
-    """Decode the data of one event.
-
-    Raises:
-        msgspec.DecodeError: the data is not an event.
-    """
-    return _event_decoder.decode(data)
+event_decoder = msgspec.json.Decoder(Event)
 
 
 def to_chunk(choice: _Choice, sampling: SamplingParams) -> GeneratedChunk:
@@ -186,33 +277,10 @@ def _top(tokens: list[_Token], k: int) -> TopLogprobs:
     return top
 
 
-REQUEST = "GenerateRequest"
-"""Name of the request body's schema in /openapi.json."""
-
-MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
-    "image": ("vision_config", "image_token_id", "image_token_index"),
-    "audio": ("audio_config", "audio_token_id", "audio_token_index"),
-    "video": ("video_token_id", "video_token_index"),
-}
-"""Top-level fields of config.json that a model with this medium has. vLLM does not report its
-media; it refuses unsupported ones per request."""
-
-
-def takes_references(api: Mapping[str, Any]) -> bool:
-    """Return whether the server reads ``content_parts``; older ones ignore them silently."""
-    schema = api.get("components", {}).get("schemas", {}).get(REQUEST, {})
-    return "content_parts" in schema.get("properties", {})
-
-
-def media_of(model: Path) -> frozenset[MediaKind]:
-    """Return the kinds of media that the model in a directory reads."""
-    try:
-        config = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):
-        return frozenset()  # other code refuses the directory
-    return frozenset(
-        kind for kind, fields in MEDIA_FIELDS.items() if any(field in config for field in fields)
-    )
+def accepted_salt(salt: str) -> str:
+    """Hash a salt that vLLM would refuse, because it is too long or has forbidden characters."""
+    is_valid = len(salt) <= SALT_CHARACTERS_MAX and not SALT_CHARACTERS_FORBIDDEN & set(salt)
+    return salt if is_valid else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def content_part(media: Media) -> dict[str, str]:
@@ -223,8 +291,7 @@ def content_part(media: Media) -> dict[str, str]:
     return {"type": f"{media.kind}_url", "url": url}
 
 
-MEMORY_TIMEOUT_S = 300.0
-"""Seconds to copy a model to or from host memory."""
+# ---------------------------------------------------------------- the adapter
 
 Query = Sequence[tuple[str, str]]
 
@@ -272,81 +339,134 @@ class VllmMemory:
         self._asleep.clear()
 
 
-PAUSE_TIMEOUT_S = 60.0
-"""Seconds for a pause, which waits for the current step: a long prefill at worst."""
-
-SAMPLING = frozenset(
-    {"stop_token_ids", "top_k", "top_p", "min_p", "repetition_penalty", "top_logprobs"}
-)
-"""Sampling options that vLLM implements as Tidegate documents them. Omitted: penalties on output
-tokens and stop strings, because vLLM takes a continued turn's output for its prompt; and
-``min_tokens``, which in vLLM also bans the model's own stop tokens."""
-
-
-_LORA_SPOILS_OTHERS = (
-    "vLLM on a CPU applies LoRA adapters to turns without one in the same step; give "
-    "each turn an adapter, unload all adapters, or run vLLM on a GPU"
-)
-
-_NO_LORA = "adapters are read from files; leave #weights= out of the server's URL"
-
-
-def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "VllmAdapter":
-    """Make the adapter of the server at ``url``, which serves the model in the directory ``model``.
-
-    ``weights`` is the transfer method, one of ``vllm_weights.TRANSFER_METHODS``.
-
-    Raises:
-        ConfigError: ``weights`` is none of them.
-    """
-    return VllmAdapter(HttpEngine(url), model, weights=weights)
-
-
-class VllmAdapter(OptionalAdapterMethods):
+class VllmAdapter(HttpAdapter):
     """Adapter of one vLLM server."""
 
-    def __init__(self, http: HttpEngine, model: Path, *, weights: str) -> None:
-        self._http = http
-        self._model = model.resolve()
+    kind = "vLLM"
+    generate_path = "/inference/v1/generate"
+    load_lora_path = "/v1/load_lora_adapter"
+    unload_lora_path = "/v1/unload_lora_adapter"
+    label_path = "/weight_info"
+
+    # Set by open().
+    _version: str
+    """Version as the server reports it; ``_release`` has its first two numbers."""
+    _release: tuple[int, int]
+    _paths: Collection[str]
+    """Routes of the server."""
+    _config: Mapping[str, Any]
+    """The server's resolved settings."""
+    _has_spans: bool
+    """Whether a stream's end says whose weights sampled which tokens."""
+
+    def __init__(self, url: str, model: Path, *, weights: str = "disk") -> None:
+        """Make the adapter of the server at ``url``, which serves the model directory ``model``.
+
+        Raises:
+            ConfigError: ``weights`` is none of :data:`TRANSFER_METHODS`.
+        """
+        super().__init__(url, model.resolve(), weights=weights)
+        if weights not in TRANSFER_METHODS:
+            raise ConfigError(
+                f"vLLM at {url} can't be given weights by {weights!r}; #weights= may name "
+                f"{', '.join(TRANSFER_METHODS)}"
+            )
         self._name = ""
         """The model's name in requests."""
-        self._media: frozenset[MediaKind] = frozenset()
-        """Kinds of media that the model reads."""
-        self._info: VllmServerInfo | None = None
         self._memory = VllmMemory(self._post_query)
-        self._loras = VllmLoras(http)
-        self._weights = VllmWeights(http, self._model, weights)
+
+    # ------------------------------------------------------------ start
+
+    async def _inspect(self) -> None:
+        self._version = text = str((await self._http.wait_for("/version")).get("version"))
+        api = await self._http.call("GET", "/openapi.json")
+        self._paths = api["paths"]
+        if missing := [p for p in (*DEV_ROUTES, self.generate_path) if p not in self._paths]:
+            raise ConfigError(f"this vLLM {text} has no {', '.join(missing)}; {START_HINT}")
+        info = await self._info_answer()
+        self._release = read_version(text)
+        if self._release < OLDEST_SUPPORTED:
+            raise ConfigError(
+                f"vLLM {text} is too old: it lacks the pauses and weight updates that a run needs; "
+                f"use {OLDEST_SUPPORTED[0]}.{OLDEST_SUPPORTED[1]} or newer"
+            )
+        self._config = info.get("vllm_config", {})
+        mode = str(self._config.get("model_config", {}).get("logprobs_mode", ""))
+        if mode.endswith("logits"):
+            raise ConfigError(
+                f"this vLLM {text} reports logits as log-probs (--logprobs-mode {mode}), on which "
+                f"training is impossible; start it with --logprobs-mode processed_logprobs"
+            )
+        models = await self._http.call("GET", "/v1/models")
+        self._name = models["data"][0]["id"]
+        self._has_labels = self._release >= LABELS_SINCE and "/weight_info" in self._paths
+        self._has_spans = self._has_labels and self._release >= SPANS_SINCE
+        # On a CPU vLLM multiplies by a packed copy of the head, which loading the tied embedding
+        # does not update: later tokens would be of neither the old weights nor the new.
+        if self._is_on_cpu and is_tied(self._model):
+            raise ConfigError(
+                f"vLLM {text} on a CPU keeps the old lm_head of a tied model when it is given "
+                f"new weights; untie {self._model} (tie_word_embeddings=false in config.json, and "
+                "lm_head.weight in the files), or use Tidegate's own engine"
+            )
+        self._server_capabilities = self._read_capabilities(api, models)
+
+    def _read_capabilities(self, api: Mapping[str, Any], models: Any) -> Capabilities:
+        """Evaluate the server's settings, ``/openapi.json`` and ``/v1/models``."""
+        config, paths = self._config, self._paths
+        settings, cache = config.get("model_config", {}), config.get("cache_config", {})
+        scheduler, parallel = config.get("scheduler_config", {}), config.get("parallel_config", {})
+        device, lora = config.get("device_config", {}).get("device"), config.get("lora_config")
+        # Of several API servers only one would load an adapter, while any may get its requests.
+        is_one = int(parallel.get("_api_process_count") or 1) == 1
+        takes_loras = bool(lora) and self.load_lora_path in paths and is_one
+        spoils_others = takes_loras and self._is_on_cpu
+        top = settings.get("max_logprobs")
+        # Requests can only raise the interval.
+        sends_every_token = int(scheduler.get("stream_interval") or 1) == 1
+        by_flag = {
+            "routed_experts": settings.get("enable_return_routed_experts"),
+            "kept_tokens": settings.get("return_sampling_mask"),
+        }
+        can_sleep = "/wake_up" in paths and bool(settings.get("enable_sleep_mode"))
+        # Older servers ignore ``content_parts`` silently.
+        schema = api.get("components", {}).get("schemas", {}).get("GenerateRequest", {})
+        takes_references = "content_parts" in schema.get("properties", {})
+        return Capabilities(
+            engine=f"vllm {self._version}",
+            context_tokens_max=int(models["data"][0]["max_model_len"]),
+            running_turns_max=int(scheduler.get("max_num_seqs") or RUNNING_TURNS_DEFAULT),
+            has_processed_logprobs=str(settings.get("logprobs_mode")).endswith(
+                "processed_logprobs"
+            ),
+            freezes=True,
+            keeps_kv=self._has_spans and sends_every_token,
+            sampling=SAMPLING | {option for option, is_set in by_flag.items() if is_set},
+            top_logprobs_max=20 if top is None else (2**31 if top == -1 else int(top)),
+            scores=frozenset() if spoils_others else frozenset({"logprobs"}),
+            # With --dtype auto resolved; empty if unknown.
+            dtype=str(settings.get("dtype") or "").removeprefix("torch."),
+            num_blocks=int(cache.get("num_gpu_blocks") or 0),
+            block_tokens=int(cache.get("block_size") or 0),
+            media=media_of(self._model) if takes_references else frozenset(),
+            sleep_levels=frozenset({1, 2}) if can_sleep else frozenset(),
+            # On a CPU, with quantization or LoRA, vLLM may compute with other copies of parameters.
+            takes_patches=(
+                self._release >= PATCHES_SINCE
+                and parallel.get("worker_extension_cls") == EXTENSION
+                and device == "cuda"
+                and not settings.get("quantization")
+                and not lora
+                and read_sizes(self._model)[0] in PATCHED_ARCHITECTURES
+            ),
+            lora_rank_max=int(lora["max_lora_rank"]) if lora and takes_loras else 0,
+            lora_lacks=LORA_START_HINT if is_one else "start it with --api-server-count 1",
+            lora_spoils_others=LORA_SPOILS_OTHERS if spoils_others else "",
+        )
 
     @property
-    def _server_info(self) -> VllmServerInfo:
-        assert self._info is not None, "open() comes first"
-        return self._info
-
-    # ------------------------------------------------------------ start and end
-
-    async def open(self, label: str) -> Capabilities:
-        """Load the model's own weights; leave the server awake, unpaused and without requests."""
-        version = str((await self._http.wait_for("/version")).get("version"))
-        try:
-            api = await self._http.call("GET", "/openapi.json")
-            paths = api["paths"]
-            check_routes(version, paths)
-            info = await self._info_answer()
-            models = await self._http.call("GET", "/v1/models")
-            self._info = read_server_info(version, paths, info)
-            self._name = models["data"][0]["id"]
-            self._weights.check_transfer(self._info)
-            self._media = media_of(self._model) if takes_references(api) else frozenset()
-            if self._info.can_sleep:  # an earlier adapter may have died while it slept
-                await self._memory.wake_all()
-            await self.pause("abort")
-            await self._loras.unload_left(models)
-            await self._weights.open(self._info, label)
-            await self.resume()
-            await self._probe(label)
-        except (HttpStatusError, WeightsRefused, EngineGone) as error:
-            raise ConfigError(f"vLLM at {self._http.url} can't be used: {error}") from error
-        return self._capabilities(int(models["data"][0]["max_model_len"]))
+    def _is_on_cpu(self) -> bool:
+        return bool(self._config.get("device_config", {}).get("device") == "cpu")
 
     async def _info_answer(self) -> Any:
         """Return the answer of ``/server_info``, for which vLLM lists its packages."""
@@ -361,41 +481,73 @@ class VllmAdapter(OptionalAdapterMethods):
                 f"pip` or `python -m ensurepip`, and start vLLM anew"
             ) from error
 
-    def _capabilities(self, context_tokens_max: int) -> Capabilities:
-        release = self._server_info
-        spoils = _LORA_SPOILS_OTHERS if release.is_on_cpu and release.lora_rank_max else ""
-        return Capabilities(
-            engine=f"vllm {release.text}",
-            context_tokens_max=context_tokens_max,
-            running_turns_max=release.running_turns_max,
-            has_processed_logprobs=release.has_processed_logprobs,
-            freezes=True,
-            keeps_kv=release.has_spans and release.stream_interval_tokens == 1,
-            sampling=SAMPLING | self._attachment_options(),
-            top_logprobs_max=release.top_logprobs_max,
-            scores=frozenset() if spoils else frozenset({"logprobs"}),
-            dtype=release.dtype,
-            num_blocks=release.num_blocks,
-            block_tokens=release.block_tokens,
-            media=self._media,
-            sleep_levels=frozenset({1, 2}) if release.can_sleep else frozenset(),
-            takes_tensors=self._weights.takes_tensors,
-            takes_patches=self._weights.takes_patches(release),
-            lora_rank_max=0 if self._weights.takes_tensors else release.lora_rank_max,
-            lora_lacks=_NO_LORA if self._weights.takes_tensors else release.lora_lacks,
-            lora_spoils_others=spoils,
+    async def _make_sender(self) -> TensorSender:
+        backend = self._method.removesuffix("-unpacked")
+        self._refuse_transfer(backend)
+        device = own_device()
+        if device is None:
+            where = (
+                "its worker's is seen"
+                if backend == "ipc"
+                else "one is free that no worker of the server's has"
+            )
+            raise ConfigError(
+                f"weights can't go to {self._http.url} by {backend}, because this process sees no "
+                f"GPU: start the adapter where {where}, or leave #weights= out to load files"
+            )
+        workers = int((await self._http.call("GET", "/get_world_size"))["world_size"])
+        if backend == "ipc":
+            return VllmIpcSender(self._http, workers=workers, gpu=gpu_of(device))
+        try:
+            library = nccl_library()
+        except NcclFailed as error:
+            raise ConfigError(f"weights can't go to {self._http.url} by nccl: {error}") from error
+        is_packed = self._method == "nccl"
+        return VllmNcclSender(
+            self._http, workers=workers, library=library, device=device, is_packed=is_packed
         )
 
-    def _attachment_options(self) -> frozenset[str]:
-        """Return the options of ``SamplingParams`` that the server's flags allow."""
-        info = self._server_info
-        flags = {
-            "routed_experts": info.returns_routed_experts,
-            "kept_tokens": info.returns_sampling_mask,
-        }
-        return frozenset(option for option, is_set in flags.items() if is_set)
+    def _refuse_transfer(self, backend: str) -> None:
+        """Refuse a server that accepts no weights by ``backend``, ``nccl`` or ``ipc``."""
+        started_with = (self._config.get("weight_transfer_config") or {}).get("backend")
+        if self._release < TRANSFER_SINCE or not TRANSFER_ROUTES.issubset(self._paths):
+            reason = f"use {TRANSFER_SINCE[0]}.{TRANSFER_SINCE[1]} or newer"
+        elif self._is_on_cpu:
+            reason = "it has no GPU"
+        elif started_with != backend:
+            reason = (
+                f"it was started with {started_with or 'no'} weight transfer; start it "
+                f"""with --weight-transfer-config '{{"backend": "{backend}"}}'"""
+            )
+        else:
+            return
+        raise ConfigError(
+            f"vLLM {self._version} at {self._http.url} can't be given weights by {backend}: "
+            f"{reason}. Or leave #weights= out to load files"
+        )
 
-    async def _probe(self, label: str) -> None:
+    async def _stop_all(self) -> None:
+        if self._server_capabilities.sleep_levels:  # an earlier adapter may have died in its sleep
+            await self._memory.wake_all()
+        await self.pause("abort")
+
+    async def _load_model(self, label: str) -> None:
+        if self._takes_tensors:
+            await self._end_stale_update()
+        elif self._has_labels and await self._label() == UNNAMED_LABEL and self._serves_model():
+            await self.rename_weights(label)
+            self._loaded = self._model, label
+            return
+        else:
+            print_stderr(f"{self._http.url} may have other weights; loading {self._model}")
+        await super()._load_model(label)
+
+    def _serves_model(self) -> bool:
+        """Whether the server was started with the model's directory, as far as this host sees."""
+        started_with = Path(str(self._config.get("model_config", {}).get("model", "")))
+        return not started_with.is_dir() or started_with.resolve() == self._model
+
+    async def _capabilities(self, label: str) -> Capabilities:
         """Sample one token, and check that the answer has all fields that are relied on."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         request = GenerationRequest(token_ids=[0], sampling=sampling, salt=label)
@@ -408,49 +560,25 @@ class VllmAdapter(OptionalAdapterMethods):
                 f"sends before it joins: {error}"
             ) from error
         last = received[-1]
-        if self._server_info.has_spans and last.labels != [VersionLabel(label, 0, 1)]:
+        if self._has_spans and last.labels != [VersionLabel(label, 0, 1)]:
             raise ConfigError(
-                f"vLLM {self._server_info.text} at {self._http.url} labels a token {last.labels}, "
+                f"vLLM {self._version} at {self._http.url} labels a token {last.labels}, "
                 f"although its weights were just named {label}; is another client loading weights "
                 "into it?"
             )
-
-    async def close(self) -> None:
-        """Close connections, which aborts the requests in flight."""
-        await self._weights.close()
-        await self._http.close()
+        return self._server_capabilities
 
     # ------------------------------------------------------------ requests
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Sample tokens; closing the generator closes the connection, which aborts the request."""
         body = self._body(request) | {"stream": True}
-        has_ended = False
-        try:
-            async with aclosing(self._http.events(GENERATE, body)) as events:
-                async for data in events:
-                    event = read_event(data)
-                    if event.error is not None:
-                        raise EngineGone(
-                            f"{self._http.url} ended a stream with an error: {event.error}. vLLM's "
-                            "log has the cause"
-                        )
-                    for choice in event.choices:
-                        has_ended = choice.finish_reason is not None
-                        yield to_chunk(choice, request.sampling)
-                    if has_ended:
+        async with aclosing(self._events(body, event_decoder)) as events:
+            async for event in events:
+                for choice in event.choices:
+                    yield to_chunk(choice, request.sampling)
+                    if choice.finish_reason is not None:
                         return
-        except HttpStatusError as refusal:
-            raise await self._refused(refusal) from refusal
-        except msgspec.DecodeError as error:
-            raise EngineGone(
-                f"{self._http.url} sent a stream event that is not vLLM's JSON ({error}); is a "
-                "proxy in between, or another server?"
-            ) from error
-        raise EngineGone(
-            f"{self._http.url} ended a stream without a finish reason; vLLM's log says whether the "
-            "server failed"
-        )
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -484,32 +612,27 @@ class VllmAdapter(OptionalAdapterMethods):
             return EngineHeld(refusal.why)
         if refusal.status >= 500:
             await self.check()
-        return TurnRefused(f"vLLM refuses this turn: {refusal.why}")
+        return await super()._refused(refusal)
 
-    async def score(self, request: ScoreRequest) -> ExternalScores:
-        """Return log-probs of given tokens at temperature 1; vLLM uses no prefix cache here."""
-        if request.temperature != 1.0:
-            raise ScoreRefused("vLLM scores at temperature 1 only; leave temperature out")
-        k = request.top_logprobs
-        body = {
+    def _score_body(self, request: ScoreRequest) -> dict[str, Any]:
+        """Return a request for prompt log-probs, for which vLLM uses no prefix cache."""
+        return {
             "model": self._name,
             "token_ids": list(request.token_ids),
             "sampling_params": {
                 "max_tokens": 1,
                 "temperature": 0.0,
                 "detokenize": False,
-                "prompt_logprobs": k,
+                "prompt_logprobs": request.top_logprobs,
             },
         }
-        try:
-            answer = await self._http.call("POST", GENERATE, body, timeout_s=LOAD_TIMEOUT_S)
-        except HttpStatusError as refusal:
-            raise ScoreRefused(f"vLLM refuses to score these tokens: {refusal.why}") from refusal
-        prompt_logprobs = answer["prompt_logprobs"]
+
+    def _read_scores(self, answer: Any, request: ScoreRequest) -> ExternalScores:
+        k = request.top_logprobs
         logprobs: list[float] = []
         top = TopLogprobs([], [])
         for position in range(request.start, len(request.token_ids)):
-            entries = prompt_logprobs[position]
+            entries = answer["prompt_logprobs"][position]
             logprobs.append(entries[str(request.token_ids[position])]["logprob"])
             top_tokens = sorted(entries.items(), key=lambda entry: _place(entry[1]["rank"]))[:k]
             top.token_ids.extend(int(token) for token, _ in top_tokens)
@@ -541,30 +664,6 @@ class VllmAdapter(OptionalAdapterMethods):
                 f"not; does another client pause it?"
             )
 
-    async def load_weights(self, directory: Path, label: str) -> None:
-        """Load weights from files; after a failure the previous ones are loaded again."""
-        await self._weights.load(directory, label)
-
-    async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """Load weights without files; a failure half way ends the adapter."""
-        await self._weights.load_tensors(tensors, label)
-
-    async def load_patches(self, file: Path, label: str) -> None:
-        """Change elements of the weights in place; a failure half way is not undone."""
-        await self._weights.load_patches(file, label)
-
-    async def rename_weights(self, label: str) -> None:
-        """Set the version label of the live weights, which later tokens are attributed to."""
-        await self._weights.rename(label)
-
-    async def load_lora(self, name: str, directory: Path) -> None:
-        """Load an adapter from files."""
-        await self._loras.load(name, directory)
-
-    async def unload_lora(self, name: str) -> None:
-        """Unload an adapter; its name is free at once."""
-        await self._loras.unload(name)
-
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
         """Release memory."""
         await self._memory.sleep(level, tags)
@@ -579,31 +678,52 @@ class VllmAdapter(OptionalAdapterMethods):
     async def _post_query(self, path: str, query: Query) -> Any:
         return await self._control(path, query=query, timeout_s=MEMORY_TIMEOUT_S)
 
-    async def check(self) -> None:
-        """Check the server and the engine process behind it."""
-        try:
-            await self._http.call("GET", "/health")
-        except HttpStatusError as refusal:
-            raise EngineGone(
-                f"{self._http.url} is not healthy ({refusal}); vLLM's log says why"
-            ) from refusal
-
     async def preemptions(self) -> int | None:
         """Return the preemption count of all its engine processes together."""
         text = await self._control("/metrics", method="GET")
         counts = re.findall(r"^vllm:num_preemptions_total(?:\{[^}]*\})? ([\d.e+]+)$", text, re.M)
         return int(sum(map(float, counts))) if counts else None
 
-    async def _control(
-        self,
-        path: str,
-        body: object = None,
-        *,
-        method: str = "POST",
-        query: Mapping[str, str] | Query | None = None,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-    ) -> Any:
+    # ------------------------------------------------------------ weights
+
+    async def _load_files(self, directory: Path, label: str) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        await self._http.call("POST", "/collective_rpc", body, timeout_s=LOAD_TIMEOUT_S)
+        await self._set_label(label)
+
+    async def load_patches(self, file: Path, label: str) -> None:
+        """Change elements of the weights in place. A failure half way is not undone."""
+        self._loaded = None  # no directory has the weights any more
+        body = {"method": RPC, "kwargs": {"path": str(file)}}
         try:
-            return await self._http.call(method, path, body, query=query, timeout_s=timeout_s)
+            await self._http.call("POST", "/collective_rpc", body, timeout_s=LOAD_TIMEOUT_S)
         except HttpStatusError as refusal:
-            raise EngineGone(f"vLLM refuses {method} {path}: {refusal}") from refusal
+            raise WeightsRefused(
+                f"vLLM can't change elements of its weights: {refusal.why}"
+            ) from refusal
+        await self._set_label(label)
+
+    async def _end_stale_update(self) -> None:
+        """End an update that a dead adapter left open, and restore half-loaded layers.
+
+        vLLM counts what each layer has received, so a full set after a partial one would exceed the
+        layer's size; an empty update resets the count. The weights are overwritten afterwards.
+        """
+        try:
+            await self._begin_update()
+        except HttpStatusError as refusal:
+            if "already active" not in refusal.why:
+                raise
+        await self._phase("/finish_weight_update")
+
+    async def _begin_update(self) -> None:
+        await self._phase("/start_weight_update")
+
+    async def _end_update(self, label: str) -> None:
+        await self._phase("/finish_weight_update", {"weight_version": label})
+
+    async def _phase(self, path: str, body: object = None) -> None:
+        await self._http.call("POST", path, body, timeout_s=PHASE_TIMEOUT_S)
+
+
+make_adapter = VllmAdapter

@@ -1,10 +1,9 @@
 """Patches of elements for vLLM: their file, and the worker extension that applies them.
 
-``PublishedDirectories`` writes the file. Each of vLLM's workers reads it, if the server was started
-with ``--worker-extension-cls`` :data:`EXTENSION`, and applies it through vLLM's own
-``checkpoint_weight_patch.py`` (0.29 or newer), which maps names of the checkpoint to the parameters
-of its rank. The server's environment needs this package, without its dependencies. Uses torch and
-safetensors; vLLM is imported in its workers only.
+Each of vLLM's workers reads the file, if the server was started with ``--worker-extension-cls``
+:data:`EXTENSION`, and applies it through vLLM's own ``checkpoint_weight_patch.py`` (0.29 or newer),
+which maps names of the checkpoint to the parameters of its rank. The server's environment needs
+this package, without its dependencies; vLLM is imported in its workers only.
 """
 
 import importlib

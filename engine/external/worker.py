@@ -2,20 +2,22 @@
 
 Started by the orchestrator for each of its ``engine_urls``, or by hand; opens the adapter and runs
 ``ExternalEngineLoop``. Exit status as in :mod:`tidegate.engine.worker`. The engine itself keeps
-running when this process ends. Built on uvloop and the ZeroMQ DEALER of ``transport/dealer.py``.
+running when this process ends.
 """
 
 import argparse
 import asyncio
 import ctypes
 import importlib
+import itertools
 import os
 import secrets
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
@@ -141,66 +143,47 @@ async def _main(arguments: argparse.Namespace) -> int:
     keys = None if directory is None else read_engine_keys(directory)
     adapter = open_adapter(arguments.url, arguments.model)
     epoch = time.time_ns()  # a later start has a later epoch, and replaces this one
-    labels = _Labels(epoch)
-    try:
-        capabilities = await adapter.open(labels.first)
+    make_label = _label_maker(epoch)
+    label = make_label(0)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(adapter.close)
+        capabilities = await adapter.open(label)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
+        stack.callback(socket.close)
+        hello = _hello(arguments, capabilities, epoch)
+        link = OrchestratorLink(socket, hello)
+        private = PrivateDirectory("published")
+        stack.callback(private.remove)
+        weights = await asyncio.to_thread(read_host_weights, arguments.model, capabilities)
+        staging = Staging(weights.allocate_copy, WeightReceiverConfig(arguments.connect, keys))
+        directories = PublishedDirectories(
+            arguments.model, arguments.weights_directory or private.path
+        )
+        engine_loop = ExternalEngineLoop(
+            link,
+            adapter,
+            capabilities,
+            limits=_limits(hello),
+            staging=staging,
+            weights=weights,
+            directories=directories,
+            label=label,
+            make_label=make_label,
+            stream_interval_tokens=arguments.stream_interval_tokens,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, engine_loop.end_on_signal, f"got {number.name}")
         try:
-            hello = _hello(arguments, capabilities, epoch)
-            link = OrchestratorLink(socket, hello)
-            private = PrivateDirectory("published")
-            try:
-                parent = arguments.weights_directory or private.path
-                receiver_config = WeightReceiverConfig(arguments.connect, keys)
-                return await _serve(
-                    arguments, adapter, capabilities, link, hello, parent, receiver_config, labels
-                )
-            finally:
-                private.remove()
+            reason = await engine_loop.run()
+        except Exception as error:  # noqa: BLE001 - any failure must reach the orchestrator
+            traceback.print_exc()
+            link.send_goodbye(f"failed: {type(error).__name__}: {error}", has_failed=True)
+            return DEFECT
         finally:
-            socket.close()
-    finally:
-        await adapter.close()
-
-
-async def _serve(
-    arguments: argparse.Namespace,
-    adapter: EngineAdapter,
-    capabilities: Capabilities,
-    link: OrchestratorLink,
-    hello: Hello,
-    parent: Path,
-    receiver_config: WeightReceiverConfig,
-    labels: "_Labels",
-) -> int:
-    weights = await asyncio.to_thread(read_host_weights, arguments.model, capabilities)
-    staging = Staging(weights.allocate_copy, receiver_config)
-    directories = PublishedDirectories(arguments.model, parent)
-    engine_loop = ExternalEngineLoop(
-        link,
-        adapter,
-        capabilities,
-        limits=_limits(hello),
-        staging=staging,
-        weights=weights,
-        directories=directories,
-        label=labels.first,
-        make_label=labels.of,
-        stream_interval_tokens=arguments.stream_interval_tokens,
-    )
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, engine_loop.end_on_signal, f"got {number.name}")
-    try:
-        reason = await engine_loop.run()
-    except Exception as error:  # noqa: BLE001 - any failure must reach the orchestrator
-        traceback.print_exc()
-        link.send_goodbye(f"failed: {type(error).__name__}: {error}", has_failed=True)
-        return DEFECT
-    finally:
-        staging.close()
-        directories.close()
-    return _end(link, engine_loop, reason)
+            staging.close()
+            directories.close()
+        return _end(link, engine_loop, reason)
 
 
 def _end(link: OrchestratorLink, engine_loop: ExternalEngineLoop, reason: str) -> int:
@@ -217,20 +200,11 @@ def _end(link: OrchestratorLink, engine_loop: ExternalEngineLoop, reason: str) -
     return ENDED
 
 
-class _Labels:
-    """Makes labels of weights that are unique across processes and updates."""
-
-    def __init__(self, epoch: int) -> None:
-        self._suffix = f"{epoch:x}{secrets.token_hex(2)}"
-        self._count = 0
-        self.first = self.of(0)
-        """Label of the model directory's weights."""
-
-    def of(self, version: int) -> str:
-        """Return a new label for a version at each call, because a version may return
-        with other weights."""
-        self._count += 1
-        return f"v{version}.{self._count}.{self._suffix}"
+def _label_maker(epoch: int) -> Callable[[int], str]:
+    """Return a function that makes a label for a version's weights, unique across processes. Each
+    call makes a new one, because a version may return with other weights."""
+    suffix, counter = f"{epoch:x}{secrets.token_hex(2)}", itertools.count(1)
+    return lambda version: f"v{version}.{next(counter)}.{suffix}"
 
 
 def _hello(arguments: argparse.Namespace, capabilities: Capabilities, epoch: int) -> Hello:

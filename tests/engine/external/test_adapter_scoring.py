@@ -12,7 +12,6 @@ from tidegate.engine.external.adapter import (
     Capabilities,
     EngineAdapter,
     ExternalScores,
-    OptionalAdapterMethods,
     ScoreRequest,
 )
 from tidegate.engine.external.scoring import ExternalScoreQueue
@@ -29,7 +28,7 @@ ASKED = ScoreTokens(
 )
 
 
-class Failing(OptionalAdapterMethods):
+class Failing(EngineAdapter):
     """An engine that answers no scoring request."""
 
     def __init__(self, error: Exception) -> None:
@@ -49,7 +48,7 @@ class Silent:
 def test_a_request_for_an_adapter_is_refused_because_no_engine_of_others_scores_with_one() -> None:
     sent: list[object] = []
     link = cast(OrchestratorLink, SimpleNamespace(send=sent.append))
-    adapter = cast(EngineAdapter, Failing(KeyError()))
+    adapter = Failing(KeyError())
     queue = ExternalScoreQueue(adapter, ABLE, link, on_gone=lambda error: None)
     queue.submit(replace(ASKED, adapter="a"))
     [refused] = sent
@@ -66,7 +65,7 @@ async def test_a_request_that_an_engine_breaks_off_gives_up_the_engine_and_is_no
     error: Exception,
 ) -> None:
     gone: asyncio.Future[TidegateError] = asyncio.get_running_loop().create_future()
-    adapter = cast(EngineAdapter, Failing(error))
+    adapter = Failing(error)
     queue = ExternalScoreQueue(
         adapter, ABLE, cast(OrchestratorLink, Silent()), on_gone=gone.set_result
     )

@@ -11,7 +11,6 @@ from tidegate.engine.external.adapter import (
     EngineAdapter,
     GeneratedChunk,
     GenerationRequest,
-    OptionalAdapterMethods,
 )
 from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.streams import Streams
@@ -32,7 +31,7 @@ LIMITS = EngineLimits(
 )
 
 
-class Slow(OptionalAdapterMethods):
+class Slow(EngineAdapter):
     """An engine that answers preemption queries late."""
 
     def __init__(self) -> None:
@@ -91,9 +90,7 @@ async def test_tokens_are_of_the_version_they_came_under_however_long_the_check_
         assert error is None
         over.set()
 
-    streams = Streams(
-        cast(EngineAdapter, engine), ABLE, "v0", batcher=batcher, on_request_ended=on_request_ended
-    )
+    streams = Streams(engine, ABLE, "v0", batcher=batcher, on_request_ended=on_request_ended)
     prompt = np.arange(3, dtype="<i4").tobytes()
     message = SubmitTurn(turn=7, token_ids=prompt, sampling=SamplingParams(max_tokens=2))
     async with asyncio.timeout(10):

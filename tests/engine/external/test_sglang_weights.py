@@ -18,7 +18,7 @@ from tests.engine.external.sglang_streams import TOLERANCE, Sglang, off_by
 from tests.engine.external.test_sglang_adapter import SglangAndDouble
 from tests.models import make_model_directory
 from tests.served_app import served
-from tidegate.engine.external import sglang_weights
+from tidegate.engine.external import sglang as sglang_adapter
 from tidegate.engine.external.sglang import make_adapter
 from tidegate.engine.external.worker import open_adapter
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
@@ -58,7 +58,7 @@ def called(double: SglangDouble, path: str) -> list[dict[str, Any]]:
 async def test_tensors_change_the_weights_and_the_label_without_a_file(
     models: list[Path], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_weights, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(sglang_adapter, "BUCKET_BYTES", 20_000)
     async with sglang(models[0], way) as engine:
         assert engine.capabilities.takes_tensors
         frozen = engine.stream(SamplingParams(max_tokens=60))

@@ -24,7 +24,7 @@ from tidegate.engine.external.adapter import (
     GenerationRequest,
     VersionLabel,
 )
-from tidegate.engine.external.vllm import VllmAdapter, make_adapter, read_event, to_chunk
+from tidegate.engine.external.vllm import VllmAdapter, event_decoder, make_adapter, to_chunk
 from tidegate.errors import ConfigError, EngineGone, EngineHeld, TurnRefused, WeightsRefused
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -378,6 +378,6 @@ async def test_a_server_without_these_flags_refuses_the_options_by_name(models: 
 )
 def test_experts_that_can_t_be_read_are_the_servers_fault(encoded: str, why: str) -> None:
     event = {"choices": [{"token_ids": [], "finish_reason": "stop", "routed_experts": encoded}]}
-    [choice] = read_event(json.dumps(event).encode()).choices
+    [choice] = event_decoder.decode(json.dumps(event).encode()).choices
     with pytest.raises(EngineGone, match=why):
         to_chunk(choice, SamplingParams(max_tokens=1, routed_experts=True))

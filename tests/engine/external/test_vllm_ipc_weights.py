@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from tests.engine.external.vllm_double import VllmDouble
 from tests.engine.orchestra import Models
 from tests.host_gpu import HostGpu
-from tidegate.engine.external import vllm_ipc, vllm_weights
+from tidegate.engine.external import tensor_senders
+from tidegate.engine.external import vllm as vllm_adapter
 from tidegate.engine.external.adapter import GenerationRequest, VersionLabel
 from tidegate.engine.external.vllm import VllmAdapter, make_adapter
 from tidegate.errors import ConfigError, EngineGone
@@ -31,9 +32,9 @@ IPC = {"backend": "ipc"}
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> HostGpu:
     failure = HostGpu()
-    monkeypatch.setattr(vllm_weights, "own_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(vllm_weights, "gpu_of", lambda device: failure)
-    monkeypatch.setattr(vllm_ipc, "PACK_BYTES", 20_000)
+    monkeypatch.setattr(vllm_adapter, "own_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(vllm_adapter, "gpu_of", lambda device: failure)
+    monkeypatch.setattr(tensor_senders, "PACK_BYTES", 20_000)
     return failure
 
 
@@ -138,5 +139,5 @@ async def test_servers_of_several_workers_or_another_transfer_are_refused_before
     with VllmDouble(model, weight_transfer=IPC) as double:
         double.transfers.workers = 2
         assert "has 2: start servers of one worker each" in await refusal(double)
-        monkeypatch.setattr(vllm_weights, "own_device", lambda: None)
+        monkeypatch.setattr(vllm_adapter, "own_device", lambda: None)
         assert "by ipc, because this process sees no GPU" in await refusal(double)

@@ -19,7 +19,8 @@ from tests.engine.external.vllm_double import VllmDouble
 from tests.engine.orchestra import Models
 from tests.models import make_model_directory
 from tests.nccl_double import built
-from tidegate.engine.external import vllm_nccl, vllm_weights
+from tidegate.engine.external import tensor_senders
+from tidegate.engine.external import vllm as vllm_adapter
 from tidegate.engine.external.adapter import (
     Capabilities,
     GeneratedChunk,
@@ -46,7 +47,7 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(autouse=True)
 def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(vllm_weights, "own_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(vllm_adapter, "own_device", lambda: torch.device("cpu"))
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setenv("NCCL_DOUBLE_FOLDER", folder)
         yield
@@ -93,7 +94,7 @@ async def by_files(models: Models, version: int) -> list[float]:
 async def test_broadcast_tensors_change_the_weights_and_the_label_without_a_file(
     models: Models, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_nccl, "PACK_BYTES", 20_000)
+    monkeypatch.setattr(tensor_senders, "PACK_BYTES", 20_000)
     async with vllm(models.directories[0], way) as (double, adapter, capabilities):
         assert capabilities.takes_tensors
         await adapter.pause("keep")
@@ -157,7 +158,7 @@ async def test_a_server_that_refuses_before_a_broadcast_is_not_waited_for(models
 async def test_a_server_that_skipped_the_broadcast_is_not_waited_for(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_nccl, "LEAVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tensor_senders, "LEAVE_TIMEOUT_S", 0.2)
     with VllmDouble(models.directories[0], weight_transfer=BACKEND) as double:
         double.transfers.stays_away = True
         adapter = make_adapter(double.url, models.directories[0], weights="nccl")
@@ -172,7 +173,7 @@ async def test_a_server_that_skipped_the_broadcast_is_not_waited_for(
 async def test_tensors_that_this_end_can_not_send_end_the_engine(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_nccl, "LEAVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tensor_senders, "LEAVE_TIMEOUT_S", 0.2)
     async with vllm(models.directories[0]) as (_, adapter, _):
         await adapter.pause("abort")
         nowhere = {name: tensor.to("meta") for name, tensor in tensors_of(models, 1).items()}
@@ -197,7 +198,7 @@ async def test_an_update_under_other_labels_than_the_one_given_ends_the_engine(
         async def says(*_: object) -> str:
             return "v7"
 
-        monkeypatch.setattr(adapter._weights, "_label", says)
+        monkeypatch.setattr(adapter, "_label", says)
         with pytest.raises(EngineGone, match="labels its weights 'v7', and 'v1' was set"):
             await adapter.load_tensors(tensors_of(models, 1), "v1")
         assert double.label == "v1"
@@ -224,7 +225,7 @@ async def test_a_server_that_takes_no_weights_by_nccl_is_left_alone_and_why_is_s
     assert "it has no GPU" in await refusal(untied, device="cpu")
     assert "with no weight transfer; start it with" in await refusal(model, weight_transfer=None)
     assert "with ipc weight" in await refusal(model, weight_transfer={"backend": "ipc"})
-    monkeypatch.setattr(vllm_weights, "own_device", lambda: None)
+    monkeypatch.setattr(vllm_adapter, "own_device", lambda: None)
     assert "this process sees no GPU" in await refusal(model)
 
 

@@ -9,12 +9,12 @@ import sys
 
 import torch
 
-from tidegate.engine.external import vllm_weights, worker
+from tidegate.engine.external import vllm, worker
 from tidegate.engine.worker import DEFECT
 
 if __name__ == "__main__":
     ctypes.CDLL(os.environ["NCCL_DOUBLE"])  # found by its name from now on
-    vars(vllm_weights)["own_device"] = lambda: torch.device("cpu")
+    vars(vllm)["own_device"] = lambda: torch.device("cpu")
     while (status := worker.main()) == DEFECT:
         sys.stderr.write("starts again\n")
     sys.exit(status)
