@@ -39,13 +39,13 @@ from examples.warm_up import demonstrate, tool_actions
 from tidegate.policies import corrections
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.simulation.computing_engine import ComputingEngine
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.computing import ComputingEngine
+from tidegate.simulation.engine.costs import EngineCosts
 from tidegate.simulation.planning import simulated
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload
-from tidegate.simulation.run import run_plan
-from tidegate.simulation.serve import SimulatedRollouts
-from tidegate.simulation.virtual_time import VirtualTime
+from tidegate.simulation.run.run import run_plan
+from tidegate.simulation.run.serve import SimulatedRollouts
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 ENGINES = 2

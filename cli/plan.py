@@ -105,7 +105,7 @@ def plan(
 
 
 def _from_options(options: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
-    from tidegate.simulation.engine_costs import EngineCosts
+    from tidegate.simulation.engine.costs import EngineCosts
     from tidegate.simulation.planning.workload import (
         PlanCandidate,
         PlanWorkload,

@@ -15,9 +15,9 @@ from tidegate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidegate.simulation.adapter_runs import AdapterRunReport
-    from tidegate.simulation.crash_restart import CrashRestartReport
-    from tidegate.simulation.shrinking import Report
+    from tidegate.simulation.run.adapter_runs import AdapterRunReport
+    from tidegate.simulation.run.crash_restart import CrashRestartReport
+    from tidegate.simulation.run.shrinking import Report
 
 
 def simulate(
@@ -52,8 +52,8 @@ def simulate(
     """
     from rich.console import Console
 
-    from tidegate.simulation.faults import parse_faults
-    from tidegate.simulation.sweep import (
+    from tidegate.simulation.faults.faults import parse_faults
+    from tidegate.simulation.run.sweep import (
         SweepSummary,
         core_count,
         sweep,
@@ -98,7 +98,7 @@ def _print_runs(
     reports: "Iterable[CrashRestartReport | AdapterRunReport]", seeds: range, kind: str
 ) -> bool:
     """Print the failed runs of these seeds, and a summary; return whether none failed."""
-    from tidegate.simulation.sweep import FailureLines
+    from tidegate.simulation.run.sweep import FailureLines
 
     failures = resumes = 0
     failed = FailureLines()
@@ -117,8 +117,8 @@ def _print_runs(
 
 
 def _replay_scenario(replay: str) -> None:
-    from tidegate.simulation.scenario import read_scenario
-    from tidegate.simulation.shrinking import run_any
+    from tidegate.simulation.faults.scenario import read_scenario
+    from tidegate.simulation.run.shrinking import run_any
 
     is_json = replay.lstrip().startswith("{")
     report = run_any(read_scenario(replay if is_json else _read(Path(replay))))

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
-    from tidegate.simulation.scripted_engine import ScriptedEngine
-    from tidegate.simulation.serve import ServeInTests
-    from tidegate.simulation.virtual_time import VirtualTime
+    from tidegate.simulation.engine.scripted import ScriptedEngine
+    from tidegate.simulation.run.serve import ServeInTests
+    from tidegate.simulation.run.virtual_time import VirtualTime
 
 TIME, SERVE = "tidegate_virtual_time", "tidegate_serve"
 FIXTURES = frozenset({TIME, SERVE, "tidegate_serve_sync", "tidegate_engine"})
@@ -35,7 +35,7 @@ def tidegate_virtual_time() -> "Iterator[VirtualTime]":
 
     Waiting advances the clock at once and takes no real time.
     """
-    from tidegate.simulation.virtual_time import VirtualTime
+    from tidegate.simulation.run.virtual_time import VirtualTime
 
     time = VirtualTime(limit_s=TIME_LIMIT_S)
     yield time
@@ -47,7 +47,7 @@ def tidegate_serve(
     request: pytest.FixtureRequest, tidegate_virtual_time: "VirtualTime"
 ) -> "ServeInTests":
     """Stand-in for ``tidegate.serve`` over simulated engines, in virtual time."""
-    from tidegate.simulation.serve import ServeInTests
+    from tidegate.simulation.run.serve import ServeInTests
 
     serve = ServeInTests(tidegate_virtual_time)
     request.node.stash[_STORY] = serve.story
@@ -66,7 +66,7 @@ def tidegate_engine() -> "type[ScriptedEngine]":
 
     Examples are engines that are slow, crash at a given token or refuse weights.
     """
-    from tidegate.simulation.scripted_engine import ScriptedEngine
+    from tidegate.simulation.engine.scripted import ScriptedEngine
 
     return ScriptedEngine
 

@@ -29,7 +29,7 @@ from benchmarks.table import Row, compared
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.migration import LongTailLane, MigrationPolicy
 from tidegate.policies.staleness import G, OutstandingGroups
-from tidegate.simulation.coarse_engine import MULTI_STEP_TOKENS_MAX, CoarseSimulatedEngine
+from tidegate.simulation.engine.coarse import MULTI_STEP_TOKENS_MAX, CoarseSimulatedEngine
 from tidegate.transport.messages import LENGTH, SubmitTurn
 
 BASELINE = "split"

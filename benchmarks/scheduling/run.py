@@ -29,16 +29,16 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.policies.migration import MigrationPolicy
-from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
-from tidegate.simulation.coverage_marks import CoverageMarks
+from tidegate.simulation.checks.coverage import CoverageMarks
+from tidegate.simulation.engine.coarse import CoarseSimulatedEngine
+from tidegate.simulation.engine.wire import SimulatedRouter
 from tidegate.simulation.planning.simulated import (
     WIRE_S,
     NullFrameLog,
     settings_without_timeouts,
 )
-from tidegate.simulation.simulation import empty_model_files
-from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import SimulatedRouter
+from tidegate.simulation.run.simulation import empty_model_files
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 MakeEngine = Callable[..., CoarseSimulatedEngine]

@@ -14,7 +14,7 @@ from tidegate.observability.run_directories import RUN_FILE
 from tidegate.observability.trajectories import read_trajectories
 from tidegate.orchestrator.telemetry.forecast import BUSY_TRAINER_IDLE_MAX
 from tidegate.policies.predictions import DecodeCost, fit_decode_cost
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.costs import EngineCosts
 from tidegate.simulation.planning.closed_forms import predict
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
 

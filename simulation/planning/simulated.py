@@ -16,12 +16,12 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
-from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
-from tidegate.simulation.coverage_marks import CoverageMarks
+from tidegate.simulation.checks.coverage import CoverageMarks
+from tidegate.simulation.engine.coarse import CoarseSimulatedEngine
+from tidegate.simulation.engine.wire import CarriedFrame, FrameLog, SimulatedRouter
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
-from tidegate.simulation.simulation import empty_model_files
-from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import CarriedFrame, FrameLog, SimulatedRouter
+from tidegate.simulation.run.simulation import empty_model_files
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 WIRE_S = 0.0002

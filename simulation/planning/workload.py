@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from tidegate.errors import ConfigError
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.costs import EngineCosts
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 SAMPLED_GROUPS = 2048

@@ -17,7 +17,7 @@ from benchmarks.scheduling.policies import POLICIES, SYNC, Variant
 from benchmarks.scheduling.rows import NAMES, rows
 from benchmarks.scheduling.run import Outcome, run_once
 from benchmarks.scheduling.workloads import WORKLOADS, Workload
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.costs import EngineCosts
 
 TINY = Workload(
     "tiny",

@@ -6,7 +6,7 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.settings.config import FleetSettings
-from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
+from tidegate.simulation.engine.spec import SimulatedEngineSpec, hello_of
 from tidegate.transport.messages import Message, Step, encode
 
 COSTS = SimulatedEngineSpec(

@@ -27,8 +27,8 @@ from tidegate.orchestrator.settings.config import FleetSettings, SamplingSetting
 from tidegate.orchestrator.telemetry.watchdog import STUCK_MAX, Stuck, Watchdog
 from tidegate.policies.rounds import OverSampling
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
-from tidegate.simulation.virtual_time import run_in_virtual_time
+from tidegate.simulation.engine.spec import SimulatedEngineSpec, hello_of
+from tidegate.simulation.run.virtual_time import run_in_virtual_time
 from tidegate.transport.messages import (
     STOP,
     EngineHeartbeat,

@@ -40,10 +40,10 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.scenario import Scenario
-from tidegate.simulation.staging import check_refusal
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.staging import check_refusal
+from tidegate.simulation.faults.scenario import Scenario
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, SleepLevel
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import ConfigError
-from tidegate.simulation.adapter_runs import AdapterRunReport, run_adapters
-from tidegate.simulation.crash_restart import CrashRestartReport, run_crash_restarts
-from tidegate.simulation.scenario import Scenario, read_scenario
-from tidegate.simulation.simulation import SimulationReport, run_scenario
+from tidegate.simulation.faults.scenario import Scenario, read_scenario
+from tidegate.simulation.run.adapter_runs import AdapterRunReport, run_adapters
+from tidegate.simulation.run.crash_restart import CrashRestartReport, run_crash_restarts
+from tidegate.simulation.run.simulation import SimulationReport, run_scenario
 
 RUNS_MAX = 400
 """Most runs of the simulation for one failure: about twenty seconds. Most failures need a hundred

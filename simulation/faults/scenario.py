@@ -31,7 +31,7 @@ from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
 from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
 from tidegate.policies.speeds import MeasuredSpeeds
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.simulation.faults import (
+from tidegate.simulation.faults.faults import (
     ALL_FAULTS,
     FAULTS_MAX,
     LONGEST_FAULT_S,
@@ -41,7 +41,7 @@ from tidegate.simulation.faults import (
     plan_drains,
     plan_faults,
 )
-from tidegate.simulation.script import (
+from tidegate.simulation.faults.script import (
     Script,
     Work,
     add_habits,
@@ -218,7 +218,7 @@ again and take weights."""
 
 TURN_TOKENS = 10
 """Mean number of tokens that a turn samples; see
-:func:`tidegate.simulation.model.output_tokens`."""
+:func:`tidegate.simulation.checks.model.output_tokens`."""
 
 CONTEXT_TOKENS = 25
 """Mean number of tokens in a turn's context, which an engine prefills before sampling."""

@@ -17,9 +17,9 @@ from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
 from tidegate.orchestrator.trainer.run import Run, RunParts
-from tidegate.simulation.run import RunPlan, SimulatedRun, run_plan
-from tidegate.simulation.scripted_engine import Says, ScriptedEngine
-from tidegate.simulation.virtual_time import VirtualTime
+from tidegate.simulation.engine.scripted import Says, ScriptedEngine
+from tidegate.simulation.run.run import RunPlan, SimulatedRun, run_plan
+from tidegate.simulation.run.virtual_time import VirtualTime
 
 ANY_MODEL = "any model"
 

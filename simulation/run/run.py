@@ -25,23 +25,23 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.orchestrator.trainer.run import cause_of
 from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.scripted_engine import (
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.scripted import (
     Says,
     ScriptedEngine,
     ScriptedHost,
     ScriptedModel,
     files_of,
 )
-from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import FrameLog
+from tidegate.simulation.engine.wire import FrameLog
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.shm import ShmSender
 from tidegate.transport.weight_messages import TensorSpec
 
 if TYPE_CHECKING:
-    from tidegate.simulation.computing_engine import ComputingEngine
+    from tidegate.simulation.engine.computing import ComputingEngine
 
 Result = TypeVar("Result")
 
@@ -298,7 +298,7 @@ class SimulatedRun:
             on_exit = self._engine_ended
             return ScriptedHost(engine, number, context=context, chance=chance, on_exit=on_exit)
         # imports torch and the engine, which scripted runs do not need
-        from tidegate.simulation.computing_engine import ComputingHost
+        from tidegate.simulation.engine.computing import ComputingHost
 
         return ComputingHost(engine, number, context=context, settings=self.settings)
 

@@ -6,7 +6,7 @@ Built on ``transport/messages.py``.
 
 from dataclasses import dataclass
 
-from tidegate.simulation.model import VOCAB_SIZE
+from tidegate.simulation.checks.model import VOCAB_SIZE
 from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.sleep_messages import SleepLevel

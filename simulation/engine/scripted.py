@@ -19,11 +19,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.rollout import Turn
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_model_files
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.engine_spec import SimulatedEngineSpec
-from tidegate.simulation.faults import Fault, FaultKind
-from tidegate.simulation.host import EngineHost
-from tidegate.simulation.model import HashedContext, Sampled, output_tokens
+from tidegate.simulation.checks.model import HashedContext, Sampled, output_tokens
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.host import EngineHost
+from tidegate.simulation.engine.spec import SimulatedEngineSpec
+from tidegate.simulation.faults.faults import Fault, FaultKind
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel

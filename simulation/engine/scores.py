@@ -9,9 +9,9 @@ import asyncio
 from array import array
 from collections.abc import Callable
 
-from tidegate.simulation.engine_spec import SimulatedEngineSpec
-from tidegate.simulation.model import TurnModel
-from tidegate.simulation.turns import SimulatedTurns
+from tidegate.simulation.checks.model import TurnModel
+from tidegate.simulation.engine.spec import SimulatedEngineSpec
+from tidegate.simulation.engine.turns import SimulatedTurns
 from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
 
 

@@ -20,13 +20,13 @@ from tidegate.orchestrator.core.weight_content import Change, patch_elements, re
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.episodes import SimulatedEpisodes
-from tidegate.simulation.faults import ALL_FAULTS, FaultKind
-from tidegate.simulation.model import check_turn
-from tidegate.simulation.processes import AsyncTasks, ProcessesReport, RunOfProcesses
-from tidegate.simulation.scenario import Scenario, draw_scenario
-from tidegate.simulation.trainer import receive
+from tidegate.simulation.checks.model import check_turn
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind
+from tidegate.simulation.faults.scenario import Scenario, draw_scenario
+from tidegate.simulation.run.episodes import SimulatedEpisodes
+from tidegate.simulation.run.processes import AsyncTasks, ProcessesReport, RunOfProcesses
+from tidegate.simulation.run.trainer import receive
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary
 
 from tidegate.errors import EngineLost, InfrastructureFailed, RunClosed, TurnRefused
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.engine_spec import TEMPERATURE_MAX
-from tidegate.simulation.scenario import Scenario
-from tidegate.simulation.script import ScriptedTurn
-from tidegate.simulation.turns import DEADLY_TOKEN
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.spec import TEMPERATURE_MAX
+from tidegate.simulation.engine.turns import DEADLY_TOKEN
+from tidegate.simulation.faults.scenario import Scenario
+from tidegate.simulation.faults.script import ScriptedTurn
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 
 DEVIATION_SHARE = 0.15

@@ -13,16 +13,16 @@ from typing import Protocol
 
 import msgspec
 
-from tidegate.simulation.adapters import SimulatedAdapters
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.engine_spec import SimulatedEngineSpec
-from tidegate.simulation.faults import LONGEST_FAULT_S
-from tidegate.simulation.scores import SimulatedScores
-from tidegate.simulation.sleep import SimulatedSleep
-from tidegate.simulation.staging import SimulatedStaging, check_refusal
-from tidegate.simulation.turns import DEADLY_TOKEN, SimulatedTurns, StepRows, StepWork
-from tidegate.simulation.wire import SimulatedLink
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.engine.adapters import SimulatedAdapters
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.scores import SimulatedScores
+from tidegate.simulation.engine.sleep import SimulatedSleep
+from tidegate.simulation.engine.spec import SimulatedEngineSpec
+from tidegate.simulation.engine.staging import SimulatedStaging, check_refusal
+from tidegate.simulation.engine.turns import DEADLY_TOKEN, SimulatedTurns, StepRows, StepWork
+from tidegate.simulation.engine.wire import SimulatedLink
+from tidegate.simulation.faults.faults import LONGEST_FAULT_S
 from tidegate.transport.messages import (
     Ack,
     CancelTurn,

@@ -36,7 +36,7 @@ from tidegate.orchestrator.trainer.remote.sharded_publish import ShardedPublishe
 from tidegate.orchestrator.trainer.remote.weight_transfer import ReceivedWeights, WeightUpload
 from tidegate.orchestrator.trainer.weight_updates import CollectParts, PartsWanted
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart, joined
-from tidegate.simulation.virtual_time import VirtualTime
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.messages import TensorSpec
 from tidegate.transport.weight_channels.base import NamedBuffer

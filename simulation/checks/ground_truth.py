@@ -1,7 +1,7 @@
 """Ground truth of a simulated run: the steps and weights of its engines, as the engines did them.
 
 Simulated engines record the :class:`Step` messages that they send and the weights that they swap
-in; :class:`~tidegate.simulation.invariants.InvariantChecker` compares them with the core's events.
+in; :class:`~tidegate.simulation.checks.invariants.InvariantChecker` compares them with the core's events.
 """
 
 from collections import deque

@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from tidegate.errors import BadFrame
-from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
+from tidegate.simulation.checks.coverage import CoverageMark, CoverageMarks
 from tidegate.transport.messages import (
     Message,
     Step,

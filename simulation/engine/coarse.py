@@ -14,8 +14,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from tidegate.simulation.engine_costs import EngineCosts
-from tidegate.simulation.wire import SimulatedLink
+from tidegate.simulation.engine.costs import EngineCosts
+from tidegate.simulation.engine.wire import SimulatedLink
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,

@@ -14,11 +14,11 @@ from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX, LOSSES_TOTAL_MAX
-from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
-from tidegate.simulation.ground_truth import GroundTruth
-from tidegate.simulation.model import check_turn
-from tidegate.simulation.scenario import WEIGHTS_TIMEOUT_S, Scenario
-from tidegate.simulation.script import Script, ScriptedTurn
+from tidegate.simulation.checks.coverage import CoverageMark, CoverageMarks
+from tidegate.simulation.checks.ground_truth import GroundTruth
+from tidegate.simulation.checks.model import check_turn
+from tidegate.simulation.faults.scenario import WEIGHTS_TIMEOUT_S, Scenario
+from tidegate.simulation.faults.script import Script, ScriptedTurn
 
 
 class TrainedRows:

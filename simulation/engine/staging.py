@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from tidegate.simulation.ground_truth import GroundTruth
-from tidegate.simulation.model import TORN_WEIGHTS
+from tidegate.simulation.checks.ground_truth import GroundTruth
+from tidegate.simulation.checks.model import TORN_WEIGHTS
 from tidegate.transport.messages import (
     Message,
     TensorSpec,

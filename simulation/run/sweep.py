@@ -17,12 +17,12 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from tidegate.simulation.adapter_runs import AdapterRunReport, simulate_adapters
-from tidegate.simulation.coverage_marks import ADAPTER_MARKS, CoverageMark
-from tidegate.simulation.crash_restart import CrashRestartReport, simulate_crash_restarts
-from tidegate.simulation.faults import FaultKind
-from tidegate.simulation.shrinking import Report, shrink
-from tidegate.simulation.simulation import SimulationReport, simulate
+from tidegate.simulation.checks.coverage import ADAPTER_MARKS, CoverageMark
+from tidegate.simulation.faults.faults import FaultKind
+from tidegate.simulation.run.adapter_runs import AdapterRunReport, simulate_adapters
+from tidegate.simulation.run.crash_restart import CrashRestartReport, simulate_crash_restarts
+from tidegate.simulation.run.shrinking import Report, shrink
+from tidegate.simulation.run.simulation import SimulationReport, simulate
 
 CHUNK_SEEDS = 20
 """Seeds per task of a worker process: about a second of work, so all processes end together."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
-from tidegate.simulation.engine_spec import CONTEXT_TOKENS_MAX, TEMPERATURE_MAX, SimulatedEngineSpec
-from tidegate.simulation.model import HashedContext, TurnModel
+from tidegate.simulation.checks.coverage import CoverageMark, CoverageMarks
+from tidegate.simulation.checks.model import HashedContext, TurnModel
+from tidegate.simulation.engine.spec import CONTEXT_TOKENS_MAX, TEMPERATURE_MAX, SimulatedEngineSpec
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import (
     ABORT,

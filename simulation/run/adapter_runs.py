@@ -26,15 +26,15 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.episodes import SimulatedEpisodes
-from tidegate.simulation.faults import ALL_FAULTS, FaultKind
-from tidegate.simulation.invariants import MASKING, CheckedCore
-from tidegate.simulation.model import check_turn
-from tidegate.simulation.processes import AsyncTasks, ProcessesReport, RunOfProcesses
-from tidegate.simulation.scenario import Scenario, draw_rules, draw_scenario
-from tidegate.simulation.script import draw_habits
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.checks.invariants import MASKING, CheckedCore
+from tidegate.simulation.checks.model import check_turn
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind
+from tidegate.simulation.faults.scenario import Scenario, draw_rules, draw_scenario
+from tidegate.simulation.faults.script import draw_habits
+from tidegate.simulation.run.episodes import SimulatedEpisodes
+from tidegate.simulation.run.processes import AsyncTasks, ProcessesReport, RunOfProcesses
 from tidegate.transport.messages import PauseMode, UpdateWeights
 
 PROCESSES_MAX = 4

@@ -22,23 +22,23 @@ from tokenizers import Tokenizer, models
 from tidegate.errors import NothingLeftToHappen
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.engine_spec import SimulatedEngineSpec
-from tidegate.simulation.episodes import SimulatedEpisodes
-from tidegate.simulation.faults import ALL_FAULTS, FaultKind, name_faults
-from tidegate.simulation.host import EngineHost
-from tidegate.simulation.invariants import CheckedCore, InvariantChecker
-from tidegate.simulation.model import STOP_TOKEN
-from tidegate.simulation.scenario import (
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.checks.invariants import CheckedCore, InvariantChecker
+from tidegate.simulation.checks.model import STOP_TOKEN
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.host import EngineHost
+from tidegate.simulation.engine.spec import SimulatedEngineSpec
+from tidegate.simulation.engine.wire import FrameLog
+from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind, name_faults
+from tidegate.simulation.faults.scenario import (
     BLOCK_TOKENS,
     Scenario,
     draw_scenario,
     engine_name,
 )
-from tidegate.simulation.trainer import SimulatedTrainer
-from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import FrameLog
+from tidegate.simulation.run.episodes import SimulatedEpisodes
+from tidegate.simulation.run.trainer import SimulatedTrainer
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import InitWeights
 
 TICK_S = 1 / 2048

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidegate.engine.scheduling.adapter_versions import AdapterVersions
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.model import TORN_WEIGHTS
-from tidegate.simulation.staging import SimulatedStaging
-from tidegate.simulation.turns import SimulatedTurns, TurnWeights
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.checks.model import TORN_WEIGHTS
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.staging import SimulatedStaging
+from tidegate.simulation.engine.turns import SimulatedTurns, TurnWeights
 from tidegate.transport.messages import (
     AdapterFailed,
     AdapterLive,

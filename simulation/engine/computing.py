@@ -30,9 +30,9 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.orchestrator.settings.config import RunSettings
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.engine_costs import EngineCosts
-from tidegate.simulation.wire import SimulatedLink
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.costs import EngineCosts
+from tidegate.simulation.engine.wire import SimulatedLink
 from tidegate.transport.messages import (
     PROTOCOL,
     FromOrchestrator,

@@ -22,11 +22,13 @@ from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.journal.reading import JournalSnapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.host import EngineHost
-from tidegate.simulation.invariants import CheckedCore
-from tidegate.simulation.scenario import Scenario
-from tidegate.simulation.simulation import (
+from tidegate.simulation.checks.invariants import CheckedCore
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.host import EngineHost
+from tidegate.simulation.engine.staging import WeightBuffer
+from tidegate.simulation.engine.wire import FrameLog, SimulatedRouter
+from tidegate.simulation.faults.scenario import Scenario
+from tidegate.simulation.run.simulation import (
     Failure,
     drain,
     empty_model_files,
@@ -34,9 +36,7 @@ from tidegate.simulation.simulation import (
     failure_of,
     silent_log,
 )
-from tidegate.simulation.staging import WeightBuffer
-from tidegate.simulation.virtual_time import VirtualLoop, run_in_virtual_time
-from tidegate.simulation.wire import FrameLog, SimulatedRouter
+from tidegate.simulation.run.virtual_time import VirtualLoop, run_in_virtual_time
 from tidegate.transport.messages import InitWeights
 
 STALLED_START_SHARE = 0.2

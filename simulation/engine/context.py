@@ -8,11 +8,11 @@ and :mod:`ground_truth`.
 import asyncio
 from dataclasses import dataclass, field
 
-from tidegate.simulation.coverage_marks import CoverageMarks
-from tidegate.simulation.ground_truth import GroundTruth
-from tidegate.simulation.model import HashModel, TurnModel
-from tidegate.simulation.staging import WeightBuffer
-from tidegate.simulation.wire import FrameLog, SimulatedRouter
+from tidegate.simulation.checks.coverage import CoverageMarks
+from tidegate.simulation.checks.ground_truth import GroundTruth
+from tidegate.simulation.checks.model import HashModel, TurnModel
+from tidegate.simulation.engine.staging import WeightBuffer
+from tidegate.simulation.engine.wire import FrameLog, SimulatedRouter
 
 
 @dataclass(slots=True)

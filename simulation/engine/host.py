@@ -7,11 +7,11 @@ import math
 import random
 from collections.abc import Callable
 
-from tidegate.simulation.context import SimulationContext
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.engine import SimulatedEngine
-from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
-from tidegate.simulation.faults import Fault, FaultKind
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.engine import SimulatedEngine
+from tidegate.simulation.engine.spec import SimulatedEngineSpec, hello_of
+from tidegate.simulation.faults.faults import Fault, FaultKind
 
 SLOWNESS = 20.0
 """Factor by which the steps of a slow engine take longer."""

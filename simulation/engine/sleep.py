@@ -3,8 +3,8 @@
 :mod:`engine` makes it. It changes the engine's :mod:`staging` and :mod:`turns`; no memory is freed.
 """
 
-from tidegate.simulation.staging import SimulatedStaging
-from tidegate.simulation.turns import SimulatedTurns
+from tidegate.simulation.engine.staging import SimulatedStaging
+from tidegate.simulation.engine.turns import SimulatedTurns
 from tidegate.transport.messages import Message
 from tidegate.transport.sleep_messages import (
     MEMORY_TAGS,
