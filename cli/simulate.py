@@ -1,7 +1,6 @@
 """The `tidegate simulate` command: runs seeded simulated clusters in virtual time.
 
 :mod:`tidegate.simulation` runs them, checks the promises after each event, and shrinks failures.
-Built on ``simulation/sweep.py`` and ``shrinking.py``.
 """
 
 from pathlib import Path
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from tidegate.simulation.run.adapter_runs import AdapterRunReport
     from tidegate.simulation.run.crash_restart import CrashRestartReport
-    from tidegate.simulation.run.shrinking import Report
+    from tidegate.simulation.run.sweep import Report
 
 
 def simulate(
@@ -118,7 +117,7 @@ def _print_runs(
 
 def _replay_scenario(replay: str) -> None:
     from tidegate.simulation.faults.scenario import read_scenario
-    from tidegate.simulation.run.shrinking import run_any
+    from tidegate.simulation.run.sweep import run_any
 
     is_json = replay.lstrip().startswith("{")
     report = run_any(read_scenario(replay if is_json else _read(Path(replay))))

@@ -2,9 +2,8 @@
 
 pytest loads this module in every run where Tidegate is installed, so it imports nothing but pytest
 until a test requests one of the fixtures. An async test that uses a fixture runs in virtual time,
-with or without pytest-asyncio, in either mode of pytest-asyncio. See docs/testing.md. The fixtures
-are made of :mod:`serve` and :mod:`scripted_engine`. pytest finds it by an entry point; no module
-imports it.
+with or without pytest-asyncio, in either mode of pytest-asyncio. See docs/testing.md. pytest finds
+it by an entry point; no module imports it.
 """
 
 import inspect

@@ -1,8 +1,8 @@
 """Coverage marks: named situations that a simulated run reached, counted over a sweep's runs.
 
-Engines, wire and trainer record marks; ``tidegate simulate`` reports those never reached. A mark is
-recorded where its situation occurs, not where a fault is planned, because a planned fault may have
-no effect, such as a crash of an engine that has ended already. Standard library only.
+``tidegate simulate`` reports marks never reached. A mark is recorded where its situation occurs,
+not where a fault is planned, because a planned fault may have no effect, such as a crash of an
+engine that has ended already.
 """
 
 from enum import StrEnum

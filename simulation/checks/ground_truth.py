@@ -1,8 +1,4 @@
-"""Ground truth of a simulated run: the steps and weights of its engines, as the engines did them.
-
-Simulated engines record the :class:`Step` messages that they send and the weights that they swap
-in; :class:`~tidegate.simulation.checks.invariants.InvariantChecker` compares them with the core's events.
-"""
+"""Ground truth of a simulated run: the steps and weights of its engines, by their own records."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -25,7 +21,9 @@ class SentStep:
 class GroundTruth:
     """Steps that engines have sent and that have not arrived, and the content of each version."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_steps: bool = True) -> None:
+        """``keeps_steps``: False for runs that call :meth:`arrived` for no step."""
+        self._keeps_steps = keeps_steps
         self._processes: dict[str, deque[deque[SentStep]]] = {}
         self._contents: dict[int, int] = {0: 0}
         """Version -> its weight content: the number that the weights got when they were written."""
@@ -38,8 +36,9 @@ class GroundTruth:
 
     def sent(self, engine: str, step: Step) -> None:
         """Append a step that the newest process of ``engine`` has sent."""
-        sent = SentStep(step.version, step.turns, step.token_ids, step.adapter)
-        self._processes[engine][-1].append(sent)
+        if self._keeps_steps:
+            sent = SentStep(step.version, step.turns, step.token_ids, step.adapter)
+            self._processes[engine][-1].append(sent)
 
     def computed(self, engine: str, adapter: str, version: int, content: int) -> None:
         """Record that an engine computes turns by the weights ``content`` as an adapter's version.

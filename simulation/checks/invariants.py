@@ -1,9 +1,7 @@
 """Oracle of a simulated run: checks the run's promises after every event of the core.
 
-Made by :mod:`simulation` and :mod:`crash_restart`, which call it after each event.
 :class:`InvariantChecker` keeps its own records of the events and commands, and recomputes every
-token from the simulated model. The oracle reads the core's events and :mod:`ground_truth`, and
-shares no code with the core that it checks.
+token from the simulated model. The oracle shares no code with the core that it checks.
 """
 
 from collections import Counter
@@ -17,8 +15,7 @@ from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX, LOSSES_TOTA
 from tidegate.simulation.checks.coverage import CoverageMark, CoverageMarks
 from tidegate.simulation.checks.ground_truth import GroundTruth
 from tidegate.simulation.checks.model import check_turn
-from tidegate.simulation.faults.scenario import WEIGHTS_TIMEOUT_S, Scenario
-from tidegate.simulation.faults.script import Script, ScriptedTurn
+from tidegate.simulation.faults.scenario import WEIGHTS_TIMEOUT_S, Scenario, Script, ScriptedTurn
 
 
 class TrainedRows:

@@ -1,9 +1,8 @@
 """Hash in place of a model: each token depends exactly on the inputs that should determine it.
 
-Simulated engines sample from it, and the oracle, :mod:`invariants`, samples again. Built on hashes
-of the standard library and on the core's ``provenance.py``. A sampled token depends on the turn's
-seed, its index, the weights that sampled it, and on every token of its context together with the
-weights that computed that token's KV. So a tag that is off by one version, one position or one
+Simulated engines sample from it, and the oracle samples again. A sampled token depends on the
+turn's seed, its index, the weights that sampled it, and on every token of its context together with
+the weights that computed that token's KV. So a tag that is off by one version, one position or one
 engine is detected by computing the token again.
 """
 

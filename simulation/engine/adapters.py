@@ -1,11 +1,9 @@
 """LoRA adapters with weight versions of their own, in a simulated engine.
 
-Used by the simulated engine, in place of the real engine's staging thread and scheduler. Loading
-takes virtual time; which versions are in memory, live and in use is decided by the real engine's
-:class:`~tidegate.engine.scheduling.adapter_versions.AdapterVersions`.
+Loading takes virtual time; which versions are in memory, live and in use is decided by the real
+engine's :class:`~tidegate.engine.scheduling.adapter_versions.AdapterVersions`.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +11,7 @@ from tidegate.engine.scheduling.adapter_versions import AdapterVersions
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.model import TORN_WEIGHTS
 from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.spec import SimulatedEngineSpec
 from tidegate.simulation.engine.staging import SimulatedStaging
 from tidegate.simulation.engine.turns import SimulatedTurns, TurnWeights
 from tidegate.transport.messages import (
@@ -48,10 +47,9 @@ class SimulatedAdapters:
         engine: str,
         turns: SimulatedTurns,
         staging: SimulatedStaging,
-        *,
-        versions_max: int,
+        spec: SimulatedEngineSpec,
         context: SimulationContext,
-        copy_s: float,
+        *,
         on_loaded: Callable[[], None],
     ) -> None:
         """``staging``: says how many versions the engine refuses, and how late its copies are."""
@@ -59,10 +57,9 @@ class SimulatedAdapters:
         self._turns = turns
         self._staging = staging
         self._context = context
-        self._loop: asyncio.AbstractEventLoop = context.loop
-        self._copy_s = copy_s
+        self._copy_s = spec.staging_s
         self._on_loaded = on_loaded
-        self.versions = AdapterVersions(versions_max)
+        self.versions = AdapterVersions(spec.adapters_max)
         self._loading: list[_LoadingAdapter] = []
         self._waiting: dict[int, SubmitTurn] = {}
         """Handle -> turn whose adapter is not in memory, in the order of arrival."""
@@ -159,7 +156,7 @@ class SimulatedAdapters:
                 loading = _LoadingAdapter(message, {slot: buffer.contents[slot] for slot in slots})
                 self._loading.append(loading)
                 delay_s = self._copy_s + self._staging.delay_s
-                self._loop.call_later(delay_s, self._loaded, loading)
+                self._context.loop.call_later(delay_s, self._loaded, loading)
             case SwapAdapter():
                 self._take_loaded()
                 self._swap(message)

@@ -1,10 +1,9 @@
 """Engines in virtual time that compute their tokens: Tidegate's own engine with modelled times.
 
-Given to a simulated run (:mod:`run`) in place of scripted engines, by ``benchmarks/learning.py``
-and tests. Each is an :class:`EngineLoop` with the real scheduler, runner, KV cache, staging and
-link, over the simulated wire. The computation takes no virtual time; a step, a prefill and a swap
-take what :class:`EngineCosts` says. So a run depends on its seed alone, not on the machine's load,
-and small models can be trained as if they were large ones.
+Each is an :class:`EngineLoop` with the real scheduler, runner, KV cache, staging and link, over the
+simulated wire. The computation takes no virtual time; a step, a prefill and a swap take what
+:class:`EngineCosts` says. So a run depends on its seed alone, not on the machine's load, and small
+models can be trained as if they were large ones.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.simulation.engine.context import SimulationContext
-from tidegate.simulation.engine.costs import EngineCosts
+from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.simulation.engine.wire import SimulatedLink
 from tidegate.transport.messages import (
     PROTOCOL,

@@ -1,14 +1,14 @@
 """Simulated engine process: speaks the wire protocol exactly; its work takes only virtual time.
 
 Like a real engine, it reads its messages between steps, stages weights while it decodes, keeps
-steps until they are acknowledged, and answers in the same order. :mod:`host` makes it and injects
-its faults; :mod:`turns` samples the tokens. Credits and replays are ``transport/streams.py``'s.
+steps until they are acknowledged, and answers in the same order. A host starts it and injects its
+faults.
 """
 
 import random
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,8 +16,6 @@ import msgspec
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.engine.adapters import SimulatedAdapters
 from tidegate.simulation.engine.context import SimulationContext
-from tidegate.simulation.engine.scores import SimulatedScores
-from tidegate.simulation.engine.sleep import SimulatedSleep
 from tidegate.simulation.engine.spec import SimulatedEngineSpec
 from tidegate.simulation.engine.staging import SimulatedStaging, check_refusal
 from tidegate.simulation.engine.turns import DEADLY_TOKEN, SimulatedTurns, StepRows, StepWork
@@ -44,7 +42,6 @@ from tidegate.transport.messages import (
     SubmitTurns,
     SwapAdapter,
     TurnFailed,
-    TurnsPaused,
     TurnsResumed,
     UnloadAdapter,
     UpdateWeights,
@@ -54,7 +51,14 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
-from tidegate.transport.scoring import CancelScore, ScoreTokens
+from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
+from tidegate.transport.sleep_messages import (
+    MEMORY_TAGS,
+    Asleep,
+    Awake,
+    MemoryTag,
+    SleepRequestFailed,
+)
 from tidegate.transport.streams import SendWindow
 
 WELCOME_TIMEOUT_S = 1.0
@@ -66,14 +70,8 @@ HELLO_INTERVAL_S = 0.5
 COMPLAINTS_MAX = 3
 """Number of complaints about the same oldest unacknowledged step at which an engine ends."""
 
-
-@dataclass(slots=True)
-class _PendingReplies:
-    """Answers that are due once the turns that ended before them have been reported."""
-
-    due: list[Message] = field(default_factory=list)
-    pauses: list[TurnsPaused] = field(default_factory=list)
-    """Answers to pauses that are not in effect yet."""
+SLEEPING_BYTES = 1 << 30
+"""Bytes that each kind of memory reports as returned."""
 
 
 class EngineOwner(Protocol):
@@ -98,6 +96,8 @@ class EngineOwner(Protocol):
 class SimulatedEngine:
     """One engine process, driven by its link and the clock until it ends or is killed."""
 
+    turns_class: type[SimulatedTurns] = SimulatedTurns
+
     def __init__(
         self,
         hello: Hello,
@@ -112,41 +112,29 @@ class SimulatedEngine:
         self._link = link
         self._loop = context.loop
         self._spec = spec
-        self.staging = SimulatedStaging(
-            context.loop,
-            context.buffer,
-            context.ground_truth,
-            copy_s=spec.staging_s,
-            on_copied=self._advance,
-        )
+        self.staging = SimulatedStaging(context, spec, on_copied=self._on_copied)
         self._ground_truth = context.ground_truth
         self._coverage = context.coverage
         self._owner = owner
-        self.turns = SimulatedTurns(
-            hello.engine, spec, context.model, chance=chance, coverage=context.coverage
-        )
+        self.turns = self.turns_class(hello.engine, spec, context, chance)
         self.adapters = SimulatedAdapters(
-            hello.engine,
-            self.turns,
-            self.staging,
-            versions_max=spec.adapters_max,
-            context=context,
-            copy_s=spec.staging_s,
-            on_loaded=self._advance,
+            hello.engine, self.turns, self.staging, spec, context, on_loaded=self._advance
         )
-        self._scores = SimulatedScores(
-            self.turns, spec, context.model, loop=context.loop, on_computed=self._advance
-        )
+        self._scores: dict[int, tuple[float, ScoreTokens]] = {}
+        """Open score requests by number, each with the virtual time at which its answer is
+        computed."""
+        self._model = context.model
         self.sleep = SimulatedSleep(self.turns, self.staging)
         self.is_alive = True
         self.slowness = 1.0
         """Factor by which steps take longer; 1.0 is normal speed."""
         self._is_hung = False
         self._hung_by_turn_until_s = 0.0
-        self._inbox: deque[bytes] = deque()
+        self._inbox: deque[FromOrchestrator] = deque()
         self._welcome: Welcome | None = None
         self._window = SendWindow(1)
-        self._replies = _PendingReplies()
+        self._replies: list[Message] = []
+        """Answers that are due once the turns that ended before them have been reported."""
         self._work: StepWork | None = None
         """Work of the step being computed; None between steps."""
         self._is_step_over = False
@@ -208,8 +196,9 @@ class SimulatedEngine:
         return (
             f"{self._hello.engine}: {'hung' if self._is_hung else 'alive'}, "
             f"{'welcome' if self._welcome else 'not welcomed'}, weights v{turns.version}, "
-            f"{len(turns.running)} turns running, {len(turns.waiting)} waiting, awaiting swap "
-            f"{turns.pending_swap}, beside them {self.staging}, credit {self._window.is_open}"
+            f"{len(turns.running)} turns running, {len(turns.waiting)} waiting, pause "
+            f"{turns.gate.mode}, swap due {turns.swap_due}, beside them {self.staging}, credit "
+            f"{self._window.is_open}"
         )
 
     def _end_unless_welcome(self) -> None:
@@ -226,7 +215,10 @@ class SimulatedEngine:
     # ------------------------------------------------------------ between steps
 
     def _on_frame(self, frame: bytes) -> None:
-        self._inbox.append(frame)
+        self._inbox.append(decode_from_orchestrator(frame))
+        self._advance()
+
+    def _on_copied(self) -> None:
         self._advance()
 
     def _advance(self) -> None:
@@ -235,7 +227,7 @@ class SimulatedEngine:
             return
         has_heard = bool(self._inbox)
         while self._inbox and self.is_alive and not self._is_hung:
-            self._handle(decode_from_orchestrator(self._inbox.popleft()))
+            self._handle(self._inbox.popleft())
         if self._is_hung:
             return
         if self._welcome is not None and self.is_alive:
@@ -275,8 +267,9 @@ class SimulatedEngine:
         """Send the hello again, and drop all pending requests except turns."""
         self._hello_due = False
         self._hello_repeated_at_s = self._loop.time()
-        self.turns.pending_swap = self.turns.pause_mode = None
-        self._replies = _PendingReplies()
+        self.turns.gate.resume()
+        self.turns.gate.end_swap()
+        self._replies.clear()
         self._scores.clear()
         self.staging.abandon()
         self.adapters.forget_orchestrator()
@@ -314,25 +307,26 @@ class SimulatedEngine:
         if self.turns.has_ended and not self._window.is_open:
             return
         self._send_steps(self.turns.take_ended(), self._loop.time())
-        self._reply_to_pauses()
-        self._replies.due += self.sleep.sleep_if_possible()
-        self._replies.due += self.staging.take_replies()
-        self._replies.due += self._scores.take_replies()
-        if self._hello_repeated_at_s is None:
-            for answer in (*self._replies.due, *self.adapters.take_replies()):
-                self._send(answer)
-        self._replies.due.clear()
+        self._send_replies()
         update = self.turns.swap_due
         if update is not None and not self.staging.is_busy:
             self._swap(update)
 
-    def _reply_to_pauses(self) -> None:
-        if self.turns.pause_mode != "wait" or not self.turns.running:
-            self._replies.due += self._replies.pauses
-            self._replies.pauses.clear()
+    def _send_replies(self) -> None:
+        self._replies += self.turns.gate.take_effective(len(self.turns.running))
+        self._replies += self.sleep.sleep_if_possible()
+        self._replies += self.staging.take_replies()
+        self._replies += self._computed_scores()
+        if self._hello_repeated_at_s is None:
+            for answer in (*self._replies, *self.adapters.take_replies()):
+                self._send(answer)
+        self._replies.clear()
 
     def _swap(self, update: FinishWeightUpdate) -> None:
-        content = self.staging.take()
+        self._serve(update, self.staging.take())
+
+    def _serve(self, update: FinishWeightUpdate, content: int) -> None:
+        """Compute with the weights ``content`` from now on, and report it."""
         self._ground_truth.swapped(self._hello.engine, update.version, content)
         self.sleep.swapped()
         self.turns.swap(update, content)
@@ -349,10 +343,13 @@ class SimulatedEngine:
         if not (self.turns.running or self.turns.waiting):
             return
         work = self.turns.plan()
-        if not work.chunks:
-            return
+        if work.chunks:
+            self._work, self._started_s = work, self._loop.time()
+            self._schedule(work)
+
+    def _schedule(self, work: StepWork) -> None:
+        """Set the timer for the end of a step."""
         busy_s = self._spec.busy_s(len(work.chunks), work.prefilled_tokens)
-        self._work, self._started_s = work, self._loop.time()
         self._loop.call_later(busy_s * self.slowness, self._end_step)
 
     def _end_step(self) -> None:
@@ -410,14 +407,24 @@ class SimulatedEngine:
             case CancelTurn(turn=turn):
                 if not self.adapters.cancel(turn):
                     self.turns.cancel(turn)
-            case ScoreTokens() | CancelScore():
-                self._scores.take(message)
-            case Pause() | Resume():
-                self._pause_or_resume(message)
+            case ScoreTokens():
+                # computed beside the turns, by the weights that are live when the answer is sent
+                due_s = self._loop.time() + self._spec.busy_s(1, len(message.token_ids) // 4)
+                self._scores[message.request_id] = (due_s, message)
+                self._loop.call_at(due_s, self._advance)
+            case CancelScore(request_id=request_id):
+                self._scores.pop(request_id, None)
+            case Pause(mode=mode):
+                self.turns.gate.pause(mode)
+                if mode == "abort":
+                    self.turns.abort_running()
+            case Resume():
+                self.turns.gate.resume()
+                self._replies.append(TurnsResumed())
             case Sleep():
                 self.sleep.pending = message
             case Wake():
-                self._replies.due.append(self.sleep.wake(message))
+                self._replies.append(self.sleep.wake(message))
             case StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
                 self._handle_weights(message)
             case LoadAdapter() | UnloadAdapter():
@@ -445,29 +452,116 @@ class SimulatedEngine:
             self._hung_by_turn_until_s = self._loop.time() + LONGEST_FAULT_S
             self._loop.call_at(self._hung_by_turn_until_s, self.wake)
 
-    def _pause_or_resume(self, message: Pause | Resume) -> None:
-        if isinstance(message, Resume):
-            self.turns.pause_mode = None
-            self._replies.pauses.clear()
-            self._replies.due.append(TurnsResumed())
-            return
-        self.turns.pause_mode = message.mode
-        self._replies.pauses.append(TurnsPaused(mode=message.mode))
-        if message.mode == "abort":
-            self.turns.abort_running()
-
     def _handle_weights(
         self, message: StartWeightUpdate | UpdateWeights | FinishWeightUpdate
     ) -> None:
         match message:
             case StartWeightUpdate(version=version):
-                self.turns.pending_swap = None  # the new version needs its place
+                self.turns.gate.end_swap()  # the new version needs its place
                 self.staging.start(version)
             case UpdateWeights():
                 self.staging.copy(message, self.turns.content)
             case FinishWeightUpdate(version=version) if self.staging.is_staged(version):
-                self.turns.pending_swap = message
+                self.turns.gate.request_swap(message)
                 if message.pause_mode == "abort":
                     self.turns.abort_running()
             case FinishWeightUpdate(version=version):
                 self.staging.fail(version, "is not staged here")
+
+    # ------------------------------------------------------------ scores
+
+    def _computed_scores(self) -> Sequence[Message]:
+        """Remove the score requests that are computed, and return their answers; none while the
+        engine is paused or asleep."""
+        gate = self.turns.gate
+        if not self._scores or gate.is_pause_requested or gate.is_held:
+            return []
+        now_s = self._loop.time()
+        due = [message for due_s, message in self._scores.values() if due_s <= now_s]
+        for message in due:
+            del self._scores[message.request_id]
+        return [self._score(message) for message in due]
+
+    def _score(self, message: ScoreTokens) -> ScoreResult | ScoreFailed:
+        tokens = array("i", message.token_ids)
+        if message.score_kind != "logprobs" or message.top_logprobs:
+            why = "a simulated engine computes only log-probs of the given tokens"
+            return ScoreFailed(request_id=message.request_id, message=why)
+        if not 1 <= message.start < len(tokens):
+            why = f"start must be in [1, {len(tokens) - 1}], got {message.start}"
+            return ScoreFailed(request_id=message.request_id, message=why)
+        logprobs = self._model.logprobs(tokens, message.start, content=self.turns.content)
+        return ScoreResult(
+            request_id=message.request_id,
+            version=self.turns.version,
+            start=message.start,
+            logprobs=array("f", logprobs).tobytes(),
+        )
+
+
+class SimulatedSleep:
+    """Sleep state of one engine process, which answers as a real engine does; frees no memory."""
+
+    def __init__(self, turns: SimulatedTurns, staging: SimulatedStaging) -> None:
+        self._turns = turns
+        self._staging = staging
+        self._asleep: set[MemoryTag] = set()
+        self._are_weights_gone = False
+        self._are_initial_weights = True
+        self.needs_weights = False
+        """Whether the weights are lost and only a weight update can restore them."""
+        self.pending: Sleep | None = None
+        """Sleep request that is pending until the engine can sleep; None if there is none."""
+        self.refusals_due = 0
+        """Number of coming wake requests to refuse for lack of memory."""
+
+    @property
+    def asleep(self) -> list[MemoryTag]:
+        """Kinds of memory that are asleep, in the order of ``MEMORY_TAGS``."""
+        return [tag for tag in MEMORY_TAGS if tag in self._asleep]
+
+    def sleep_if_possible(self) -> list[Message]:
+        """Carry out the pending sleep request if that is possible now, and return its answer."""
+        pending, gate = self.pending, self._turns.gate
+        if pending is None:
+            return []
+        if not gate.is_pause_requested:
+            self.pending = None
+            return [SleepRequestFailed(request_id=pending.request_id, message="no pause is on")]
+        is_quiet = gate.is_pause_in_effect(len(self._turns.running)) and not self._staging.is_busy
+        if not is_quiet or gate.is_swap_requested:
+            return []
+        self.pending = None
+        if "kv_cache" in pending.tags:
+            self._turns.forget_kv()
+        if "weights" in pending.tags:
+            self._staging.abandon()
+            self._are_weights_gone |= pending.level == 2
+        returned = SLEEPING_BYTES * len(set(pending.tags) - self._asleep)
+        self._asleep.update(pending.tags)
+        self._hold()
+        return [Asleep(request_id=pending.request_id, tags=self.asleep, freed_bytes=returned)]
+
+    def wake(self, message: Wake) -> Message:
+        """Wake the named kinds of memory, or refuse if a refusal is due; return the answer."""
+        if self.refusals_due:
+            self.refusals_due -= 1
+            why = "out of memory, as its author wants it"
+            return SleepRequestFailed(request_id=message.request_id, message=why)
+        if "weights" in message.tags and "weights" in self._asleep:
+            self.needs_weights = self._are_weights_gone and not self._are_initial_weights
+            self._are_weights_gone = False
+        self._asleep.difference_update(message.tags)
+        self._hold()
+        return Awake(
+            request_id=message.request_id, tags=self.asleep, needs_weights=self.needs_weights
+        )
+
+    def swapped(self) -> None:
+        """Record that other weights were swapped in, which wakes the weights' memory."""
+        self._asleep.discard("weights")
+        self.needs_weights = self._are_weights_gone = self._are_initial_weights = False
+        self._hold()
+
+    def _hold(self) -> None:
+        self._turns.gate.is_held = bool(self._asleep) or self.needs_weights

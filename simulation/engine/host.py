@@ -1,13 +1,11 @@
-"""Machine of a simulated engine: starts its processes one after another, and injects its faults.
-
-Made by :mod:`simulation`, one for each engine of a scenario. Built on :mod:`engine`.
-"""
+"""Machine of a simulated engine: starts its processes one after another, and injects its faults."""
 
 import math
 import random
 from collections.abc import Callable
 
 from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.engine.coarse import CoarseEngine, CoarseEngineSpec
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.engine import SimulatedEngine
 from tidegate.simulation.engine.spec import SimulatedEngineSpec, hello_of
@@ -37,7 +35,7 @@ class EngineHost:
         context: SimulationContext,
         latency_s: float,
         chance: random.Random,
-        on_exit: Callable[[str, str], None],
+        on_exit: Callable[[str, str], None] = lambda engine, why: None,
         on_drain: Callable[[str, float], None] = lambda engine, within_s: None,
     ) -> None:
         """Create the host; ``on_exit`` is called with a crashed engine's name and the reason,
@@ -166,7 +164,9 @@ class EngineHost:
         if self._is_stopped:
             return
         self._epoch += 1
-        self.engine = SimulatedEngine(
+        is_coarse = isinstance(self._spec, CoarseEngineSpec)
+        engine_class = CoarseEngine if is_coarse else SimulatedEngine
+        self.engine = engine_class(
             hello_of(self.name, self._epoch, self._spec),
             self._spec,
             context=self._context,

@@ -1,8 +1,7 @@
 """Scripted engines for users' tests: the test gives their tokens, speed and faults.
 
-Made by the pytest plugin's ``tidegate_engine``. An engine's tokens come from a script instead of a
-model. Its messages, its steps in virtual time, and its reactions to pauses, weights and faults are
-those of the simulation's engines. Built on :mod:`host` and :mod:`engine`.
+Tokens come from a script instead of a model. Messages, steps in virtual time, and reactions to
+pauses, weights and faults are those of the simulated engine.
 """
 
 import functools

@@ -1,14 +1,10 @@
-"""Capabilities of a simulated engine: its memory, its speeds and the content of its hello.
-
-Drawn by :mod:`scenario`; :class:`SimulatedEngine` reports it in its hello and runs by its speeds.
-Built on ``transport/messages.py``.
-"""
+"""Capabilities and speeds of simulated engines, and the hello that reports the capabilities."""
 
 from dataclasses import dataclass
 
 from tidegate.simulation.checks.model import VOCAB_SIZE
 from tidegate.transport.media import MediaKind
-from tidegate.transport.messages import PROTOCOL, Hello
+from tidegate.transport.messages import PROTOCOL, Hello, SubmitTurn
 from tidegate.transport.sleep_messages import SleepLevel
 
 CONTEXT_TOKENS_MAX = 1 << 20
@@ -49,6 +45,13 @@ class SimulatedEngineSpec:
 
     adapters_max: int = 0
     """Number of adapter versions in memory; 0: it serves no adapters of their own versions."""
+    preemption_share: float = 0.01
+    """Probability per step that one turn's KV is evicted although blocks are free."""
+    supports_submit_turns: bool = True
+
+    def rank(self, turn: SubmitTurn) -> int:
+        """Return a turn's rank in the queue; the lowest starts first."""
+        return turn.priority
 
     def busy_s(self, running_turns: int, prefilled_tokens: int) -> float:
         """Return the duration of one step, in seconds."""
@@ -77,9 +80,35 @@ def hello_of(engine: str, epoch: int, spec: SimulatedEngineSpec) -> Hello:
         kv_policies=["keep", "recompute"],
         weight_channels=["shm"],
         sleep_levels=list(spec.sleep_levels),
-        supports_submit_turns=True,
+        supports_submit_turns=spec.supports_submit_turns,
         media=list(spec.media),
         adapters_max=spec.adapters_max,
         score_kinds=["logprobs"],
         is_deterministic=True,  # each token is a hash of the tokens before it
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """Cost model of an engine: a few figures that predict its step times well enough to plan by."""
+
+    slots: int = 64
+    step_s: float = 0.008
+    """Fixed time of a step, in seconds; a step samples one token of each running turn."""
+    running_turn_s: float = 0.00012
+    """Additional time of a step for each running turn, in seconds."""
+    prefill_tokens_per_s: float = 25_000.0
+    swap_s: float = 2.0
+    """Time for which a weight swap stops the engine, in seconds."""
+    prompt_tokens: int = 512
+    group_size: int = 16
+    """Rollouts per group; their prompt is prefilled once, so each bears 1/``group_size`` of it."""
+
+    def token_s(self, running: int) -> float:
+        """Return the duration of one step with ``running`` turns, in seconds."""
+        return self.step_s + self.running_turn_s * running
+
+    @property
+    def peak_tokens_per_s(self) -> float:
+        """Sampled tokens per second with every slot in use."""
+        return self.slots / self.token_s(self.slots)

@@ -1,28 +1,20 @@
 """Weight staging of a simulated engine: copies a version beside the live weights, in virtual time.
 
-:mod:`engine` uses it in place of the real engine's staging thread, and the simulated trainer writes
-versions here. Built on ``transport/messages.py`` and ``ground_truth.py``. A copy is torn if the
-trainer overwrites the version's slot of the buffer during the copy.
+A copy is torn if the trainer overwrites the version's slot of the buffer during the copy.
 """
 
-import asyncio
-import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tidegate.simulation.checks.ground_truth import GroundTruth
 from tidegate.simulation.checks.model import TORN_WEIGHTS
+from tidegate.simulation.engine.context import SimulationContext, WeightBuffer
+from tidegate.simulation.engine.spec import SimulatedEngineSpec
 from tidegate.transport.messages import (
     Message,
-    TensorSpec,
     UpdateWeights,
     WeightsFailed,
     WeightsStaged,
 )
-
-WHOLE_BYTES, PATCH_BYTES = 1000, 100
-"""Sizes of a whole set and of a patch, in bytes. By them the run limits a chain of patches: here,
-four patches may follow one another before it sends a whole set again."""
 
 SUPERSEDED = "given up, for"
 """Text in an engine's answer for a version that a newer version has replaced before staging."""
@@ -35,74 +27,6 @@ def check_refusal(why: str) -> None:
         AssertionError: the engine has not refused the version; a newer one was started.
     """
     assert SUPERSEDED not in why, f"a superseded version was reported as refused: {why}"
-
-
-@dataclass(slots=True)
-class WeightBuffer:
-    """Buffer that the trainer writes weights to and engines copy from: a few slots."""
-
-    contents: list[int] = field(default_factory=lambda: [0, 0])
-    """Content of each slot, by the order of writing; ``TORN_WEIGHTS`` while the slot is written."""
-    bases: dict[int, int] = field(default_factory=dict)
-    """Slot -> content that its patches apply to; slots with whole sets are absent."""
-    _written: int = 0
-    """Content that is being written, or was written last."""
-    _slot_of_version: dict[int, int] = field(default_factory=dict)
-    """Version -> the slot that it was written to last."""
-    _first_slot: int = 0
-    """First slot of the present trainer process."""
-    _last: tuple[int, int] | None = None
-    """Version that was written last, and its content; None before the first, and while one is
-    written. Patches are relative to it only, as those of ``WrittenElements``."""
-
-    def begin(
-        self,
-        version: int,
-        *,
-        keep: Collection[int],
-        content: int | None = None,
-        patches_version: int | None = None,
-    ) -> UpdateWeights:
-        """Begin to write a version to a slot that holds none of the versions in ``keep``.
-
-        ``content``: the weights to write; None for new weights. ``patches_version``: write patches
-        of this version if it was written last. Return the update message, which has ``is_patch`` in
-        that case.
-        """
-        kept_slots = {self._slot_of_version.get(version) for version in keep}
-        first_slot = self._first_slot
-        slot = next(slot for slot in itertools.count(first_slot) if slot not in kept_slots)
-        self.contents.extend([TORN_WEIGHTS] * (slot + 1 - len(self.contents)))
-        self._slot_of_version[version] = slot
-        self._written = self._written + 1 if content is None else content
-        self.contents[slot] = TORN_WEIGHTS
-        last, self._last = self._last, None
-        self.bases.pop(slot, None)
-        nbytes = WHOLE_BYTES
-        if last is not None and last[0] == patches_version:
-            self.bases[slot], nbytes = last[1], PATCH_BYTES
-        tensors = [TensorSpec("w", "bfloat16", [WHOLE_BYTES // 2], 0, nbytes)]
-        return UpdateWeights(version=version, location=str(slot), tensors=tensors)
-
-    def forget(self, *, is_new: bool = False) -> None:
-        """Forget what was written last, as a new trainer process does: it has no set to patch.
-
-        With ``is_new`` the process has a buffer of its own, and leaves the slots of earlier ones
-        as they are.
-        """
-        self._last = None
-        if is_new:
-            self._first_slot = len(self.contents)
-            self._slot_of_version.clear()
-
-    def is_patch(self, update: UpdateWeights) -> bool:
-        """Return whether the slot of ``update`` holds patches."""
-        return int(update.location) in self.bases
-
-    def end(self, update: UpdateWeights) -> None:
-        """Finish writing the version of ``update``."""
-        self.contents[int(update.location)] = self._written
-        self._last = (update.version, self._written)
 
 
 @dataclass(slots=True)
@@ -133,17 +57,15 @@ class SimulatedStaging:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
-        buffer: WeightBuffer,
-        ground_truth: GroundTruth,
+        context: SimulationContext,
+        spec: SimulatedEngineSpec,
         *,
-        copy_s: float,
         on_copied: Callable[[], None],
     ) -> None:
-        self._loop = loop
-        self._buffer = buffer
-        self._ground_truth = ground_truth
-        self._copy_s = copy_s
+        self._loop = context.loop
+        self._buffer = context.buffer
+        self._ground_truth = context.ground_truth
+        self._copy_s = spec.staging_s
         self._on_copied = on_copied
         self._update: _StagedVersion | None = None
         self._copies_running = 0
@@ -233,6 +155,5 @@ class SimulatedStaging:
 
     def take_replies(self) -> list[Message]:
         """Remove and return the replies that are due."""
-
         answers, self._replies = self._replies, []
         return answers

@@ -1,9 +1,9 @@
 """Turns of a simulated engine: which of them run in a step, and the tokens they sample.
 
-:mod:`engine` makes it. :class:`SimulatedTurns` follows the rules of a real engine's scheduler:
-decodes before prefills, chunked prefill, preemption of the lowest-ranked turn, and the effects of
-pauses and weight swaps on running turns. Time and messages are left to :mod:`engine`. Built on
-``model.py`` for the tokens, and ``engine_spec.py``.
+:class:`SimulatedTurns` follows the rules of a real engine's scheduler: decodes before prefills,
+chunked prefill, preemption of the lowest-ranked turn. Pauses and weight swaps are decided by the
+real engine's :class:`~tidegate.engine.scheduling.pauses.PauseGate`. Time and messages are left to
+:mod:`engine`.
 """
 
 import math
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tidegate.simulation.checks.coverage import CoverageMark, CoverageMarks
-from tidegate.simulation.checks.model import HashedContext, TurnModel
+from tidegate.engine.scheduling.pauses import PauseGate
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.checks.model import HashedContext
+from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.spec import CONTEXT_TOKENS_MAX, TEMPERATURE_MAX, SimulatedEngineSpec
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import (
@@ -25,16 +27,11 @@ from tidegate.transport.messages import (
     RUNNING,
     STOP,
     FinishWeightUpdate,
-    PauseMode,
     Prefill,
     Step,
     SubmitTurn,
     SwapAdapter,
 )
-
-PREEMPTION_PROBABILITY = 0.01
-"""Probability per step that one turn's KV is evicted although blocks are free."""
-
 
 DEADLY_TOKEN = 2**30
 """Token that ends every engine that gets it in a context; no simulated model samples it."""
@@ -57,7 +54,7 @@ class SimulatedTurn:
 
     message: SubmitTurn
     rank: tuple[int, int]
-    """(priority, order of arrival): the lowest rank runs first."""
+    """(rank by the spec, order of arrival): the lowest rank runs first."""
     context: HashedContext
     prompt_tokens: int
     is_prefilling: bool = True
@@ -70,6 +67,11 @@ class SimulatedTurn:
         """Number of tokens sampled since the turn was submitted to this engine."""
         return len(self.context.tokens) - self.prompt_tokens
 
+    @property
+    def tokens_left(self) -> int:
+        """Number of tokens after which the turn reaches its limit."""
+        return self.message.sampling.max_tokens - self.output_tokens
+
 
 @dataclass(slots=True)
 class StepWork:
@@ -77,6 +79,8 @@ class StepWork:
 
     chunks: list[tuple[SimulatedTurn, int]]
     """(turn, number of its positions to compute), for each turn of the step."""
+    steps: int = 1
+    """Number of decode steps that the work covers; more than one on coarse-grained engines only."""
 
     @property
     def prefilled_tokens(self) -> int:
@@ -122,10 +126,8 @@ class SimulatedTurns:
         self,
         engine: str,
         spec: SimulatedEngineSpec,
-        model: TurnModel,
-        *,
+        context: SimulationContext,
         chance: random.Random,
-        coverage: CoverageMarks,
     ) -> None:
         self.version = 0
         """Version number of the live weights."""
@@ -133,9 +135,9 @@ class SimulatedTurns:
         """Content of the live weights, by the order of writing."""
         self._engine = engine
         self._spec = spec
-        self._model = model
+        self._model = context.model
         self._chance = chance
-        self._coverage = coverage
+        self._coverage = context.coverage
         self.running: list[SimulatedTurn] = []
         """Turns that hold KV, in order of rank."""
         self.waiting: list[SimulatedTurn] = []
@@ -144,10 +146,7 @@ class SimulatedTurns:
         self._handles: set[int] = set()
         self._ended: list[tuple[int, int, TurnWeights | None]] = []
         """(handle, finish code, weights of its adapter) of turns that ended without a token."""
-        self.pause_mode: PauseMode | None = None
-        self.pending_swap: FinishWeightUpdate | None = None
-        self.is_held = False
-        """Whether no turn may run because the engine's memory is asleep."""
+        self.gate = PauseGate()
 
     @property
     def handles(self) -> list[int]:
@@ -183,7 +182,7 @@ class SimulatedTurns:
             sampling = msgspec.structs.replace(message.sampling, max_tokens=left)
             message = msgspec.structs.replace(message, sampling=sampling)
         self._arrivals += 1
-        rank = (message.priority, self._arrivals)
+        rank = (self._spec.rank(message), self._arrivals)
         context = HashedContext(tokens)
         turn = SimulatedTurn(message, rank, context, len(tokens), own_weights=weights)
         insort(self.waiting, turn, key=_rank)
@@ -218,17 +217,13 @@ class SimulatedTurns:
 
     @property
     def swap_due(self) -> FinishWeightUpdate | None:
-        """Weight swap that can be done now, or None. A swap does not wait for paused turns."""
-        swap = self.pending_swap
-        if swap is not None and swap.pause_mode == "wait":
-            are_frozen = self.is_held or self.pause_mode == "keep"
-            return None if self.running and not are_frozen else swap
-        return swap
+        """Weight swap that can be done now, or None."""
+        return self.gate.swap_due(len(self.running))
 
     def swap(self, update: FinishWeightUpdate, content: int) -> None:
         """Compute with the weights ``content`` from now on; discard KV if the update says so."""
         self.version, self.content = update.version, content
-        self.pending_swap = None
+        self.gate.end_swap()
         if update.kv_policy == "recompute":
             for turn in self.running:
                 turn.context.drop_kv()
@@ -287,12 +282,11 @@ class SimulatedTurns:
 
     def plan(self) -> StepWork:
         """Choose the chunks that the next step computes; none if no turn may run."""
-        if self.pause_mode == "keep" or self.is_held:
+        if not self.gate.turns_run:
             return StepWork([])
         self._preempt_by_chance()
         self._preempt_for_memory()
-        is_draining = self.pending_swap is not None and self.pending_swap.pause_mode == "wait"
-        if self.pause_mode is None and not is_draining:
+        if self.gate.turns_start:
             self._start_waiting()
         budget_tokens = self._spec.chunk_tokens
         chunks: list[tuple[SimulatedTurn, int]] = []
@@ -392,10 +386,14 @@ class SimulatedTurns:
             free -= self._blocks_needed(self.waiting[0])
             if self.running and free < len(self.running):
                 return
-            insort(self.running, self.waiting.pop(0), key=_rank)
+            self._start(self.waiting.pop(0))
+
+    def _start(self, turn: SimulatedTurn) -> None:
+        insort(self.running, turn, key=_rank)
 
     def _preempt_by_chance(self) -> None:
-        if self.running and self._chance.random() < PREEMPTION_PROBABILITY:
+        share = self._spec.preemption_share
+        if self.running and share and self._chance.random() < share:
             turn = self._chance.choice(self.running)
             turn.context.drop_kv()
             turn.is_prefilling = True

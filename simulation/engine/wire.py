@@ -1,9 +1,8 @@
 """Simulated wire in place of the ZeroMQ sockets: delays, stalls, cuts and damages real frames.
 
-:mod:`simulation` makes it, and the scheduler and the simulated engines send and receive through it.
 The real codec encodes and decodes every frame on both ends. As with ZeroMQ over TCP, each direction
 keeps its order, no frame is lost while a connection lasts, and a broken connection loses an unknown
-number of the last frames of each direction. Built on the codec of ``transport/messages.py``.
+number of the last frames of each direction.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Injected faults of a simulated run, planned from its seed before it starts.
 
-Drawn by :mod:`scenario`. A fault is a msgspec record of a kind, a time and an engine. :mod:`host`
-and :mod:`engine` inject faults of engines and connections; unusual trainers and episodes are
-settings of the scenario.
+Faults have a kind, a time and an engine; unusual trainers and episodes are settings of the
+scenario.
 """
 
 import random

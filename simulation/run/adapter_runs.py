@@ -1,12 +1,9 @@
 """Runs that train several adapters on one base, with injected faults and crashes, in virtual time.
 
-``tidegate simulate --adapter-runs`` starts them through ``sweep.py``; ``shrinking.py`` runs them
-again. Each adapter has a trainer with rules, tasks, versions and checkpoints of its own. After
-every event :class:`IsolationCheckedCore` checks that nothing of one adapter has changed another's
-state; each :class:`SimulatedAdapterTrainer` checks its batches, and computes every token again by
-the weights that the token's tag names. Built on :mod:`processes` (runs that crash and resume),
-:mod:`invariants`, ``model.py`` (the oracle of tokens), ``episodes.py``, and the real
-:class:`Scheduler`.
+Each adapter has a trainer with rules, tasks, versions and checkpoints of its own. After every event
+:class:`IsolationCheckedCore` checks that nothing of one adapter has changed another's state; each
+:class:`SimulatedAdapterTrainer` checks its batches, and computes every token again by the weights
+that the token's tag names.
 """
 
 import asyncio
@@ -31,8 +28,7 @@ from tidegate.simulation.checks.invariants import MASKING, CheckedCore
 from tidegate.simulation.checks.model import check_turn
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind
-from tidegate.simulation.faults.scenario import Scenario, draw_rules, draw_scenario
-from tidegate.simulation.faults.script import draw_habits
+from tidegate.simulation.faults.scenario import Scenario, draw_habits, draw_rules, draw_scenario
 from tidegate.simulation.run.episodes import SimulatedEpisodes
 from tidegate.simulation.run.processes import AsyncTasks, ProcessesReport, RunOfProcesses
 from tidegate.transport.messages import PauseMode, UpdateWeights

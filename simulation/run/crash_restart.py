@@ -1,8 +1,7 @@
 """Crash-restart runs: one seed, several processes of the same run, in virtual time.
 
-``tidegate simulate --crash-restart-runs`` starts them through :mod:`sweep`. Each trains the run's
-weights, and checks the batches of all processes against the trainer's checkpoints. Built on
-:mod:`processes`.
+Each trains the run's weights, and checks the batches of all processes against the trainer's
+checkpoints.
 """
 
 import asyncio

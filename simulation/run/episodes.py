@@ -1,9 +1,7 @@
 """Scripted episodes of a simulated run: turns, tools, forks, scores, parks, failures and hangs.
 
-:mod:`simulation` and :mod:`crash_restart` pass it to the scheduler as the run's episode function.
 An episode follows the script that the scenario draws for it, and checks that its context consists
-of the tokens that it appended and the tokens that it was given. Built on the run's
-:class:`Episode`, ``scenario.py`` and ``script.py``.
+of the tokens that it appended and the tokens that it was given.
 """
 
 import asyncio
@@ -19,8 +17,7 @@ from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.spec import TEMPERATURE_MAX
 from tidegate.simulation.engine.turns import DEADLY_TOKEN
-from tidegate.simulation.faults.scenario import Scenario
-from tidegate.simulation.faults.script import ScriptedTurn
+from tidegate.simulation.faults.scenario import Scenario, ScriptedTurn
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 
 DEVIATION_SHARE = 0.15

@@ -1,11 +1,9 @@
 """Runs of several orchestrator processes, one after another, in virtual time.
 
-Base of crash-restart runs (:mod:`crash_restart`) and of runs that train adapters
-(:mod:`adapter_runs`). Orchestrator and trainers crash together at any instant while the engines
-continue; the next process starts from the journal's committed records and the trainers' last
-checkpoints. The journal is kept in memory, and its commits take virtual time: a crash loses records
-that were appended and not committed. Built on :mod:`simulation`'s parts and on
-``orchestrator/journal/run_journal.py``.
+Base of crash-restart runs and of runs that train adapters. Orchestrator and trainers crash together
+at any instant while the engines continue; the next process starts from the journal's committed
+records and the trainers' last checkpoints. The journal is kept in memory, and its commits take
+virtual time: a crash loses records that were appended and not committed.
 """
 
 import asyncio
@@ -23,9 +21,8 @@ from tidegate.orchestrator.journal.reading import JournalSnapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.simulation.checks.invariants import CheckedCore
-from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.context import SimulationContext, WeightBuffer
 from tidegate.simulation.engine.host import EngineHost
-from tidegate.simulation.engine.staging import WeightBuffer
 from tidegate.simulation.engine.wire import FrameLog, SimulatedRouter
 from tidegate.simulation.faults.scenario import Scenario
 from tidegate.simulation.run.simulation import (

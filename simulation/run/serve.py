@@ -1,27 +1,337 @@
-"""Stand-in for ``tidegate.serve`` in tests: the same client handles over a simulated run.
+"""Stand-in for ``tidegate.serve`` in tests: the user's own trainer over simulated engines.
 
-Made by the pytest plugin's ``tidegate_serve``. Batches are real tensors, and the scheduler and its
-errors are the real ones, so a trainer needs no change. Only time, engines and weights are
-simulated. Built on ``run.py``, and on ``orchestrator/trainer/rollouts.py`` for the handles.
+The scheduler, its errors, the client handles and the batches' tensors are the real ones, so a
+trainer needs no change. A :class:`SimulatedRun` takes the place of
+:class:`tidegate.orchestrator.trainer.run.Run`: it has no thread, no process and no socket. Engines
+take virtual time; the trainer's own computation takes none.
 """
 
-from collections.abc import Sequence
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import random
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+import msgspec
 from typing_extensions import override
 
-from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.errors import ConfigError, EngineLost, RunClosed
+from tidegate.orchestrator.core.rollout import Turn
+from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
-from tidegate.orchestrator.trainer.run import Run, RunParts
-from tidegate.simulation.engine.scripted import Says, ScriptedEngine
-from tidegate.simulation.run.run import RunPlan, SimulatedRun, run_plan
+from tidegate.orchestrator.trainer.run import Run, RunParts, cause_of
+from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.scripted import (
+    Says,
+    ScriptedEngine,
+    ScriptedHost,
+    ScriptedModel,
+    files_of,
+)
+from tidegate.simulation.engine.wire import FrameLog
 from tidegate.simulation.run.virtual_time import VirtualTime
+from tidegate.transport.messages import InitWeights, UpdateWeights
+from tidegate.transport.weight_channels import NamedBuffer
+from tidegate.transport.weight_channels.shm import ShmSender
+from tidegate.transport.weight_messages import TensorSpec
 
 ANY_MODEL = "any model"
+
+if TYPE_CHECKING:
+    from tidegate.simulation.engine.computing import ComputingEngine
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Settings, engines and script of a simulated run."""
+
+    settings: RunSettings
+    engines: "tuple[ScriptedEngine, ...] | tuple[ComputingEngine, ...]"
+    says: Says
+
+
+class RunHost(Protocol):
+    """Host of one engine, as a simulated run uses it."""
+
+    def start(self) -> None:
+        """Start the engine's process, now or when it is due."""
+
+    def stop(self) -> None:
+        """End the engine's process for good."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the engine crashed and never restarts."""
+
+
+def run_plan(
+    *,
+    model: Path | str,
+    engines: "int | Sequence[ScriptedEngine] | Sequence[ComputingEngine]",
+    says: Says = None,
+    **settings: Any,
+) -> RunPlan:
+    """Check a test's arguments and return the plan of its run.
+
+    A run directory, keys and an address are ignored.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range; or is ``journal`` or ``resume``, whose
+            promises a simulated run can't keep.
+    """
+    resume = settings.pop("resume", None)
+    if isinstance(engines, int):
+        engines = [ScriptedEngine() for _ in range(engines)]
+    checked = run_settings(model=Path(model), engines=len(engines), **settings)
+    for name, value in (("journal", checked.records.journal), ("resume", resume)):
+        if value:
+            raise ConfigError(f"{name} can't be used in a simulated run; leave it out in tests")
+    return RunPlan(checked, _of_one_kind(engines), says)
+
+
+def _of_one_kind(
+    engines: "Sequence[ScriptedEngine] | Sequence[ComputingEngine]",
+) -> "tuple[ScriptedEngine, ...] | tuple[ComputingEngine, ...]":
+    """Return the engines as a tuple.
+
+    Raises:
+        ConfigError: some are scripted and others compute, so the run's weights would be neither.
+    """
+    scripted = tuple(each for each in engines if isinstance(each, ScriptedEngine))
+    computing = tuple(each for each in engines if not isinstance(each, ScriptedEngine))
+    if scripted and computing:
+        raise ConfigError("a simulated run's engines are all scripted or all compute; got both")
+    return scripted or computing
+
+
+class SimulatedChannel:
+    """Weight channel of a simulated run: writes versions and tensor specs, but no weight data."""
+
+    def __init__(self, context: SimulationContext) -> None:
+        self._buffer = context.buffer
+
+    def init(self) -> InitWeights:
+        """Return the phase-1 message."""
+        return InitWeights(channel="shm")
+
+    def write(
+        self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
+    ) -> list[UpdateWeights]:
+        """Write a version of the weights to the buffer, and return its update message."""
+        update = self._buffer.begin(version, keep=keep)
+        self._buffer.end(update)
+        specs = [TensorSpec(t.name, t.dtype, list(t.shape), 0, len(t.data)) for t in tensors]
+        return [msgspec.structs.replace(update, tensors=specs)]
+
+
+class _NeverBlocked:
+    """Loop watch that never reports a blocked loop, because virtual time stops while code runs."""
+
+    blocked = None
+    longest_block_s = 0.0
+
+
+class SimulatedRun:
+    """One run on an event loop in virtual time, which the run shares with its trainer."""
+
+    loop_watch = _NeverBlocked()
+    resumed = None
+    recorder = None
+    observers = None
+    has_ended = False
+    run_id = ""
+    newest_version = 0
+    is_own_thread = True
+    """Always true: there is only one thread, so any caller may read the run's state."""
+
+    def __init__(self, plan: RunPlan, time: VirtualTime) -> None:
+        self.settings = plan.settings
+        self.owner_pid = os.getpid()
+        self._plan = plan
+        self._time = time
+        self._frame_log = FrameLog()
+        self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Future that is done once all engines that join at the start have joined, or one engine if
+        all join late. Holds the error if the run fails before."""
+        self.scheduler: Scheduler | None = None
+        self.channel: SimulatedChannel | ShmSender | None = None
+        self.written = WrittenTensors()
+        self._hosts: list[RunHost] = []
+        self._main: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._is_ending = False
+
+    @property
+    def story(self) -> list[str]:
+        """State of each engine, and the last frames carried, as lines of text."""
+        return [*map(str, self._hosts), *map(str, self._frame_log.last)]
+
+    # ------------------------------------------------------------ called by the client handles
+
+    def start(self) -> None:
+        """Start the scheduler and the engines; :attr:`ready` holds the outcome."""
+        self._main = self._time.loop.create_task(self._serve(), name="run")
+        self._main.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if not self._is_async:
+            self._time.run(self._wait_until_ready())
+
+    def submit(
+        self, work: Callable[[Scheduler], Awaitable[Result]]
+    ) -> "concurrent.futures.Future[Result]":
+        """Run ``work`` on the event loop; run the loop until ``work`` is done if it is not running.
+
+        Raises:
+            RunClosed: the run has ended. A run that failed raises the error that it failed with.
+        """
+        scheduler = self.scheduler
+        if scheduler is None or self._is_ending:
+            raise self.failure()
+        if self._is_async:
+            self._refuse_episodes()
+            return asyncio.run_coroutine_threadsafe(_call(work, scheduler), self._time.loop)
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        try:
+            future.set_result(self._time.run(_call(work, scheduler)))
+        except Exception as error:  # noqa: BLE001 - the future hands the error to its waiter
+            future.set_exception(error)
+        return future
+
+    @staticmethod
+    def _refuse_episodes() -> None:
+        """Refuse calls from the run's own episodes, as a run with its own thread does."""
+        task = asyncio.current_task()
+        if task is not None and task.get_name().startswith("rollout "):
+            raise RuntimeError(
+                "a run can't be called from its own episodes, because the call would wait for its "
+                "episode; call it from the trainer"
+            )
+
+    def failure(self) -> BaseException:
+        """Return the error that requests get after the end of the run."""
+        return self._failure or RunClosed("the run has ended; start another one with serve()")
+
+    def show(self, **_: object) -> None:
+        """Do nothing: a simulated run has no dashboard."""
+
+    def hide(self, error: BaseException | None = None) -> None:
+        """Do nothing: a simulated run has no dashboard."""
+
+    def refuse_own_thread(self) -> None:
+        """Do nothing: :meth:`submit` refuses calls from episodes."""
+
+    def stop(self) -> None:
+        """End the run. Does nothing on a running loop, where :meth:`end` was awaited before."""
+        if not self._is_async:
+            self._time.run(self.end())
+
+    async def end(self) -> None:
+        """Cancel the run's main task and wait for its end. Harmless if repeated."""
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.wait([self._main])
+
+    @property
+    def _is_async(self) -> bool:
+        return self._time.loop.is_running()
+
+    # ------------------------------------------------------------ on the loop
+
+    async def _wait_until_ready(self) -> None:
+        with contextlib.suppress(Exception):  # the future's holder gets the error
+            await asyncio.wrap_future(self.ready)
+
+    async def _serve(self) -> None:
+        try:
+            await self._serve_until_failed()
+        except BaseException as error:
+            self._failure, self._is_ending = cause_of(error), True
+            if self.scheduler is not None:
+                self.scheduler.fail_waiters(self.failure())
+            if not self.ready.done():
+                self.ready.set_exception(self.failure())
+            raise
+        finally:
+            if self.scheduler is not None:
+                self.scheduler.close()
+            for host in self._hosts:
+                host.stop()
+            if isinstance(self.channel, ShmSender):
+                self.channel.close()
+
+    async def _serve_until_failed(self) -> None:
+        plan, settings = self._plan, self.settings
+        files = files_of(settings.model)
+        scripted = {
+            f"engine-{number}": engine
+            for number, engine in enumerate(plan.engines)
+            if isinstance(engine, ScriptedEngine)
+        }
+        model = ScriptedModel(plan.says, files, scripted, self._turn_of)
+        context = SimulationContext(self._time.loop, self._frame_log, model=model)
+        self.channel = SimulatedChannel(context) if scripted else ShmSender()
+        init = self.channel.init()
+        scheduler = Scheduler(settings, files, context.router, init, recorder=None)
+        self.scheduler = scheduler
+        engines: Sequence[ScriptedEngine | ComputingEngine] = plan.engines
+        for number, engine in enumerate(engines):
+            self._hosts.append(self._make_host(engine, number, context))
+        self._time.loop.set_exception_handler(self._on_error)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(scheduler.run(), name="scheduler")
+            for host in self._hosts:
+                host.start()
+            await scheduler.wait_for_engines(
+                max(1, sum(getattr(each, "joins_at_s", 0) == 0 for each in plan.engines))
+            )
+            self.ready.set_result(None)
+
+    def _make_host(
+        self, engine: "ScriptedEngine | ComputingEngine", number: int, context: SimulationContext
+    ) -> RunHost:
+        if isinstance(engine, ScriptedEngine):
+            chance = random.Random(f"{self.settings.sampling.seed}/{number}")
+            on_exit = self._engine_ended
+            return ScriptedHost(engine, number, context=context, chance=chance, on_exit=on_exit)
+        # imports torch and the engine, which scripted runs do not need
+        from tidegate.simulation.engine.computing import ComputingHost
+
+        return ComputingHost(engine, number, context=context, settings=self.settings)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the run with an error that a callback raised, such as an engine's script.
+
+        Any other context goes to the loop's default handler.
+        """
+        error = context.get("exception")
+        if self.scheduler is not None and "handle" in context and isinstance(error, Exception):
+            self.scheduler.fail(error)
+        else:
+            loop.default_exception_handler(context)
+
+    def _turn_of(self, engine: str, handle: int) -> Turn | None:
+        turns = self.scheduler.core.turns.engines.get(engine) if self.scheduler else None
+        return turns.submissions.get(handle) if turns else None
+
+    def _engine_ended(self, name: str, why: str) -> None:
+        assert self.scheduler is not None
+        self.scheduler.engines.ended(name, why)
+        if all(host.is_gone for host in self._hosts):
+            self.scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
+
+
+async def _call(work: Callable[[Scheduler], Awaitable[Result]], scheduler: Scheduler) -> Result:
+    return await work(scheduler)
 
 
 class SimulatedRollouts(Rollouts):

@@ -1,10 +1,7 @@
 """Simulated run: one seed, one run in virtual time, the same bit for bit each time.
 
-Sweeps call it for each seed; `tidegate plan` and crash-restart runs use its parts. The scheduler,
-the core, the fleet, the weight control and the codec are the real ones; engines, the wire, the
-trainer, the clock and the faults are simulated. Invariants are checked after every event. A failing
-seed fails again, in the same way, each time. Built on ``scenario.py``, ``host.py`` (the simulated
-engines), ``wire.py``, ``trainer.py``, ``invariants.py`` and ``virtual_time.py``.
+The scheduler, the core, the fleet, the weight control and the codec are the real ones; engines, the
+wire, the trainer, the clock and the faults are simulated. Invariants are checked after every event.
 """
 
 import asyncio

@@ -1,11 +1,9 @@
 """Simulated trainer: trains on batches and publishes, with the unusual calls of its scenario.
 
-:mod:`simulation` and :mod:`crash_restart` run the trainer beside the scheduler. The trainer calls
-the scheduler only, as the client handles that :mod:`serve` makes do. With a look-ahead, a second
-asyncio task requests batches during the train step. A real trainer has an event loop of its own;
-the simulated one imitates that: it may be slow to check for an offered batch, and may stop waiting
-before it checks. Built on :class:`Scheduler`, ``scenario.py`` (what the trainer does),
-``staging.py`` (the weights that it writes) and ``discarded_rows.py``.
+The trainer calls the scheduler only, as the client handles do. With a look-ahead, a second asyncio
+task requests batches during the train step. A real trainer has an event loop of its own; the
+simulated one imitates that: it may be slow to check for an offered batch, and may stop waiting
+before it checks.
 """
 
 import asyncio

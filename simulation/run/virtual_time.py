@@ -1,9 +1,7 @@
 """Event loop in virtual time: its clock jumps to the next scheduled timer.
 
 The loop has no sockets, threads or processes, so a program runs the same callbacks in the same
-order each time, and a program that waits forever is detected. The simulation and the pytest plugin
-run on this loop. Built on asyncio's ``BaseEventLoop``, and on
-``orchestrator/episodes/contained_tasks.py``.
+order each time, and a program that waits forever is detected.
 """
 
 import asyncio

@@ -15,10 +15,9 @@ import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError
 from tidegate.simulation.engine.computing import ComputingEngine
-from tidegate.simulation.engine.costs import EngineCosts
 from tidegate.simulation.engine.scripted import ScriptedEngine
-from tidegate.simulation.run.run import run_plan
-from tidegate.simulation.run.serve import SimulatedRollouts
+from tidegate.simulation.engine.spec import EngineCosts
+from tidegate.simulation.run.serve import SimulatedRollouts, run_plan
 from tidegate.simulation.run.virtual_time import VirtualTime
 
 COSTS = EngineCosts(

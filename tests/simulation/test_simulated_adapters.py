@@ -24,7 +24,7 @@ from tidegate.simulation.run.adapter_runs import (
     scenario_of_adapter,
     simulate_adapters,
 )
-from tidegate.simulation.run.shrinking import run_any
+from tidegate.simulation.run.sweep import run_any
 from tidegate.transport.messages import HeldAdapter
 
 SEEDS = 11

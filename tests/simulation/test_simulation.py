@@ -21,9 +21,8 @@ from tidegate.simulation.faults.faults import (
     parse_faults,
 )
 from tidegate.simulation.faults.scenario import Scenario, draw_scenario, read_scenario
-from tidegate.simulation.run.shrinking import shrink
 from tidegate.simulation.run.simulation import SimulationReport, run_scenario, simulate
-from tidegate.simulation.run.sweep import SweepSummary, sweep
+from tidegate.simulation.run.sweep import SweepSummary, shrink, sweep
 
 pytestmark = pytest.mark.wire
 
