@@ -9,8 +9,8 @@ that the token's tag names.
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -486,18 +486,12 @@ def _ended_turns(rollouts: list[Rollout]) -> list[Turn]:
 # ---------------------------------------------------------------- runs
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class AdapterRunReport(ProcessesReport):
     """Report of one run that trains adapters."""
 
     trained_tasks: int = 0
     """Number of tasks trained, over all adapters."""
-    coverage: frozenset[CoverageMark] = field(default_factory=frozenset)
-    virtual_s: float = 0.0
-
-    @property
-    def _option(self) -> str:
-        return "--adapter-runs"
 
 
 class AdapterRun(RunOfProcesses):
@@ -506,26 +500,33 @@ class AdapterRun(RunOfProcesses):
     core_class = IsolationCheckedCore
     commits_s = (0.0001, 0.02, 0.2)  # so that some processes end before a release is committed
 
-    def __init__(self, scenario: Scenario, *, is_drawn: bool = False) -> None:
-        self.report = AdapterRunReport(scenario, is_drawn)
+    def __init__(self, scenario: Scenario, drawn_by: str | None = None) -> None:
+        self.report = AdapterRunReport(scenario=scenario, drawn_by=drawn_by)
         super().__init__(scenario, self.report)
         self.scenario = scenario
         self._contents = 0
-        self._trainers: dict[str, SimulatedAdapterTrainer] = {}
+        self._base_episodes = SimulatedEpisodes(
+            scenario, self._context, stopped=frozenset(), is_patient=True
+        )
+        numbers = range(scenario.adapters)
+        trainers = [SimulatedAdapterTrainer(self, number, self._context) for number in numbers]
+        self._trainers = {each.name: each for each in trainers}
         self._engines: set[str] = set()
         """Engines that have joined the present process."""
 
     def run(self) -> AdapterRunReport:
         """Run the scenario to its end or its first failure."""
         self._run()
-        trainers = self._trainers.values()
-        self.report.trained_tasks = sum(
-            task >= 0 for each in trainers for task, _ in each.checkpoint.trained
-        )
-        if self.report.failure is not None:
-            activities = (f"{each.name}: {each.activity}" for each in trainers)
-            self.report.story = (*self.report.story, *activities, *map(str, self._hosts))
         return self.report
+
+    def _results(self) -> tuple[object, ...]:
+        trained = (each.checkpoint.trained for each in self._trainers.values())
+        self.report.trained_tasks = sum(task >= 0 for tasks in trained for task, _ in tasks)
+        return ()
+
+    def _activities(self) -> Iterable[str]:
+        yield from (f"{each.name}: {each.activity}" for each in self._trainers.values())
+        yield from super()._activities()
 
     @property
     def processes(self) -> int:
@@ -561,16 +562,6 @@ class AdapterRun(RunOfProcesses):
 
     # ------------------------------------------------------------ a run of processes
 
-    def _begin(self, context: SimulationContext) -> None:
-        self._coverage = context.coverage
-        self._base_episodes = SimulatedEpisodes(
-            self.scenario, context, stopped=frozenset(), is_patient=True
-        )
-        self._context = context
-        for number in range(self.scenario.adapters):
-            trainer = SimulatedAdapterTrainer(self, number, context)
-            self._trainers[trainer.name] = trainer
-
     def _begin_process(self) -> None:
         self._buffer.forget(is_new=True)
         self._engines.clear()
@@ -594,7 +585,6 @@ class AdapterRun(RunOfProcesses):
             ]
             await asyncio.wait(tasks)
             beside.cancel()
-        self.report.virtual_s = asyncio.get_running_loop().time()
 
     async def _use_base(self, scheduler: Scheduler) -> None:
         """Evaluate the run's own weights and pause all engines, now and then."""
@@ -603,7 +593,7 @@ class AdapterRun(RunOfProcesses):
             await asyncio.sleep(chance.expovariate(2.0))
             if chance.random() < self.scenario.pausing:
                 mode: PauseMode = chance.choice(("abort", "keep", "wait"))
-                self._coverage.record(CoverageMark.PAUSED)
+                self._context.coverage.record(CoverageMark.PAUSED)
                 await scheduler.control.pause(mode)
                 await asyncio.sleep(0.1)
                 await scheduler.control.pause(None)
@@ -656,12 +646,11 @@ class AdapterRun(RunOfProcesses):
     def _check_end(self) -> None:
         for trainer in self._trainers.values():
             trainer.check_end()
-        self.report.coverage = frozenset(self._context.coverage.seen)
 
 
 def simulate_adapters(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> AdapterRunReport:
     """Run the adapter scenario of one seed, and report the outcome."""
-    return AdapterRun(draw_adapter_scenario(seed, kinds), is_drawn=True).run()
+    return AdapterRun(draw_adapter_scenario(seed, kinds), "--seeds 0 --adapter-runs 1").run()
 
 
 def run_adapters(scenario: Scenario) -> AdapterRunReport:

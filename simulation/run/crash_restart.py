@@ -20,7 +20,6 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.checks.model import check_turn
-from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind
 from tidegate.simulation.faults.scenario import Scenario, draw_scenario
 from tidegate.simulation.run.episodes import SimulatedEpisodes
@@ -52,7 +51,7 @@ class Checkpoint:
     """Number of sampled tokens in the rows that the trainer has discarded."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class CrashRestartReport(ProcessesReport):
     """Report of one crash-restart run."""
 
@@ -68,10 +67,6 @@ class CrashRestartReport(ProcessesReport):
     """Number of resumes that found weights newer than the checkpoint."""
     discarded: Counter[str] = field(default_factory=Counter)
     """Number of discarded rollouts by reason."""
-
-    @property
-    def _option(self) -> str:
-        return "--crash-restart-runs"
 
 
 PROCESSES_MAX = 8
@@ -90,8 +85,8 @@ BatchRows = tuple[tuple[int, tuple[int, ...]], ...]
 class CrashRestartRun(RunOfProcesses):
     """Run of one scenario that trains the run's weights, from its first process to its last."""
 
-    def __init__(self, scenario: Scenario, *, is_drawn: bool = False) -> None:
-        self.report = CrashRestartReport(scenario, is_drawn)
+    def __init__(self, scenario: Scenario, drawn_by: str | None = None) -> None:
+        self.report = CrashRestartReport(scenario=scenario, drawn_by=drawn_by)
         super().__init__(scenario, self.report)
         self._checkpoint = Checkpoint()
         self._checkpoint_batches = self._chance.choice((1, 1, 2, 4))
@@ -106,6 +101,9 @@ class CrashRestartRun(RunOfProcesses):
         """Tasks for which this process has begun an episode."""
         self._stopped: set[int] = set()
         """Rollouts of this process whose episode was cancelled because their group was dropped."""
+        self._episodes = SimulatedEpisodes(
+            scenario, self._context, stopped=self._stopped, is_patient=True
+        )
         self._trained_by_version: dict[int, tuple[TrainedTask, ...]] = {}
         """Version -> the tasks that its publisher had trained on."""
         self._served_trained: dict[int, tuple[TrainedTask, ...]] = {}
@@ -140,11 +138,6 @@ class CrashRestartRun(RunOfProcesses):
         """Run the scenario to its end or its first failure."""
         self._run()
         return self.report
-
-    def _begin(self, context: SimulationContext) -> None:
-        self._episodes = SimulatedEpisodes(
-            self._scenario, context, stopped=self._stopped, is_patient=True
-        )
 
     def _begin_process(self) -> None:
         self._stopped.clear()
@@ -413,12 +406,10 @@ def simulate_crash_restarts(
 ) -> CrashRestartReport:
     """Run one seed, and say whether every promise was kept."""
     drawn = draw_scenario(seed, kinds - TRAINER_FAULTS)
-    return CrashRestartRun(
-        msgspec.structs.replace(drawn, processes_max=PROCESSES_MAX), is_drawn=True
-    ).run()
+    scenario = msgspec.structs.replace(drawn, processes_max=PROCESSES_MAX)
+    return CrashRestartRun(scenario, "--seeds 0 --crash-restart-runs 1").run()
 
 
 def run_crash_restarts(scenario: Scenario) -> CrashRestartReport:
     """Run one scenario with crash-restarts and report the outcome."""
-
     return CrashRestartRun(scenario).run()

@@ -8,9 +8,9 @@ virtual time: a crash loses records that were appended and not committed.
 
 import asyncio
 import random
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tidegate.orchestrator.core import events as ev
@@ -21,20 +21,8 @@ from tidegate.orchestrator.journal.reading import JournalSnapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.simulation.checks.invariants import CheckedCore
-from tidegate.simulation.engine.context import SimulationContext, WeightBuffer
-from tidegate.simulation.engine.host import EngineHost
-from tidegate.simulation.engine.wire import FrameLog, SimulatedRouter
 from tidegate.simulation.faults.scenario import Scenario
-from tidegate.simulation.run.simulation import (
-    Failure,
-    drain,
-    empty_model_files,
-    engine_hosts,
-    failure_of,
-    silent_log,
-)
-from tidegate.simulation.run.virtual_time import VirtualLoop, run_in_virtual_time
-from tidegate.transport.messages import InitWeights
+from tidegate.simulation.run.simulation import RunReport, SimulatedCluster
 
 STALLED_START_SHARE = 0.2
 """Share of processes whose first commit is slow."""
@@ -140,118 +128,47 @@ class AsyncTasks(AsyncIterator[int]):
         raise StopAsyncIteration
 
 
-@dataclass(slots=True)
-class ProcessesReport:
+@dataclass(slots=True, kw_only=True)
+class ProcessesReport(RunReport):
     """Report of one run of several processes."""
 
-    scenario: Scenario
-    is_drawn: bool = True
-    """Whether the scenario was drawn from its seed, with all faults."""
-    failure: Failure | None = None
-    """First failure of the run; None if every invariant held."""
     processes: int = 0
     """Number of processes that the run has had."""
-    digest: str = ""
-    """Hash of all frames of the run, equal in each run of a scenario."""
-    story: tuple[str, ...] = field(default=(), repr=False)
-    """Scenario, planned faults and last frames of a failed run; empty for other runs."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the scenario."""
-        return self.scenario.seed
-
-    @property
-    def replay_command(self) -> str:
-        """Shell command that repeats the run."""
-        if self.is_drawn:
-            return f"tidegate simulate --first-seed {self.seed} --seeds 0 {self._option} 1"
-        return f"tidegate simulate --replay '{self.scenario.to_json()}'"
-
-    @property
-    def _option(self) -> str:
-        """Option of ``tidegate simulate`` that makes runs of this kind."""
-        raise NotImplementedError
 
 
-class RunOfProcesses(ABC):
+class RunOfProcesses(SimulatedCluster):
     """Run of one scenario, from its first process to its last."""
 
+    _report: ProcessesReport
     core_class: type[CheckedCore] = CheckedCore
     commits_s: tuple[float, ...] = (0.0001, 0.002, 0.02)
     """Mean times of a commit of the journal, one of which a run draws, in seconds."""
 
     def __init__(self, scenario: Scenario, report: ProcessesReport) -> None:
-        self._scenario = scenario
+        super().__init__(scenario, report)
         self._chance = scenario.chance("lives")
-        self._frame_log = FrameLog()
-        self._hosts: list[EngineHost] = []
-        self._buffer = WeightBuffer()
-        self._scheduler: Scheduler | None = None
+        self._buffer = self._context.buffer
         self._sent: dict[int, tuple[str, int]] = {}
         """Handle -> (engine, session) of the turn that was last sent under the handle."""
         self._done = False
-        self._report = report
-
-    def _run(self) -> None:
-        """Run the scenario to its end or its first failure, and fill in the report."""
-        report = self._report
-        try:
-            with silent_log():
-                run_in_virtual_time(self._main())
-        except TimeoutError:
-            message = f"no end after {self._scenario.longest_run_s:.0f} s of virtual time"
-            report.failure = Failure(kind="stuck", message=message)
-        except Exception as error:  # noqa: BLE001 - any error is a failure of the run
-            report.failure = failure_of(error)
-        report.digest = self._frame_log.hexdigest()
-        if report.failure is not None:
-            planned = [f"planned: {fault}" for fault in self._scenario.faults]
-            frames = map(str, self._frame_log.last)
-            report.story = (f"scenario: {self._scenario.to_json()}", *planned, *frames)
 
     async def _main(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        failed: asyncio.Future[None] = loop.create_future()
-
-        def on_failure(error: BaseException) -> None:
-            if not failed.done():
-                failed.set_exception(error)
-
-        loop.set_exception_handler(
-            lambda _, context: on_failure(context.get("exception", AssertionError(str(context))))
-        )
-        self._buffer.forget()
-        context = SimulationContext(loop, self._frame_log, buffer=self._buffer)
-        self._begin(context)
-        router = context.router
         store = SimulatedStore(commit_s=self._chance.choice(self.commits_s), chance=self._chance)
-        self._hosts = engine_hosts(
-            self._scenario,
-            context,
-            self._engine_ended,
-            lambda engine, within_s: drain(self._scheduler, engine, within_s),
-        )
         for host in self._hosts:
             host.start()
-        async with asyncio.timeout(self._scenario.longest_run_s):
-            while not self._done:
-                self._report.processes += 1
-                await self._run_process(router, store, failed, on_failure)
-                if not self._done:
-                    await self._stay_down(router)
+        longest_run_s = self._scenario.longest_run_s
+        try:
+            async with asyncio.timeout(longest_run_s):
+                while not self._done:
+                    self._report.processes += 1
+                    await self._run_process(store)
+                    if not self._done:
+                        await self._stay_down()
+        except TimeoutError:
+            raise TimeoutError(f"no end after {longest_run_s:.0f} s of virtual time") from None
         self._check_end()
 
-    def _engine_ended(self, name: str, why: str) -> None:
-        if self._scheduler is not None:
-            self._scheduler.engines.ended(name, why)
-
     # ------------------------------------------------------------ what a kind of run does
-
-    @abstractmethod
-    def _begin(self, context: SimulationContext) -> None:
-        """Prepare the run, before its engines start."""
 
     @abstractmethod
     def _begin_process(self) -> None:
@@ -281,31 +198,16 @@ class RunOfProcesses(ABC):
 
     # ------------------------------------------------------------ one process
 
-    async def _run_process(
-        self,
-        router: SimulatedRouter,
-        store: SimulatedStore,
-        failed: "asyncio.Future[None]",
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
+    async def _run_process(self, store: SimulatedStore) -> None:
+        loop, failed = self._loop, self._failed
         self._begin_process()
         resume = self._resume_event() if self._report.processes > 1 else None
-        core = self._core(store, on_failure, resume)
+        core = self._core(store, resume)
         journal = RunJournal(store, core, HEADER, is_threaded=False)
         journal.restore_position(store)
         if resume is not None:
             self._on_resume(core, resume)
-        scheduler = Scheduler(
-            self._scenario.settings,
-            empty_model_files(),
-            router,
-            InitWeights(channel="shm"),
-            recorder=None,
-            journal=journal,
-            resume=resume,
-        )
-        self._scheduler = scheduler
+        scheduler = self._scheduler = self._make_scheduler(journal=journal, resume=resume)
         serving = loop.create_task(scheduler.run(), name="scheduler")
         trainer = loop.create_task(self._train(scheduler), name="trainer")
         crash_after_s = None
@@ -320,69 +222,47 @@ class RunOfProcesses(ABC):
         finally:
             self._scheduler = None
             store.crash()
-            router.detach()
+            self._context.router.detach()
             self._done = trainer.done()
             await _cancel_all(serving, trainer)
         for future in (failed, serving, trainer):
             if future.done() and not future.cancelled():
                 await future
 
-    def _core(
-        self,
-        store: SimulatedStore,
-        on_failure: Callable[[BaseException], None],
-        resume: ev.RunResumed | None,
-    ) -> Core:
+    def _core(self, store: SimulatedStore, resume: ev.RunResumed | None) -> Core:
         """Restore the core by replay and from a saved state; both must agree, also after a resume.
 
         Return one of the two cores at random.
         """
-        replayed_core = self._replayed_core(store, on_failure)
-        saved = save(replayed_core)
-        loaded_core = self._loaded_core(saved, on_failure)
-        replayed_digest, loaded_digest = (
-            digest(each, is_replayed=True) for each in (replayed_core, loaded_core)
-        )
-        assert loaded_digest == replayed_digest, (
-            "a core loaded from its saved state differs from the replayed core"
-        )
-        if resume is not None:
-            for core in (replayed_core, loaded_core):
-                core.handle(resume)
-            replayed_digest, loaded_digest = (
-                digest(each, is_replayed=True) for each in (replayed_core, loaded_core)
-            )
-            assert loaded_digest == replayed_digest, (
-                "after the resume, a core loaded from its saved state differs from the replayed one"
-            )
+        replayed = self._replayed_core(store)
+        saved = save(replayed)
+        loaded = self._loaded_core(saved)
+        _check_equal(replayed, loaded, "")
         is_loaded = self._chance.random() < 0.5
-        if resume is not None:
+        if resume is None:
+            restored = loaded if is_loaded else replayed
+        else:
+            replayed.handle(resume)
+            loaded.handle(resume)
+            _check_equal(replayed, loaded, "after the resume, ")
             # Both cores have handled the resume, so the returned core is restored once more.
-            if is_loaded:
-                loaded_core = self._loaded_core(saved, on_failure)
-            else:
-                replayed_core = self._replayed_core(store, on_failure)
-        restored = loaded_core if is_loaded else replayed_core
+            restored = self._loaded_core(saved) if is_loaded else self._replayed_core(store)
         restored.on_event = self._check_event
         return restored
 
-    def _replayed_core(
-        self, store: SimulatedStore, on_failure: Callable[[BaseException], None]
-    ) -> CheckedCore:
+    def _replayed_core(self, store: SimulatedStore) -> CheckedCore:
         """Return a core made from the last snapshot and the events after the snapshot."""
         snapshot = store.snapshot()
-        core = self._loaded_core(None if snapshot is None else snapshot.body, on_failure)
+        core = self._loaded_core(None if snapshot is None else snapshot.body)
         for _, record in store.read():
             for command in replay(record, core)[1]:
                 if isinstance(command, ev.Submit):
                     self._check_sent_again(command)
         return core
 
-    def _loaded_core(
-        self, saved: bytes | None, on_failure: Callable[[BaseException], None]
-    ) -> CheckedCore:
+    def _loaded_core(self, saved: bytes | None) -> CheckedCore:
         core = self.core_class(self._scenario.settings.rules(), survives_crashes=True)
-        core.on_event, core.on_failure = lambda *_: None, on_failure
+        core.on_event, core.on_failure = lambda *_: None, self._fail
         if saved is not None:
             load(saved, core)
         return core
@@ -394,13 +274,19 @@ class RunOfProcesses(ABC):
             f"{submit.engine} and session {turn.session}"
         )
 
-    async def _stay_down(self, router: SimulatedRouter) -> None:
+    async def _stay_down(self) -> None:
         """Break the engines' connections and wait, without an orchestrator."""
         down_s = 0.05 + 0.3 * self._chance.expovariate(1.0)
-        router.forget()
+        self._context.router.forget()
         for host in self._hosts:
             host.link.cut(down_s)
         await asyncio.sleep(down_s * self._chance.random())
+
+
+def _check_equal(replayed: Core, loaded: Core, when: str) -> None:
+    assert digest(loaded, is_replayed=True) == digest(replayed, is_replayed=True), (
+        f"{when}a core loaded from its saved state differs from the replayed one"
+    )
 
 
 async def _cancel_all(*tasks: "asyncio.Task[Any]") -> None:

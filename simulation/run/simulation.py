@@ -10,9 +10,11 @@ import functools
 import logging
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, models
 
@@ -56,51 +58,38 @@ class Failure:
         return self.message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationReport:
+@dataclass(slots=True, kw_only=True)
+class RunReport:
     """Report of one simulated run."""
 
     scenario: Scenario
-    faults: str | None
-    """Fault kinds that the scenario was drawn with; None if the scenario was given, not drawn."""
-    failure: Failure | None
-    """Failure of the run; None if every invariant held."""
-    digest: str
-    """Hash of all frames and results of the run, equal in each run of a scenario."""
-    virtual_s: float
-    callbacks: int
-    frames: int
-    trained_tasks: int
-    trained_tokens: int
-    oldest_staleness: int
-    coverage: frozenset[CoverageMark]
+    drawn_by: str | None = None
+    """Options of ``tidegate simulate`` that draw the scenario from its seed; None if the scenario
+    was given, not drawn."""
+    failure: Failure | None = None
+    """First failure of the run; None if every invariant held."""
+    digest: str = ""
+    """Hash of all frames of the run, equal in each run of a scenario."""
+    virtual_s: float = 0.0
+    coverage: frozenset[CoverageMark] = frozenset()
     story: tuple[str, ...] = field(default=(), repr=False)
     """Planned faults, waiting tasks and last frames of a failed run; empty for other runs."""
 
     @property
+    def seed(self) -> int:
+        """Seed of the scenario."""
+        return self.scenario.seed
+
+    @property
     def replay_command(self) -> str:
         """Shell command that repeats the run."""
-        if self.faults is None:
+        if self.drawn_by is None:
             return f"tidegate simulate --replay '{self.scenario.to_json()}'"
-        seed = self.scenario.seed
-        return f"tidegate simulate --first-seed {seed} --seeds 1 --faults {self.faults}"
-
-
-def simulate(seed: int, *, faults: frozenset[FaultKind] = ALL_FAULTS) -> SimulationReport:
-    """Run the scenario of one seed and report the outcome."""
-    return run_scenario(draw_scenario(seed, faults), faults=name_faults(faults))
-
-
-def run_scenario(scenario: Scenario, *, faults: str | None = None) -> SimulationReport:
-    """Run one scenario and report the outcome."""
-    simulation = Simulation(scenario)
-    with silent_log():
-        failure = simulation.run()
-    return simulation.report(failure, faults)
+        return f"tidegate simulate --first-seed {self.seed} {self.drawn_by}"
 
 
 @contextlib.contextmanager
-def silent_log() -> Iterator[None]:
+def _silent_log() -> Iterator[None]:
     """Silence the log, which would report each engine that is lost on purpose."""
     log = logging.getLogger("tidegate")
     level = log.level
@@ -118,7 +107,7 @@ def empty_model_files() -> ModelFiles:
     return ModelFiles(Path("simulated"), tokenizer, (STOP_TOKEN,))
 
 
-def engine_hosts(
+def _engine_hosts(
     scenario: Scenario,
     context: SimulationContext,
     on_exit: Callable[[str, str], None],
@@ -158,28 +147,115 @@ def engine_hosts(
     return hosts
 
 
-def drain(scheduler: Scheduler | None, engine: str, within_s: float) -> None:
-    """Have a run's engine leave, if it is connected."""
-    if scheduler is not None and engine in scheduler.fleet.engines:
-        scheduler.engines.drains.begin(engine, within_s)
+class SimulatedCluster(ABC):
+    """Clock, wire and engines of one scenario; a kind of run adds orchestrators and trainers."""
 
-
-class Simulation:
-    """One scenario, from its start to its end or its first failure.
-
-    Engines, wire and trainer are made once. The orchestrator is made separately by
-    :meth:`_new_scheduler`.
-    """
-
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(
+        self, scenario: Scenario, report: RunReport, *, tick_s: float | None = None
+    ) -> None:
         self._scenario = scenario
-        self._time = VirtualTime(tick_s=TICK_S)
+        self._report = report
+        self._time = VirtualTime(tick_s=tick_s)
         self._loop = self._time.loop
         self._context = SimulationContext(self._loop, FrameLog())
-        self._checker = InvariantChecker(
+        self._hosts = _engine_hosts(scenario, self._context, self._engine_ended, self._drain)
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        """Future that gets the first error of the run, wherever it was raised."""
+        self._scheduler: Scheduler | None = None
+        """Scheduler of the orchestrator that runs now."""
+
+    def _engine_ended(self, engine: str, why: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.engines.ended(engine, why)
+
+    def _drain(self, engine: str, within_s: float) -> None:
+        """Have a run's engine leave, if it is connected."""
+        if self._scheduler is not None and engine in self._scheduler.fleet.engines:
+            self._scheduler.engines.drains.begin(engine, within_s)
+
+    def _run(self) -> None:
+        """Run the scenario to its end or its first failure, and fill in the report."""
+        report, frame_log = self._report, self._context.frame_log
+        self._loop.set_exception_handler(
+            lambda _, context: self._fail(
+                context.get("exception", AssertionError(context.get("message")))
+            )
+        )
+        with _silent_log():
+            try:
+                self._time.run(self._main())
+            except Exception as error:  # noqa: BLE001 - any error is a failure of the run
+                report.failure = _failure_of(error)
+            finally:
+                self._time.close()
+        report.virtual_s = self._loop.time()
+        report.coverage = frozenset(self._context.coverage.seen)
+        if results := self._results():
+            frame_log.record_fact(results)
+        report.digest = frame_log.hexdigest()
+        if report.failure is not None:
+            planned = (f"planned: {fault}" for fault in self._scenario.faults)
+            head = (f"scenario: {self._scenario.to_json()}", *planned)
+            report.story = (*head, *self._activities(), *map(str, frame_log.last))
+
+    def _fail(self, error: BaseException) -> None:
+        """Fail the run with ``error``, even if the code that raised the error also catches it."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _make_scheduler(self, **options: Any) -> Scheduler:
+        """Make the real scheduler over the simulated wire."""
+        init, router = InitWeights(channel="shm"), self._context.router
+        settings = self._scenario.settings
+        return Scheduler(settings, empty_model_files(), router, init, recorder=None, **options)
+
+    @abstractmethod
+    async def _main(self) -> None:
+        """Start the engines, and run orchestrators and trainers to their end."""
+
+    def _results(self) -> tuple[object, ...]:
+        """Add results to the report; return those of the digest."""
+        return ()
+
+    def _activities(self) -> Iterable[str]:
+        """Return lines on what trainers and engines did when the run failed."""
+        return map(str, self._hosts)
+
+
+# ---------------------------------------------------------------- runs of one process
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulationReport(RunReport):
+    """Report of one simulated run of one process."""
+
+    callbacks: int = 0
+    frames: int = 0
+    trained_tasks: int = 0
+    trained_tokens: int = 0
+    oldest_staleness: int = 0
+
+
+def simulate(seed: int, *, faults: frozenset[FaultKind] = ALL_FAULTS) -> SimulationReport:
+    """Run the scenario of one seed and report the outcome."""
+    drawn_by = f"--seeds 1 --faults {name_faults(faults)}"
+    return Simulation(draw_scenario(seed, faults), drawn_by).run()
+
+
+def run_scenario(scenario: Scenario) -> SimulationReport:
+    """Run one scenario and report the outcome."""
+    return Simulation(scenario).run()
+
+
+class Simulation(SimulatedCluster):
+    """One scenario, from its start to its end or its first failure."""
+
+    def __init__(self, scenario: Scenario, drawn_by: str | None = None) -> None:
+        self.report = SimulationReport(scenario=scenario, drawn_by=drawn_by)
+        super().__init__(scenario, self.report, tick_s=TICK_S)
+        self._checker = checker = InvariantChecker(
             scenario, self._context.ground_truth, self._context.coverage
         )
-        checker = self._checker
         episodes = SimulatedEpisodes(
             scenario,
             self._context,
@@ -187,43 +263,17 @@ class Simulation:
             live_version=lambda: checker.live_version,
         )
         self._trainer = SimulatedTrainer(
-            scenario, self._context, episodes.play, self._checker.begin_training
+            scenario, self._context, episodes.play, checker.begin_training
         )
-        self._hosts = engine_hosts(
-            scenario,
-            self._context,
-            self._engine_ended,
-            lambda engine, within_s: drain(self._scheduler, engine, within_s),
-        )
-        self._failed: asyncio.Future[None] = self._loop.create_future()
-        """Future that gets the first error of the run, wherever it was raised."""
-        self._scheduler: Scheduler | None = None
-        """Scheduler of the orchestrator that runs now."""
         self._pending: list[str] = []
 
-    def _engine_ended(self, engine: str, why: str) -> None:
-        if self._scheduler is not None:
-            self._scheduler.engines.ended(engine, why)
-
-    # ------------------------------------------------------------ one run
-
-    def run(self) -> Failure | None:
-        """Run the scenario; return its failure, or None if every invariant held."""
-        try:
-            self._time.run(self._main())
-        except Exception as error:  # noqa: BLE001 - any error is a failure of the run
-            return failure_of(error)
-        finally:
-            self._time.close()
-        return None
+    def run(self) -> SimulationReport:
+        """Run the scenario and report the outcome."""
+        self._run()
+        return self.report
 
     async def _main(self) -> None:
         loop = self._loop
-        loop.set_exception_handler(
-            lambda _, context: self._fail(
-                context.get("exception", AssertionError(context.get("message")))
-            )
-        )
         scheduler = self._scheduler = self._new_scheduler()
         for host in self._hosts:
             host.start()
@@ -242,19 +292,10 @@ class Simulation:
         trainer = self._trainer
         self._checker.check_end(scheduler.core, trainer.taken_tasks, trainer.received_groups)
 
-    def _fail(self, error: BaseException) -> None:
-        """Fail the run with ``error``, even if the code that raised the error also catches it."""
-        if not self._failed.done():
-            self._failed.set_exception(error)
-
     def _new_scheduler(self) -> Scheduler:
         """Make the real scheduler with a core whose invariants are checked."""
-        settings = self._scenario.settings
-        init = InitWeights(channel="shm")
-        scheduler = Scheduler(
-            settings, empty_model_files(), self._context.router, init, recorder=None
-        )
-        core = scheduler.core = CheckedCore(settings.rules())
+        scheduler = self._make_scheduler()
+        core = scheduler.core = CheckedCore(self._scenario.settings.rules())
         core.on_event = functools.partial(self._checker.check_event, core)
         core.on_failure = self._fail
         return scheduler
@@ -271,47 +312,29 @@ class Simulation:
             f"no progress for {quiet_max_s:.0f} s; trainer: {self._trainer.activity}"
         )
 
-    # ------------------------------------------------------------ afterwards
-
-    def report(self, failure: Failure | None, faults: str | None) -> SimulationReport:
-        """Make the report of the run."""
-        checker, frame_log = self._checker, self._context.frame_log
-        virtual_s, callbacks = self._loop.time(), self._loop.callbacks_run
+    def _results(self) -> tuple[object, ...]:
+        report, checker = self.report, self._checker
+        report.callbacks = self._loop.callbacks_run
+        report.frames = self._context.frame_log.frames
+        report.trained_tasks = sum(checker.trained.values())
+        report.trained_tokens = checker.trained_rows.tokens
+        report.oldest_staleness = checker.oldest_staleness
         received = self._trainer.received_groups
-        frame_log.record_fact(
-            (str(failure), virtual_s, callbacks, checker.trained_rows.tokens, received)
-        )
-        return SimulationReport(
-            scenario=self._scenario,
-            faults=faults,
-            failure=failure,
-            digest=frame_log.hexdigest(),
-            virtual_s=virtual_s,
-            callbacks=callbacks,
-            frames=frame_log.frames,
-            trained_tasks=sum(checker.trained.values()),
-            trained_tokens=checker.trained_rows.tokens,
-            oldest_staleness=checker.oldest_staleness,
-            coverage=frozenset(self._context.coverage.seen),
-            story=tuple(self._story()) if failure else (),
-        )
+        counts = (report.virtual_s, report.callbacks, report.trained_tokens)
+        return (str(report.failure), *counts, received)
 
-    def _story(self) -> Iterator[str]:
-        yield f"scenario: {self._scenario.to_json()}"
-        yield from (f"planned: {fault}" for fault in self._scenario.faults)
+    def _activities(self) -> Iterable[str]:
         yield f"waiting after {self._loop.time():.4f} s; trainer: {self._trainer.activity}"
-
         yield from (f"waiting: {task}" for task in self._pending)
-        yield from map(str, self._context.frame_log.last)
 
 
 class SimulationDeadlock(AssertionError):
     """Error for a run that makes no progress any more."""
 
 
-def failure_of(error: Exception) -> Failure:
+def _failure_of(error: Exception) -> Failure:
     """Convert an error of a simulated run to a failure."""
-    if isinstance(error, NothingLeftToHappen):
+    if isinstance(error, NothingLeftToHappen | TimeoutError):
         return Failure(kind="stuck", message=str(error))
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
