@@ -8,7 +8,6 @@ that the token's tag names.
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from tidegate.orchestrator.core.core import ROLLOUT_EVENTS, Core
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.invariants import MASKING, CheckedCore
@@ -30,7 +28,16 @@ from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind
 from tidegate.simulation.faults.scenario import Scenario, draw_habits, draw_rules, draw_scenario
 from tidegate.simulation.run.episodes import SimulatedEpisodes
-from tidegate.simulation.run.processes import AsyncTasks, ProcessesReport, RunOfProcesses
+from tidegate.simulation.run.processes import (
+    AsyncTasks,
+    ProcessesReport,
+    RunOfProcesses,
+    check_order,
+    check_staleness,
+    check_tasks,
+    discard_rows,
+    tasks_of,
+)
 from tidegate.transport.messages import PauseMode, UpdateWeights
 
 PROCESSES_MAX = 4
@@ -42,9 +49,6 @@ BASE_EVALUATIONS_MAX = 3
 PUBLISH_TRIES_MAX = 20
 """Number of failed publishes in a row after which the simulation reports a bug. A run's faults
 alone can't make so many publishes fail."""
-
-DISCARD_REASON = "left_out"
-"""Reason that the trainers report for the rows that they discard."""
 
 UNUSED_FAULTS = {FaultKind.TRAINER}
 """Faults whose settings are for the trainer of a run's weights. Adapters' trainers draw their
@@ -279,11 +283,8 @@ class SimulatedAdapterTrainer:
         """Batches of this process that the weights were made from and that no publish has named."""
         self._checkpoint_batches = self._chance.choice((1, 1, 2))
         self._last_group = -1
-        self.excused: set[int] = set()
-        """Tasks of which a turn was refused, so that they need not be trained."""
         self.served = ServedAdapter()
         self.activity = "not started"
-        self.oldest_staleness = 0
 
     # ------------------------------------------------------------ training
 
@@ -310,15 +311,14 @@ class SimulatedAdapterTrainer:
         batches = self.checkpoint.batches
         while (batch := await self._next_batch(scheduler)) is not None:
             assert batch.number == batches + 1, f"batch {batch.number} after batch {batches}"
-            self._check_staleness(batch, scheduler.core.of(self.name).trainer_version)
+            trainer_version = scheduler.core.of(self.name).trainer_version
+            check_staleness(batch, trainer_version, self.scenario.staleness_bound)
             await self._pause_and_train(scheduler)
             batches = batch.number
             self._unnamed.append(batches)
-            tasks_of_batch = [g.task for g in batch.groups if not g.is_split_remainder]
-            self._trained += tuple(
-                (task, self._run.processes) for task in tasks_of_batch if isinstance(task, int)
-            )
-            await self._discard_rows(scheduler, batch)
+            self._trained += tuple((task, self._run.processes) for task in tasks_of(batch))
+            trainer, share = scheduler.trainers[self.name], self.scenario.discarded_rows
+            await discard_rows(trainer, batch, share, self._discard_chance)
             if is_saved := batches % self._checkpoint_batches == 0:
                 self.checkpoint = AdapterCheckpoint(self._trained, batches)
             await self._publish(scheduler)
@@ -347,12 +347,6 @@ class SimulatedAdapterTrainer:
         await asyncio.sleep(self.scenario.train_s)
         if pauses:
             scheduler.halt_adapter(self.name, False)
-
-    async def _discard_rows(self, scheduler: Scheduler, batch: ev.HandOver) -> None:
-        share, rows = self.scenario.discarded_rows, sum(len(g.kept) for g in batch.groups)
-        left_out = [row for row in range(rows) if self._discard_chance.random() < share]
-        trainer = scheduler.trainers[self.name]
-        await discarded_rows(batch.number, left_out, DISCARD_REASON).report(trainer)
 
     async def _evaluate(self, scheduler: Scheduler) -> None:
         if not self.scenario.evaluation_tasks or self._chance.random() < 0.5:
@@ -426,10 +420,8 @@ class SimulatedAdapterTrainer:
         slots = sum(not group.is_split_remainder for group in batch.groups)
         assert len(batch.groups) > 0
         assert slots <= scenario.groups_per_batch
+        self._last_group = check_order(batch, self._last_group, scenario)
         for group in batch.groups:
-            is_next = group.group_id > self._last_group or not scenario.is_in_order
-            assert is_next, f"group {group.group_id} is trained after group {self._last_group}"
-            self._last_group = group.group_id
             for rollout in group.kept:
                 assert rollout.adapter == self.name, f"a rollout of {rollout.adapter!r} came"
                 assert isinstance(group.task, int)
@@ -440,7 +432,7 @@ class SimulatedAdapterTrainer:
                     check_turn(turn, self._content_of, without_prefills=self._without_prefills)
                     for span in turn.spans():
                         self._check_lineage(span.version)
-        self._check_staleness(batch, batch.trainer_version)
+        check_staleness(batch, batch.trainer_version, scenario.staleness_bound)
 
     def _check_turn(self, adapter: str) -> None:
         assert adapter == self.name, f"a turn of {self.name} was sampled by {adapter!r}"
@@ -452,29 +444,9 @@ class SimulatedAdapterTrainer:
             f"{self._trained}"
         )
 
-    def _check_staleness(self, batch: ev.HandOver, trainer_version: int) -> None:
-        bound = self.scenario.staleness_bound
-        for rollout in (row for group in batch.groups for row in group.kept):
-            oldest = rollout.oldest_trained_version
-            if oldest is None or bound is None:
-                continue
-            staleness = trainer_version - oldest
-            assert 0 <= staleness <= bound, (
-                f"rollout {rollout.rollout_id} of {self.name} is trained at staleness {staleness}, "
-                f"not at most {bound}"
-            )
-            self.oldest_staleness = max(self.oldest_staleness, staleness)
-
     def check_end(self) -> None:
         """Check that each task was trained once, or dropped for a reason."""
-        trained = Counter(task for task, _ in self.checkpoint.trained if task >= 0)
-        scenario = self.scenario
-        for task in range(scenario.tasks):
-            scripts = [scenario.script(task, index) for index in range(scenario.group_size)]
-            may_be_dropped = any(script.failure is not None for script in scripts)
-            may_be_dropped |= task in self.excused or scenario.filters_groups
-            assert trained[task] <= 1, f"{self.name}: task {task} was trained twice"
-            assert trained[task] or may_be_dropped, f"{self.name}: task {task} was lost"
+        check_tasks(self.scenario, (task for task, _ in self.checkpoint.trained))
 
 
 def _ended_turns(rollouts: list[Rollout]) -> list[Turn]:

@@ -18,12 +18,21 @@ from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.weight_content import Change, patch_elements, replace_all
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.checks.model import check_turn
 from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind
 from tidegate.simulation.faults.scenario import Scenario, draw_scenario
 from tidegate.simulation.run.episodes import SimulatedEpisodes
-from tidegate.simulation.run.processes import AsyncTasks, ProcessesReport, RunOfProcesses
+from tidegate.simulation.run.processes import (
+    DISCARD_REASON,
+    AsyncTasks,
+    ProcessesReport,
+    RunOfProcesses,
+    check_order,
+    check_staleness,
+    check_tasks,
+    discard_rows,
+    tasks_of,
+)
 from tidegate.simulation.run.trainer import receive
 
 
@@ -74,9 +83,6 @@ PROCESSES_MAX = 8
 
 TRAINER_FAULTS = {FaultKind.REFUSE, FaultKind.LAG, FaultKind.TRAINER}
 """Faults that these runs omit, because this trainer does not handle their errors."""
-
-DISCARD_REASON = "left_out"
-"""Reason that the trainer reports for the rows that it discards."""
 
 BatchRows = tuple[tuple[int, tuple[int, ...]], ...]
 """(group id, rollout ids of its rows) of each group of a batch, in order."""
@@ -180,19 +186,13 @@ class CrashRestartRun(RunOfProcesses):
 
     def _check_batch(self, batch: ev.HandOver) -> None:
         last = self._last_groups.get(batch.number - 1, -1)
-        for group in batch.groups:
-            is_next = group.group_id > last or not self._scenario.is_in_order
-            assert is_next, f"group {group.group_id} is handed over after group {last}"
-            last = group.group_id
-        self._last_groups[batch.number] = last
+        self._last_groups[batch.number] = check_order(batch, last, self._scenario)
         for rollout in (rollout for group in batch.groups for rollout in group.kept):
             for turn in rollout.turns:
                 check_turn(turn, without_prefills=self._scenario.without_prefills)
                 for span in turn.spans():
                     self._check_lineage(span.version)
-            oldest, bound = rollout.oldest_trained_version, self._scenario.staleness_bound
-            if oldest is not None and bound is not None:  # oldest is None if all tokens are masked
-                assert 0 <= batch.trainer_version - oldest <= bound
+        check_staleness(batch, batch.trainer_version, self._scenario.staleness_bound)
 
     def _check_handed_again(self, batch: ev.HandOver) -> None:
         """Check that a batch undone by a resume is repeated with the same rows, in order."""
@@ -212,17 +212,6 @@ class CrashRestartRun(RunOfProcesses):
             }
         self._received_rows[batch.number] = rows
 
-    def _check_age(self, batch: ev.HandOver, trainer_version: int) -> None:
-        """Check the age of a batch's tokens when its train step begins."""
-        bound = self._scenario.staleness_bound
-        for rollout in (rollout for group in batch.groups for rollout in group.kept):
-            oldest = rollout.oldest_trained_version
-            if oldest is not None and bound is not None:
-                staleness = trainer_version - oldest
-                assert staleness <= bound, (
-                    f"rollout {rollout.rollout_id} is trained at staleness {staleness} > {bound}"
-                )
-
     def _check_lineage(self, version: int) -> None:
         """Check that a version that sampled a token is an ancestor of the trainer's weights."""
         sampled_by = self._served_trained.get(version, ())
@@ -232,18 +221,13 @@ class CrashRestartRun(RunOfProcesses):
         )
 
     def _check_end(self) -> None:
-        trained = Counter(each.task for each in self._checkpoint.trained)
-        for task in range(self._scenario.tasks):
-            is_of_first = task < self._first_tasks and self._checkpoint.offer == 1
-            may_be_skipped = is_of_first and task not in self._checkpoint.taken_before
-            scripts = [
-                self._scenario.script(task, index)
-                for index in range(self._scenario.settings.staleness.group_size)
-            ]
-            may_be_dropped = any(script.failure is not None for script in scripts)
-            may_be_dropped |= task in self._refused_tasks or self._scenario.filters_groups
-            assert trained[task] <= 1, f"task {task} was trained {trained[task]} times"
-            assert trained[task] == 1 or may_be_dropped or may_be_skipped, f"task {task} was lost"
+        first = range(self._first_tasks if self._checkpoint.offer == 1 else 0)
+        check_tasks(
+            self._scenario,
+            (each.task for each in self._checkpoint.trained),
+            refused=self._refused_tasks,
+            skipped={*first} - self._checkpoint.taken_before,
+        )
 
     # ------------------------------------------------------------ the trainer
 
@@ -319,14 +303,15 @@ class CrashRestartRun(RunOfProcesses):
                 requested = background.create_task(
                     self._request_batch(scheduler), name="look-ahead"
                 )
-            self._check_age(batch, scheduler.core.trainer_version)
+            check_staleness(batch, scheduler.core.trainer_version, scenario.staleness_bound)
             await asyncio.sleep(scenario.train_s)
             batches = batch.number
             self._unnamed.append(batches)
-            whole = [group.task for group in batch.groups if not group.is_split_remainder]
-            taken = [task for task in whole if isinstance(task, int)]
-            self._trained += tuple(TrainedTask(task, self.report.processes) for task in taken)
-            discarded_tokens += await self._discard_rows(scheduler, batch)
+            process = self.report.processes
+            self._trained += tuple(TrainedTask(task, process) for task in tasks_of(batch))
+            discarded_tokens += await discard_rows(
+                scheduler.trainer, batch, scenario.discarded_rows, self._chance
+            )
             is_saved = batches % self._checkpoint_batches == 0
             if is_saved:
                 self._checkpoint = self._checkpoint_of(batches, discarded_tokens)
@@ -365,14 +350,6 @@ class CrashRestartRun(RunOfProcesses):
                     return await receive(
                         scheduler, self._batch_poll_delay_s, self._batch_poll_chance
                     )
-
-    async def _discard_rows(self, scheduler: Scheduler, batch: ev.HandOver) -> int:
-        """Discard some rows of a batch, and return the number of their unmasked tokens."""
-        rows = [row for group in batch.groups for row in group.kept]
-        share = self._scenario.discarded_rows
-        discarded = [row for row in range(len(rows)) if share and self._chance.random() < share]
-        await discarded_rows(batch.number, discarded, DISCARD_REASON).report(scheduler.trainer)
-        return sum(rows[row].sampled_tokens - rows[row].masked_tokens for row in discarded)
 
     async def _publish(self, scheduler: Scheduler) -> None:
         names, trainer = (

@@ -9,7 +9,8 @@ virtual time: a crash loses records that were appended and not committed.
 import asyncio
 import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.journal.reading import JournalSnapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
+from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.checks.invariants import CheckedCore
 from tidegate.simulation.faults.scenario import Scenario
 from tidegate.simulation.run.simulation import RunReport, SimulatedCluster
@@ -108,11 +111,10 @@ class SimulatedStore:
             self._begin_commit()
 
 
-HEADER = JournalHeader(
-    run_id="simulated",
-    rules={},
-    seed=0,
-)
+HEADER = JournalHeader(run_id="simulated", rules={}, seed=0)
+
+DISCARD_REASON = "left_out"
+"""Reason that trainers report for the rows that they discard."""
 
 
 class AsyncTasks(AsyncIterator[int]):
@@ -295,3 +297,63 @@ async def _cancel_all(*tasks: "asyncio.Task[Any]") -> None:
         if not task.done():
             task.cancel()
     await asyncio.wait(tasks)
+
+
+# ---------------------------------------------------------------- trainers that restart
+
+
+def tasks_of(batch: ev.HandOver) -> list[int]:
+    """Return the tasks that a batch is the training of; a split group's remainder is not."""
+    whole = [group.task for group in batch.groups if not group.is_split_remainder]
+    return [task for task in whole if isinstance(task, int)]
+
+
+async def discard_rows(
+    trainer: TrainerSide, batch: ev.HandOver, share: float, chance: random.Random
+) -> int:
+    """Discard some rows of a batch, and return the number of their unmasked tokens."""
+    rows = [row for group in batch.groups for row in group.kept]
+    discarded = [row for row in range(len(rows)) if share and chance.random() < share]
+    await discarded_rows(batch.number, discarded, DISCARD_REASON).report(trainer)
+    return sum(rows[row].sampled_tokens - rows[row].masked_tokens for row in discarded)
+
+
+def check_order(batch: ev.HandOver, last_group: int, scenario: Scenario) -> int:
+    """Check the order of a batch's groups after ``last_group``; return the last of them."""
+    for group in batch.groups:
+        is_next = group.group_id > last_group or not scenario.is_in_order
+        assert is_next, f"group {group.group_id} is handed over after group {last_group}"
+        last_group = group.group_id
+    return last_group
+
+
+def check_staleness(batch: ev.HandOver, trainer_version: int, bound: int | None) -> None:
+    """Check the age of a batch's trained tokens at a trainer version."""
+    for rollout in (rollout for group in batch.groups for rollout in group.kept):
+        oldest = rollout.oldest_trained_version
+        if oldest is None or bound is None:  # all tokens are masked, or any age is allowed
+            continue
+        staleness = trainer_version - oldest
+        assert 0 <= staleness <= bound, (
+            f"rollout {rollout.rollout_id} is trained at staleness {staleness}, not at most {bound}"
+        )
+
+
+def check_tasks(
+    scenario: Scenario,
+    trained: Iterable[int],
+    *,
+    refused: Collection[int] = (),
+    skipped: Collection[int] = (),
+) -> None:
+    """Check that each task was trained once, or dropped for a reason, after the last process.
+
+    ``refused``: tasks of which a turn was refused. ``skipped``: tasks that the run never took.
+    """
+    times = Counter(trained)
+    for task in range(scenario.tasks):
+        scripts = [scenario.script(task, index) for index in range(scenario.group_size)]
+        may_be_dropped = any(script.failure is not None for script in scripts)
+        may_be_dropped |= task in refused or task in skipped or scenario.filters_groups
+        assert times[task] <= 1, f"task {task} was trained {times[task]} times"
+        assert times[task] == 1 or may_be_dropped, f"task {task} was lost"
