@@ -8,6 +8,6 @@ Rooms, from the top down; each imports only from rooms below it:
 * ``checks/``: oracle of a run: what engines did, what tokens must be, which promises hold
 * ``faults/``: what a seed draws: faults, and the scenario of a run
 
-To inject another fault, add a kind to ``faults/faults.py`` and what it does to ``engine/host.py``;
-to hold another promise, add a check to ``checks/invariants.py``.
+To inject another fault, add a kind to ``faults/faults.py`` and what it does to
+``EngineHost``. To hold another promise, add a check to ``checks/invariants.py``.
 """

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from tidegate.simulation.engine.engine import SimulatedEngine
+from tidegate.simulation.engine.engine import EngineHost, SimulatedEngine
 from tidegate.simulation.engine.spec import CONTEXT_TOKENS_MAX, EngineCosts, SimulatedEngineSpec
 from tidegate.simulation.engine.turns import SimulatedTurn, SimulatedTurns, StepRows, StepWork
 from tidegate.transport.messages import (
@@ -208,3 +208,9 @@ class CoarseEngine(SimulatedEngine):
             self._work = None
             self._serve(msgspec.structs.replace(update, kv_policy="keep"), content)
             self._advance()
+
+
+class CoarseHost(EngineHost):
+    """Host of a coarse-grained engine; its spec is a :class:`CoarseEngineSpec`."""
+
+    engine_class = CoarseEngine

@@ -20,7 +20,7 @@ from tidegate.orchestrator.core.rollout import Turn
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_model_files
 from tidegate.simulation.checks.model import HashedContext, Sampled, output_tokens
 from tidegate.simulation.engine.context import SimulationContext
-from tidegate.simulation.engine.host import EngineHost
+from tidegate.simulation.engine.engine import EngineHost
 from tidegate.simulation.engine.spec import SimulatedEngineSpec
 from tidegate.simulation.faults.faults import Fault, FaultKind
 from tidegate.transport.media import Media, MediaKind

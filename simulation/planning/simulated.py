@@ -16,9 +16,8 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.simulation.checks.ground_truth import GroundTruth
-from tidegate.simulation.engine.coarse import CoarseEngineSpec, coarse_spec
+from tidegate.simulation.engine.coarse import CoarseEngineSpec, CoarseHost, coarse_spec
 from tidegate.simulation.engine.context import SimulationContext
-from tidegate.simulation.engine.host import EngineHost
 from tidegate.simulation.engine.wire import CarriedFrame, FrameLog
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
 from tidegate.simulation.run.simulation import empty_model_files
@@ -51,7 +50,7 @@ def coarse_context(loop: asyncio.AbstractEventLoop) -> SimulationContext:
 def start_engine(name: str, spec: CoarseEngineSpec, context: SimulationContext, seed: int) -> None:
     """Start an engine without faults."""
     chance = random.Random(f"{seed}/{name}")
-    EngineHost(name, spec, context=context, latency_s=WIRE_S, chance=chance).start()
+    CoarseHost(name, spec, context=context, latency_s=WIRE_S, chance=chance).start()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from typing_extensions import override
@@ -29,6 +29,7 @@ from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
 from tidegate.orchestrator.trainer.run import Run, RunParts, cause_of
 from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
+from tidegate.simulation.checks.ground_truth import GroundTruth
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.scripted import (
     Says,
@@ -44,12 +45,12 @@ from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.shm import ShmSender
 from tidegate.transport.weight_messages import TensorSpec
 
-ANY_MODEL = "any model"
-
 if TYPE_CHECKING:
-    from tidegate.simulation.engine.computing import ComputingEngine
+    from tidegate.simulation.engine.computing import ComputingEngine, ComputingHost
 
 Result = TypeVar("Result")
+
+ANY_MODEL = "any model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +58,14 @@ class RunPlan:
     """Settings, engines and script of a simulated run."""
 
     settings: RunSettings
-    engines: "tuple[ScriptedEngine, ...] | tuple[ComputingEngine, ...]"
+    engines: "tuple[ScriptedEngine | ComputingEngine, ...]"
     says: Says
-
-
-class RunHost(Protocol):
-    """Host of one engine, as a simulated run uses it."""
-
-    def start(self) -> None:
-        """Start the engine's process, now or when it is due."""
-
-    def stop(self) -> None:
-        """End the engine's process for good."""
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the engine crashed and never restarts."""
 
 
 def run_plan(
     *,
     model: Path | str,
-    engines: "int | Sequence[ScriptedEngine] | Sequence[ComputingEngine]",
+    engines: "int | Sequence[ScriptedEngine | ComputingEngine]",
     says: Says = None,
     **settings: Any,
 ) -> RunPlan:
@@ -88,7 +75,8 @@ def run_plan(
 
     Raises:
         ConfigError: a setting is unknown or out of range; or is ``journal`` or ``resume``, whose
-            promises a simulated run can't keep.
+            promises a simulated run can't keep; or some engines are scripted and others compute, so
+            the run's weights would be neither.
     """
     resume = settings.pop("resume", None)
     if isinstance(engines, int):
@@ -97,22 +85,9 @@ def run_plan(
     for name, value in (("journal", checked.records.journal), ("resume", resume)):
         if value:
             raise ConfigError(f"{name} can't be used in a simulated run; leave it out in tests")
-    return RunPlan(checked, _of_one_kind(engines), says)
-
-
-def _of_one_kind(
-    engines: "Sequence[ScriptedEngine] | Sequence[ComputingEngine]",
-) -> "tuple[ScriptedEngine, ...] | tuple[ComputingEngine, ...]":
-    """Return the engines as a tuple.
-
-    Raises:
-        ConfigError: some are scripted and others compute, so the run's weights would be neither.
-    """
-    scripted = tuple(each for each in engines if isinstance(each, ScriptedEngine))
-    computing = tuple(each for each in engines if not isinstance(each, ScriptedEngine))
-    if scripted and computing:
+    if len({isinstance(each, ScriptedEngine) for each in engines}) > 1:
         raise ConfigError("a simulated run's engines are all scripted or all compute; got both")
-    return scripted or computing
+    return RunPlan(checked, tuple(engines), says)
 
 
 class SimulatedChannel:
@@ -167,7 +142,7 @@ class SimulatedRun:
         self.scheduler: Scheduler | None = None
         self.channel: SimulatedChannel | ShmSender | None = None
         self.written = WrittenTensors()
-        self._hosts: list[RunHost] = []
+        self._hosts: list[ScriptedHost | ComputingHost] = []
         self._main: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._is_ending = False
@@ -278,13 +253,13 @@ class SimulatedRun:
             if isinstance(engine, ScriptedEngine)
         }
         model = ScriptedModel(plan.says, files, scripted, self._turn_of)
-        context = SimulationContext(self._time.loop, self._frame_log, model=model)
+        unchecked = GroundTruth(keeps_steps=False)
+        context = SimulationContext(self._time.loop, self._frame_log, unchecked, model=model)
         self.channel = SimulatedChannel(context) if scripted else ShmSender()
         init = self.channel.init()
         scheduler = Scheduler(settings, files, context.router, init, recorder=None)
         self.scheduler = scheduler
-        engines: Sequence[ScriptedEngine | ComputingEngine] = plan.engines
-        for number, engine in enumerate(engines):
+        for number, engine in enumerate(plan.engines):
             self._hosts.append(self._make_host(engine, number, context))
         self._time.loop.set_exception_handler(self._on_error)
         async with asyncio.TaskGroup() as group:
@@ -298,7 +273,7 @@ class SimulatedRun:
 
     def _make_host(
         self, engine: "ScriptedEngine | ComputingEngine", number: int, context: SimulationContext
-    ) -> RunHost:
+    ) -> "ScriptedHost | ComputingHost":
         if isinstance(engine, ScriptedEngine):
             chance = random.Random(f"{self.settings.sampling.seed}/{number}")
             on_exit = self._engine_ended
@@ -378,8 +353,7 @@ class SimulatedRollouts(Rollouts):
 class SimulatedSyncRollouts(SyncRollouts):
     """:class:`SyncRollouts` in virtual time, which passes only while a call blocks."""
 
-    def __init__(self, plan: RunPlan, time: VirtualTime, on_batch: OnBatch | None = None) -> None:
-        rollouts = SimulatedRollouts(plan, time, on_batch)
+    def __init__(self, rollouts: SimulatedRollouts) -> None:
         rollouts.is_sync = True
         super().__init__(rollouts)
         self.simulated = rollouts.simulated
@@ -420,23 +394,12 @@ class ServeInTests:
         self.runs.append(rollouts.simulated)
         return rollouts
 
-    def sync(
-        self,
-        *,
-        model: Path | str = ANY_MODEL,
-        engines: int | Sequence[ScriptedEngine] = 1,
-        says: Says = None,
-        on_batch: Any = None,
-        **settings: Any,
-    ) -> SimulatedSyncRollouts:
+    def sync(self, **settings: Any) -> SimulatedSyncRollouts:
         """Make a simulated run for a sync trainer, as :func:`tidegate.serve_sync` makes a real one.
 
         Arguments and errors are those of calling the object itself.
         """
-        plan = run_plan(model=model, engines=engines, says=says, **settings)
-        rollouts = SimulatedSyncRollouts(plan, self._time, on_batch)
-        self.runs.append(rollouts.simulated)
-        return rollouts
+        return SimulatedSyncRollouts(self(**settings))
 
     def story(self) -> str:
         """Return the newest run's engine states and last messages, for a failed test's report."""

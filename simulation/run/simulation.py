@@ -25,7 +25,7 @@ from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.invariants import CheckedCore, InvariantChecker
 from tidegate.simulation.checks.model import STOP_TOKEN
 from tidegate.simulation.engine.context import SimulationContext
-from tidegate.simulation.engine.host import EngineHost
+from tidegate.simulation.engine.engine import EngineHost
 from tidegate.simulation.engine.spec import SimulatedEngineSpec
 from tidegate.simulation.engine.wire import FrameLog
 from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind, name_faults
