@@ -95,44 +95,23 @@ class Script:
         return "turn_refused"
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Limits of episodes, and the shares of episodes, turns or tool calls with each behavior."""
-
-    turns_max: int
-    output_tokens_max: int
-    failing_episodes: float
-    giving_up_turns: float
-    forking_episodes: float
-    scored_turns: float
-    long_tools: float
-    parking_turns: float
-    deadly_turns: float
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether episodes neither fork, score, park nor call long tools."""
-        habits = self.forking_episodes + self.scored_turns + self.long_tools + self.parking_turns
-        return not habits
-
-
-def draw_script(work: Work, chance: random.Random) -> Script:
+def draw_script(scenario: "Scenario", chance: random.Random) -> Script:
     """Draw one episode's turns, reward and end."""
-    turns = [_turn(work, chance) for _ in range(chance.choice((1, 1, 2, 3)))]
+    turns = [_turn(scenario, chance) for _ in range(chance.choice((1, 1, 2, 3)))]
     fate = "returns"
-    if chance.random() < work.failing_episodes:
+    if chance.random() < scenario.failing_episodes:
         fate = chance.choice(("raises", "raises", "raises", "asks too much", "hangs"))
-    return Script(turns[: work.turns_max], chance.choice((0.0, 0.5, 1.0)), fate)
+    return Script(turns[: scenario.turns_max], chance.choice((0.0, 0.5, 1.0)), fate)
 
 
-def _turn(work: Work, chance: random.Random) -> ScriptedTurn:
+def _turn(scenario: "Scenario", chance: random.Random) -> ScriptedTurn:
     given = [chance.randrange(2, 1000) for _ in range(chance.randint(1, 12))]
     tokens, tool_s = chance.choice((4, 16, 40)), chance.choice((0.0, 0.0, 0.01, 0.1))
     timeout_s = chance.choice((0.0, 0.02, 0.1, 0.5))
-    is_patient = chance.random() >= work.giving_up_turns
+    is_patient = chance.random() >= scenario.giving_up_turns
     return ScriptedTurn(
         given=given,
-        max_tokens=min(tokens, work.output_tokens_max),
+        max_tokens=min(tokens, scenario.output_tokens_max),
         timeout_s=None if is_patient else timeout_s,
         tool_s=tool_s,
     )
@@ -154,22 +133,22 @@ def draw_habits(chance: random.Random) -> dict[str, Any]:
     }
 
 
-def add_habits(script: Script, work: Work, chance: random.Random) -> None:
-    """Add forks, scoring, parking and long tools to a script, by the shares in ``work``."""
-    if chance.random() < work.forking_episodes:
+def add_habits(script: Script, scenario: "Scenario", chance: random.Random) -> None:
+    """Add forks, scoring, parking and long tools to a script, by the scenario's shares."""
+    if chance.random() < scenario.forking_episodes:
         script.forks_before = chance.randrange(len(script.turns))
-        script.branch = [_turn(work, chance) for _ in range(chance.choice((1, 1, 2)))]
+        script.branch = [_turn(scenario, chance) for _ in range(chance.choice((1, 1, 2)))]
         del script.branch[
-            work.turns_max - script.forks_before :
+            scenario.turns_max - script.forks_before :
         ]  # a branch makes no context longer
     for turn in (*script.turns, *script.branch):
-        turn.is_scored = chance.random() < work.scored_turns
-        turn.parks = chance.random() < work.parking_turns
-        if chance.random() < work.long_tools:
+        turn.is_scored = chance.random() < scenario.scored_turns
+        turn.parks = chance.random() < scenario.parking_turns
+        if chance.random() < scenario.long_tools:
             turn.tool_s = min(LONG_TOOL_MAX_S, 0.02 * chance.paretovariate(1.0))
 
 
-# ---------------------------------------------------------------- rules
+# ---------------------------------------------------------------- scenarios
 
 OrderName = Literal["admission", "completion", "window"]
 
@@ -180,150 +159,6 @@ PolicyName = Literal[
 ]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class ScenarioRules(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    dict=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-):
-    """Policies of one run."""
-
-    seed: int = 0
-    """Seed of all random draws of the run: delays, lengths of answers, scripts of episodes."""
-
-    max_staleness: int = 0
-    group_size: int = 1
-    groups_per_batch: int = 1
-    outstanding_groups_limit: int | None = None
-    policy: PolicyName = "bounded"
-    order: OrderName = "admission"
-    window_groups: Count = 1
-    deadline_policy: DeadlinePolicy = "wait"
-    split_rollouts_limit: int | None = None
-    """Most rollouts of split groups that may run on after a batch; None: no limit."""
-    batches_per_version: Count = 1
-    """Number of batches per version that the policy is told."""
-    filters_groups: bool = False
-    """Whether groups of equal rewards are dropped."""
-    decide_after: int | None = None
-    placement: PlacementName = "plain"
-
-    def group_filter(self) -> GroupFilter:
-        """Return the filter that decides which groups are trained on."""
-        if self.filters_groups:
-            return DynamicSampling(decide_after=self.decide_after)
-        return GroupFilter()
-
-    def placement_settings(self) -> dict[str, object]:
-        """Return the settings of routing, engine speeds and stragglers for the placement."""
-        settings: dict[PlacementName, dict[str, object]] = {
-            "plain": {},
-            "session": {"routing_policy": SessionAffinity(margin_turns=2)},
-            "prefix": {"routing_policy": PrefixAffinity(margin_turns=2)},
-            "two-choices": {"routing_policy": PowerOfTwoChoices(seed=self.seed)},
-            "speeds": {"engine_speeds": MeasuredSpeeds()},
-            "lane": {
-                "migration_policy": LongTailLane(min_tokens=8, engines=1, slots=2, check_steps=2)
-            },
-            "even": {"migration_policy": EvenOut(gap_turns=2, check_steps=2)},
-        }
-        return settings[self.placement]
-
-    def staleness_policy(self) -> StalenessPolicy:
-        """Return the policy that admits groups and chooses the next batch."""
-        batch, limit = self.groups_per_batch, self.outstanding_groups_limit
-        match self.policy:
-            case "synchronous":
-                return Synchronous(groups_per_batch=batch)
-            case "one-step":
-                return OneStepOffPolicy(groups_per_batch=batch)
-            case "unbounded":
-                return Unbounded(groups_per_batch=batch, outstanding_groups_limit=3 * batch)
-            case "over-sampling":
-                return OverSampling(groups_per_batch=batch, factor=2.0)
-            case "tail-packing":
-                return TailPacking(groups_per_batch=batch, factor=1.5)
-            case "bounded":
-                window = Window(self.window_groups)
-                return BoundedStaleness(
-                    max_staleness=self.max_staleness,
-                    groups_per_batch=batch,
-                    outstanding_groups_limit=limit,
-                    consumption_order=window if self.order == "window" else self.order,
-                    deadline_policy=self.deadline_policy,
-                    split_rollouts_limit=self.split_rollouts_limit,
-                    batches_per_version=self.batches_per_version,
-                )
-
-    @property
-    def outstanding_groups_max(self) -> int:
-        """Most groups outstanding at once, computed independently of the policy's code."""
-        batch = self.groups_per_batch * self.batches_per_version
-        batches: dict[str, float] = {"synchronous": 1, "one-step": 2, "unbounded": 3}
-        batches |= {"over-sampling": 2, "tail-packing": 1.5}
-        allowed = round(batches.get(self.policy, self.max_staleness + 1) * batch)
-        is_limited = self.policy == "bounded" and self.outstanding_groups_limit is not None
-        return min(allowed, self.outstanding_groups_limit or 1) if is_limited else allowed
-
-    @property
-    def staleness_bound(self) -> int | None:
-        """Largest staleness of a trained token, in versions; None if unbounded.
-
-        The bound is computed independently of the policy's code.
-        """
-        others = {"synchronous": 0, "one-step": 1, "unbounded": None, "over-sampling": None}
-        others["tail-packing"] = 0
-        if self.policy in others:
-            return others[self.policy]
-        if self.order == "window" and self.deadline_policy == "wait":
-            groups_per_version = self.groups_per_batch * self.batches_per_version
-            return self.max_staleness + 1 + (self.window_groups - 2) // groups_per_version
-        return self.max_staleness
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether groups are trained in the order of admission."""
-        if self.policy == "bounded":
-            return self.order == "admission"
-        return self.policy in ("synchronous", "one-step")
-
-
-def draw_rules(plain: ScenarioRules) -> dict[str, object]:
-    """Draw the settings of policies, placement and publishing from the scenario's seed."""
-    chance = random.Random(f"{plain.seed}/policy")
-    others: tuple[PolicyName, ...] = (
-        *("synchronous", "one-step", "unbounded", "over-sampling"),
-        "tail-packing",
-    )
-    policy = chance.choice(others) if chance.random() < 0.2 else "bounded"
-    orders: tuple[OrderName, ...] = ("admission", "completion", "completion", "window")
-    order = chance.choice(orders)
-    deadlines: tuple[DeadlinePolicy, ...] = ("wait", "wait", "mask", "drop")
-    if order == "admission":
-        deadlines = ("wait",)
-    if order == "completion":
-        deadlines += ("split", "split")
-    rules: dict[str, object] = {
-        "policy": policy,
-        "order": order,
-        "window_groups": chance.randint(1, 2 * plain.groups_per_batch + 1),
-        "deadline_policy": chance.choice(deadlines),
-        "filters_groups": plain.group_size > 1 and chance.random() < 0.2,
-        "decide_after": chance.choice((None, 2)),
-        "placement": chance.choice(("plain", "plain", "plain", *get_args(PlacementName))),
-        "engines_per_update_wave": chance.choice((None, None, 1, 2)),
-        "publish_wait": chance.choice(("live", "live", "staged", "none")),
-        "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
-        "split_rollouts_limit": None,  # an adapter's rules replace all of the scenario's
-        "batches_per_version": 1,
-    }
-    if policy == "bounded" and rules["deadline_policy"] == "split":
-        rules["split_rollouts_limit"] = chance.choice((None, 1, plain.group_size))
-    return rules
 
 
 EPISODE_TIMEOUT_MIN_S = 40.0
@@ -383,8 +218,36 @@ def engine_name(number: int) -> str:
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Scenario(ScenarioRules, frozen=True, kw_only=True):
+class Scenario(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    dict=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
     """Complete description of one simulated run, as plain data."""
+
+    # ---- policies
+    seed: int = 0
+    """Seed of all random draws of the run: delays, lengths of answers, scripts of episodes."""
+
+    max_staleness: int = 0
+    group_size: int = 1
+    groups_per_batch: int = 1
+    outstanding_groups_limit: int | None = None
+    policy: PolicyName = "bounded"
+    order: OrderName = "admission"
+    window_groups: Count = 1
+    deadline_policy: DeadlinePolicy = "wait"
+    split_rollouts_limit: int | None = None
+    """Most rollouts of split groups that may run on after a batch; None: no limit."""
+    batches_per_version: Count = 1
+    """Number of batches per version that the policy is told."""
+    filters_groups: bool = False
+    """Whether groups of equal rewards are dropped."""
+    decide_after: int | None = None
+    placement: PlacementName = "plain"
 
     # ---- the run
     engines_per_update_wave: int | None = None
@@ -501,6 +364,85 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     the process dies at any instant and is resumed, at most ``processes - 1`` times."""
     faults: list[Fault] = msgspec.field(default_factory=list)
 
+    def group_filter(self) -> GroupFilter:
+        """Return the filter that decides which groups are trained on."""
+        if self.filters_groups:
+            return DynamicSampling(decide_after=self.decide_after)
+        return GroupFilter()
+
+    def placement_settings(self) -> dict[str, object]:
+        """Return the settings of routing, engine speeds and stragglers for the placement."""
+        settings: dict[PlacementName, dict[str, object]] = {
+            "plain": {},
+            "session": {"routing_policy": SessionAffinity(margin_turns=2)},
+            "prefix": {"routing_policy": PrefixAffinity(margin_turns=2)},
+            "two-choices": {"routing_policy": PowerOfTwoChoices(seed=self.seed)},
+            "speeds": {"engine_speeds": MeasuredSpeeds()},
+            "lane": {
+                "migration_policy": LongTailLane(min_tokens=8, engines=1, slots=2, check_steps=2)
+            },
+            "even": {"migration_policy": EvenOut(gap_turns=2, check_steps=2)},
+        }
+        return settings[self.placement]
+
+    def staleness_policy(self) -> StalenessPolicy:
+        """Return the policy that admits groups and chooses the next batch."""
+        batch, limit = self.groups_per_batch, self.outstanding_groups_limit
+        match self.policy:
+            case "synchronous":
+                return Synchronous(groups_per_batch=batch)
+            case "one-step":
+                return OneStepOffPolicy(groups_per_batch=batch)
+            case "unbounded":
+                return Unbounded(groups_per_batch=batch, outstanding_groups_limit=3 * batch)
+            case "over-sampling":
+                return OverSampling(groups_per_batch=batch, factor=2.0)
+            case "tail-packing":
+                return TailPacking(groups_per_batch=batch, factor=1.5)
+            case "bounded":
+                window = Window(self.window_groups)
+                return BoundedStaleness(
+                    max_staleness=self.max_staleness,
+                    groups_per_batch=batch,
+                    outstanding_groups_limit=limit,
+                    consumption_order=window if self.order == "window" else self.order,
+                    deadline_policy=self.deadline_policy,
+                    split_rollouts_limit=self.split_rollouts_limit,
+                    batches_per_version=self.batches_per_version,
+                )
+
+    @property
+    def outstanding_groups_max(self) -> int:
+        """Most groups outstanding at once, computed independently of the policy's code."""
+        batch = self.groups_per_batch * self.batches_per_version
+        batches: dict[str, float] = {"synchronous": 1, "one-step": 2, "unbounded": 3}
+        batches |= {"over-sampling": 2, "tail-packing": 1.5}
+        allowed = round(batches.get(self.policy, self.max_staleness + 1) * batch)
+        is_limited = self.policy == "bounded" and self.outstanding_groups_limit is not None
+        return min(allowed, self.outstanding_groups_limit or 1) if is_limited else allowed
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """Largest staleness of a trained token, in versions; None if unbounded.
+
+        The bound is computed independently of the policy's code.
+        """
+        others = {"synchronous": 0, "one-step": 1, "unbounded": None, "over-sampling": None}
+        others["tail-packing"] = 0
+        if self.policy in others:
+            return others[self.policy]
+        if self.order == "window" and self.deadline_policy == "wait":
+            groups_per_version = self.groups_per_batch * self.batches_per_version
+            return self.max_staleness + 1 + (self.window_groups - 2) // groups_per_version
+        return self.max_staleness
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether groups are trained in the order of admission."""
+        if self.policy == "bounded":
+            return self.order == "admission"
+        return self.policy in ("synchronous", "one-step")
+
     @cached_property
     def without_prefills(self) -> tuple[str, ...]:
         """Names of the engines that don't report prefills."""
@@ -589,9 +531,9 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
         return script
 
     def _draw_script(self, task: int, index: int) -> Script:
-        script = draw_script(self.work, self.chance("episode", task, index))
-        if not self.work.is_plain:
-            add_habits(script, self.work, self.chance("habits", task, index))
+        script = draw_script(self, self.chance("episode", task, index))
+        if self.forking_episodes + self.scored_turns + self.long_tools + self.parking_turns:
+            add_habits(script, self, self.chance("habits", task, index))
         if self.deadly_turns and script.fate == "returns":
             chance = self.chance("deadly", task, index)
             script.fate = "ends engines" if chance.random() < self.deadly_turns else "returns"
@@ -599,21 +541,6 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
             chance = self.chance("flaky", task, index)
             script.fate = "raises once" if chance.random() < self.flaky_episodes else "returns"
         return script
-
-    @cached_property
-    def work(self) -> Work:
-        """Limits of episodes, and the shares of episodes, turns and tool calls per behavior."""
-        return Work(
-            turns_max=self.turns_max,
-            output_tokens_max=self.output_tokens_max,
-            failing_episodes=self.failing_episodes,
-            giving_up_turns=self.giving_up_turns,
-            forking_episodes=self.forking_episodes,
-            scored_turns=self.scored_turns,
-            long_tools=self.long_tools,
-            parking_turns=self.parking_turns,
-            deadly_turns=self.deadly_turns,
-        )
 
     def to_json(self) -> str:
         """Return the scenario as one line of JSON, without settings equal to their defaults."""
@@ -634,6 +561,40 @@ def read_scenario(text: str) -> Scenario:
         ) from None
     _ = scenario.settings
     return scenario
+
+
+def draw_rules(plain: Scenario) -> dict[str, object]:
+    """Draw the settings of policies, placement and publishing from the scenario's seed."""
+    chance = random.Random(f"{plain.seed}/policy")
+    others: tuple[PolicyName, ...] = (
+        *("synchronous", "one-step", "unbounded", "over-sampling"),
+        "tail-packing",
+    )
+    policy = chance.choice(others) if chance.random() < 0.2 else "bounded"
+    orders: tuple[OrderName, ...] = ("admission", "completion", "completion", "window")
+    order = chance.choice(orders)
+    deadlines: tuple[DeadlinePolicy, ...] = ("wait", "wait", "mask", "drop")
+    if order == "admission":
+        deadlines = ("wait",)
+    if order == "completion":
+        deadlines += ("split", "split")
+    rules: dict[str, object] = {
+        "policy": policy,
+        "order": order,
+        "window_groups": chance.randint(1, 2 * plain.groups_per_batch + 1),
+        "deadline_policy": chance.choice(deadlines),
+        "filters_groups": plain.group_size > 1 and chance.random() < 0.2,
+        "decide_after": chance.choice((None, 2)),
+        "placement": chance.choice(("plain", "plain", "plain", *get_args(PlacementName))),
+        "engines_per_update_wave": chance.choice((None, None, 1, 2)),
+        "publish_wait": chance.choice(("live", "live", "staged", "none")),
+        "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
+        "split_rollouts_limit": None,  # an adapter's rules replace all of the scenario's
+        "batches_per_version": 1,
+    }
+    if policy == "bounded" and rules["deadline_policy"] == "split":
+        rules["split_rollouts_limit"] = chance.choice((None, 1, plain.group_size))
+    return rules
 
 
 def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenario:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.cli.test_cli import status_of
-from tests.simulation.mutations_of_episodes import MUTATIONS
+from tests.simulation.mutations_of_the_wire import MUTATIONS
 from tidegate.errors import ConfigError
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.faults.faults import (
