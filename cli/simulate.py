@@ -3,6 +3,7 @@
 :mod:`tidegate.simulation` runs them, checks the promises after each event, and shrinks failures.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,13 +53,10 @@ def simulate(
     from rich.console import Console
 
     from tidegate.simulation.faults.faults import parse_faults
-    from tidegate.simulation.run.sweep import (
-        SweepSummary,
-        core_count,
-        sweep,
-        sweep_adapters,
-        sweep_crash_restarts,
-    )
+    from tidegate.simulation.run.adapter_runs import simulate_adapters
+    from tidegate.simulation.run.crash_restart import simulate_crash_restarts
+    from tidegate.simulation.run.simulation import simulate as simulate_seed
+    from tidegate.simulation.run.sweep import SweepSummary, core_count, sweep
 
     if not (seeds or crash_restart_runs or adapter_runs or replay):
         raise ConfigError(
@@ -71,7 +69,8 @@ def simulate(
     summary, kinds = SweepSummary(), parse_faults(faults)
     chosen = range(first_seed, first_seed + seeds)
     with Console(stderr=True).status("simulating") as status:
-        for report in sweep(chosen, kinds, workers=workers or core_count()):
+        run_seed = partial(simulate_seed, faults=kinds)
+        for report in sweep(chosen, run_seed, workers=workers or core_count()):
             for line in summary.add(report):
                 echo(line)
             if summary.runs % 10 == 0:
@@ -84,10 +83,11 @@ def simulate(
     survived = True
     if crash_restart_runs:
         chosen = range(first_seed, first_seed + crash_restart_runs)
-        survived &= _print_runs(sweep_crash_restarts(chosen, workers=workers), chosen, "seeds")
+        restarted = sweep(chosen, simulate_crash_restarts, workers=workers)
+        survived &= _print_runs(restarted, chosen, "seeds")
     if adapter_runs:
         chosen = range(first_seed, first_seed + adapter_runs)
-        reports = sweep_adapters(chosen, workers=workers)
+        reports = sweep(chosen, simulate_adapters, workers=workers)
         survived &= _print_runs(reports, chosen, "seeds with adapters")
     if not survived or summary.failures or (faults == "all" and summary.uncovered):
         raise typer.Exit(STATUS_FOUND)

@@ -84,14 +84,3 @@ class CoverageMark(StrEnum):
 
 ADAPTER_MARKS = frozenset(mark for mark in CoverageMark if mark.name.startswith("ADAPTER"))
 """Marks that only runs with trained adapters reach."""
-
-
-class CoverageMarks:
-    """Coverage marks that one run has reached."""
-
-    def __init__(self) -> None:
-        self.seen: set[CoverageMark] = set()
-
-    def record(self, mark: CoverageMark) -> None:
-        """Record that the run has reached this mark."""
-        self.seen.add(mark)

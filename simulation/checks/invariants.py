@@ -12,7 +12,7 @@ from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX, LOSSES_TOTAL_MAX
-from tidegate.simulation.checks.coverage import CoverageMark, CoverageMarks
+from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.ground_truth import GroundTruth
 from tidegate.simulation.checks.model import check_turn
 from tidegate.simulation.faults.scenario import WEIGHTS_TIMEOUT_S, Scenario, Script, ScriptedTurn
@@ -156,7 +156,7 @@ class InvariantChecker:
     """Oracle of one run: :meth:`check_event` is called after every event of the core."""
 
     def __init__(
-        self, scenario: Scenario, ground_truth: GroundTruth, coverage: CoverageMarks
+        self, scenario: Scenario, ground_truth: GroundTruth, coverage: set[CoverageMark]
     ) -> None:
         self._scenario = scenario
         self._ground_truth = ground_truth
@@ -280,7 +280,7 @@ class InvariantChecker:
                     self._evaluation_rollouts.add(rollout.rollout_id)
                 case ev.StopEpisode(rollout=rollout):
                     self.stopped.add(rollout.rollout_id)
-                    self._coverage.record(CoverageMark.STOPPED)
+                    self._coverage.add(CoverageMark.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)
                 case ev.LoseBatch(number=number):
@@ -293,7 +293,7 @@ class InvariantChecker:
             held = [batch.number for batch in core.handed.held]
             assert held == sorted(self._held), f"the trainer holds {self._held}, not {held}"
         if isinstance(event, ev.TurnRequested) and not commands:
-            self._coverage.record(CoverageMark.ALONE)
+            self._coverage.add(CoverageMark.ALONE)
         self._release()
         generated = core.ledger.generated + core.evaluation_ledger.generated
         assert generated == self._tokens_arrived, f"{generated} != {self._tokens_arrived} tokens"
@@ -319,7 +319,7 @@ class InvariantChecker:
                 self._epochs[engine] = epoch
                 self._serve(engine, version)
                 if engine in self._departed:
-                    self._coverage.record(CoverageMark.CAME_BACK)
+                    self._coverage.add(CoverageMark.CAME_BACK)
             case ev.EngineSwapped(engine=engine, version=version):
                 assert version <= self._published, f"{engine} serves v{version}, not published"
                 if engine in self._serving:  # otherwise the engine was given up meanwhile
@@ -331,7 +331,7 @@ class InvariantChecker:
                 self._draining.add(engine)
                 has_turns = bool(self._placed.get(engine))
                 mark = CoverageMark.DRAINED_AT_WORK if has_turns else CoverageMark.DRAINED
-                self._coverage.record(mark)
+                self._coverage.add(mark)
             case ev.EngineLeft(engine=engine, is_crash=is_crash):
                 self._lose(engine, is_crash=is_crash)
                 if engine in self._draining:
@@ -367,7 +367,7 @@ class InvariantChecker:
                     self._held.remove(number)  # nothing is left to train on
                     self._named += 1
             case ev.BatchReturned(number=number):
-                self._coverage.record(CoverageMark.BATCH_RETURNED)
+                self._coverage.add(CoverageMark.BATCH_RETURNED)
                 self._take_back(number)
             case ev.EpisodeReturned() | ev.EpisodeFailed():
                 self._running_rollouts.pop(event.rollout_id, None)
@@ -402,7 +402,7 @@ class InvariantChecker:
         if losses < CONSECUTIVE_LOSSES_MAX:
             return
         self._refused_rollouts.add(turn.rollout.root.rollout_id)
-        self._coverage.record(CoverageMark.TURN_ENDED_ENGINES)
+        self._coverage.add(CoverageMark.TURN_ENDED_ENGINES)
 
     def _count_step(self, step: ev.StepArrived) -> None:
         self._ground_truth.arrived(step)
@@ -463,7 +463,7 @@ class InvariantChecker:
 
     def _lose_batch(self, number: int) -> None:
         """Record that the trainer must not train on a held batch any more."""
-        self._coverage.record(CoverageMark.BATCH_LOST)
+        self._coverage.add(CoverageMark.BATCH_LOST)
         assert number in self._held, f"batch {number} is lost, but the trainer holds {self._held}"
         self._lost.add(number)
         batch = self._handed[number]
@@ -493,7 +493,7 @@ class InvariantChecker:
     # ------------------------------------------------------------ rollouts end
 
     def _check_retry(self, rollout: Rollout) -> None:
-        self._coverage.record(CoverageMark.BEGUN_AGAIN)
+        self._coverage.add(CoverageMark.BEGUN_AGAIN)
         assert rollout.retries <= self._scenario.retries_max, (
             f"rollout {rollout.rollout_id} begins again for the {rollout.retries}th time"
         )
@@ -508,7 +508,7 @@ class InvariantChecker:
         expected = self._scenario.script(task, rollout.index).failure
         is_refused = rollout.root.rollout_id in self._refused_rollouts
         if is_refused and expected is None:
-            self._coverage.record(CoverageMark.INNOCENT_REFUSED)
+            self._coverage.add(CoverageMark.INNOCENT_REFUSED)
             self._excused_tasks.add(task)
         elif reason in ("episode_error", "episode_timeout", "turn_refused", "no_engine"):
             # An episode whose turn was refused for lost engines may not reach its scripted end.
@@ -526,14 +526,14 @@ class InvariantChecker:
                 f"each version was made from its batches"
             )
         if reason == "stale":
-            self._coverage.record(CoverageMark.STALE)
+            self._coverage.add(CoverageMark.STALE)
         if rollout.group_id in self._lost_groups:
             return
         self._discarded[rollout.group_id] += 1
         if self._discarded[rollout.group_id] == self._scenario.group_size:
             self._dropped_groups += 1
             is_filtered = reason == "zero_variance"
-            self._coverage.record(CoverageMark.FILTERED if is_filtered else CoverageMark.DROPPED)
+            self._coverage.add(CoverageMark.FILTERED if is_filtered else CoverageMark.DROPPED)
             if reason not in ADMITTED_AGAIN:
                 self.dropped[task] += 1
 
@@ -592,7 +592,7 @@ class InvariantChecker:
         scenario, chosen = self._scenario, {group.group_id for group in groups}
         newest = max(chosen)
         if any(group_id < newest for group_id in self._running_rollouts.values()):
-            self._coverage.record(CoverageMark.OVERTAKEN)
+            self._coverage.add(CoverageMark.OVERTAKEN)
         is_window = scenario.policy == "bounded" and scenario.order == "window"
         if not is_window and not scenario.is_in_order:
             return
@@ -611,7 +611,7 @@ class InvariantChecker:
         roots = [rollout for rollout in group.rollouts if rollout.branch_of is None]
         is_whole = len(roots) == self._scenario.group_size
         if group.is_split_remainder:
-            self._coverage.record(CoverageMark.SPLIT)
+            self._coverage.add(CoverageMark.SPLIT)
         if self._scenario.filters_groups and is_whole:
             assert len({rollout.reward for rollout in group.kept}) > 1, "all rewards are equal"
         self.trained[task] += not group.is_split_remainder
@@ -628,13 +628,13 @@ class InvariantChecker:
         else:  # by the policy's doing
             assert script.failure == "episode_timeout", f"trained after {script.failure}"
             assert rollout.reward == self._scenario.failure_reward is not None
-            self._coverage.record(CoverageMark.FAILURE_REWARDED)
+            self._coverage.add(CoverageMark.FAILURE_REWARDED)
         scripted = script.turns
         if (forked := rollout.branch_of) is not None:
             scripted = script.branch
             _check_beginning(rollout, forked, script)
         if rollout.oldest_version != rollout.newest_version:
-            self._coverage.record(CoverageMark.MIXED)
+            self._coverage.add(CoverageMark.MIXED)
         self._check_finish_reasons(rollout, scripted)
         for turn in rollout.turns:
             self._check_turn(turn, oldest_trainable, version)
@@ -654,10 +654,10 @@ class InvariantChecker:
         without_prefills = self._scenario.without_prefills
         check_turn(turn, self._ground_truth.content_of, without_prefills=without_prefills)
         if any(span.kv is None for span in turn.spans()):
-            self._coverage.record(CoverageMark.KV_UNKNOWN)
+            self._coverage.add(CoverageMark.KV_UNKNOWN)
         spans = [span for span in turn.spans() if span.version >= oldest_trainable]
         if len(spans) < len(turn.spans()):
-            self._coverage.record(CoverageMark.MASKED)
+            self._coverage.add(CoverageMark.MASKED)
         if not spans:
             return  # the turn was given up before its first token, or all its tokens are masked
         staleness = version - min(span.version for span in spans)
@@ -667,11 +667,11 @@ class InvariantChecker:
         )
         self.oldest_staleness = max(self.oldest_staleness, staleness)
         if bound and staleness == bound:
-            self._coverage.record(CoverageMark.OLDEST)
+            self._coverage.add(CoverageMark.OLDEST)
         if len({span.engine for span in spans}) > 1:
-            self._coverage.record(CoverageMark.MOVED)
+            self._coverage.add(CoverageMark.MOVED)
         if any(span.kv and span.kv.oldest != span.kv.newest for span in spans):
-            self._coverage.record(CoverageMark.MIXED_KV)
+            self._coverage.add(CoverageMark.MIXED_KV)
 
     # ------------------------------------------------------------ the end
 

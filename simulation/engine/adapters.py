@@ -130,10 +130,10 @@ class SimulatedAdapters:
                 continue
             is_new = self.versions.request(key)
             if is_new is None:
-                self._context.coverage.record(CoverageMark.ADAPTERS_IN_USE)
+                self._context.coverage.add(CoverageMark.ADAPTERS_IN_USE)
                 return
             if is_new:
-                self._context.coverage.record(CoverageMark.ADAPTER_NEEDED)
+                self._context.coverage.add(CoverageMark.ADAPTER_NEEDED)
                 self._replies.append(AdapterNeeded(name=key[0], version=key[1]))
 
     def _weights(self, key: tuple[str, int]) -> TurnWeights:

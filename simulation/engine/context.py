@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tidegate.simulation.checks.coverage import CoverageMarks
+from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.ground_truth import GroundTruth
 from tidegate.simulation.checks.model import TORN_WEIGHTS, HashModel, TurnModel
 from tidegate.simulation.engine.wire import FrameLog, SimulatedRouter
@@ -91,7 +91,8 @@ class SimulationContext:
     loop: asyncio.AbstractEventLoop
     frame_log: FrameLog
     ground_truth: GroundTruth = field(default_factory=GroundTruth)
-    coverage: CoverageMarks = field(default_factory=CoverageMarks)
+    coverage: set[CoverageMark] = field(default_factory=set)
+    """Coverage marks that the run has reached."""
     buffer: WeightBuffer = field(default_factory=WeightBuffer)
     model: TurnModel = field(default_factory=HashModel)
     router: SimulatedRouter = field(init=False)

@@ -166,7 +166,7 @@ class SimulatedEngine:
     def hang(self) -> None:
         """Do nothing until :meth:`wake`."""
         if self.turns.running:
-            self._coverage.record(CoverageMark.HUNG)
+            self._coverage.add(CoverageMark.HUNG)
         self._is_hung = True
 
     def wake(self) -> None:
@@ -286,7 +286,7 @@ class SimulatedEngine:
         self._heard_at_s = self._loop.time()
         self._window.set_credit(welcome.credit_steps)
         for frame in self._window.unacknowledged():
-            self._coverage.record(CoverageMark.REPLAYED)
+            self._coverage.add(CoverageMark.REPLAYED)
             self._link.send(frame)
 
     def _handle_complaint(self, why: str) -> None:
@@ -331,7 +331,7 @@ class SimulatedEngine:
     def _begin_step(self) -> None:
         if not self._window.is_open:
             if self.turns.running:
-                self._coverage.record(CoverageMark.NO_CREDIT)
+                self._coverage.add(CoverageMark.NO_CREDIT)
             return
         if not (self.turns.running or self.turns.waiting):
             return
@@ -359,7 +359,7 @@ class SimulatedEngine:
         """Send the messages of one decode step, one per weight version."""
         self.adapters.release_ended()
         if len(messages) > 1:
-            self._coverage.record(CoverageMark.ADAPTERS_MIXED)
+            self._coverage.add(CoverageMark.ADAPTERS_MIXED)
         for number, rows in enumerate(messages):
             seq = self._window.next_seq()
             started_us, ended_us = round(started_s * 1e6), round(self._loop.time() * 1e6)
@@ -638,7 +638,7 @@ class EngineHost:
         """Inject one fault now, if the engine is in a state that the fault applies to."""
         if self.engine is None:
             if fault.kind is FaultKind.LATE:
-                self._context.coverage.record(CoverageMark.LATE)
+                self._context.coverage.add(CoverageMark.LATE)
                 self._restart()
         elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.GARBLE):
             self._inject_wire_fault(fault)
@@ -662,11 +662,11 @@ class EngineHost:
                 engine.hang()
                 self._loop.call_later(fault.lasts_s, engine.wake)
             case FaultKind.SLOW:
-                self._context.coverage.record(CoverageMark.SLOWED)
+                self._context.coverage.add(CoverageMark.SLOWED)
                 engine.slowness = SLOWNESS
                 self._loop.call_later(fault.lasts_s, setattr, engine, "slowness", 1.0)
             case FaultKind.LEAVE:
-                self._context.coverage.record(CoverageMark.LEFT)
+                self._context.coverage.add(CoverageMark.LEFT)
                 engine.end("asked to leave")
             case FaultKind.DRAIN:
                 self._on_drain(self.name, fault.lasts_s)
@@ -685,7 +685,7 @@ class EngineHost:
         """
         if self.engine is None or not self.engine.is_alive:
             return
-        self._context.coverage.record(CoverageMark.CRASHED)
+        self._context.coverage.add(CoverageMark.CRASHED)
         self.engine.kill(is_clean=is_clean)
         if is_noticed:
             self._loop.call_later(NOTICE_S, self._on_exit, self.name, "crashed")

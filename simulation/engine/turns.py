@@ -208,7 +208,7 @@ class SimulatedTurns:
     def abort_running(self) -> None:
         """End every running turn with ``abort``, to be continued on any engine."""
         if self.running:
-            self._coverage.record(CoverageMark.ABORTED)
+            self._coverage.add(CoverageMark.ABORTED)
         for turn in self.running:
             self._end(turn, ABORT)
         self.running.clear()
@@ -240,7 +240,7 @@ class SimulatedTurns:
                 continue
             is_running = turn in self.running
             if is_running and swap.pause_mode == "abort":
-                self._coverage.record(CoverageMark.ABORTED)
+                self._coverage.add(CoverageMark.ABORTED)
                 self.running.remove(turn)
                 self._end(turn, ABORT)
             elif not (is_running and swap.pause_mode == "wait"):
@@ -367,10 +367,10 @@ class SimulatedTurns:
             turn = self.running.pop()
             needed -= self._blocks_needed(turn)
             if self._spec.hands_turns_back:
-                self._coverage.record(CoverageMark.HANDED_BACK)
+                self._coverage.add(CoverageMark.HANDED_BACK)
                 self._end(turn, ABORT)
                 continue
-            self._coverage.record(CoverageMark.PREEMPTED)
+            self._coverage.add(CoverageMark.PREEMPTED)
             turn.context.drop_kv()
             turn.is_prefilling = True
             insort(self.waiting, turn, key=_rank)

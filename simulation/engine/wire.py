@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from tidegate.errors import BadFrame
-from tidegate.simulation.checks.coverage import CoverageMark, CoverageMarks
+from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.transport.messages import (
     Message,
     Step,
@@ -179,14 +179,14 @@ class SimulatedLink:
             latency_s=latency_s,
             chance=chance,
             deliver=self._at_router,
-            on_loss=partial(self._coverage.record, CoverageMark.LOST_TO_ORCHESTRATOR),
+            on_loss=partial(self._coverage.add, CoverageMark.LOST_TO_ORCHESTRATOR),
         )
         self._down = _Direction(
             router.loop,
             latency_s=latency_s,
             chance=chance,
             deliver=self._at_engine,
-            on_loss=partial(self._coverage.record, CoverageMark.LOST_TO_ENGINE),
+            on_loss=partial(self._coverage.add, CoverageMark.LOST_TO_ENGINE),
         )
         self._unsent: list[bytes] = []
         self._cuts = 0
@@ -222,7 +222,7 @@ class SimulatedLink:
             return
         if self._frames_to_garble:
             self._frames_to_garble -= 1
-            self._coverage.record(CoverageMark.GARBLED)
+            self._coverage.add(CoverageMark.GARBLED)
             frame = _garbled(frame)
         self._up.carry(frame)
 
@@ -245,7 +245,7 @@ class SimulatedLink:
     def cut(self, lasts_s: float) -> None:
         """Break the connection, and restore it after ``lasts_s`` seconds."""
         if self._receive is not None:
-            self._coverage.record(CoverageMark.CUT)
+            self._coverage.add(CoverageMark.CUT)
         self._up.lose_tail()
         self._down.lose_tail()
         self._is_cut = True
@@ -268,7 +268,7 @@ class SimulatedLink:
         for direction in directions:
             direction.stall(lasts_s)
         if self.is_up:
-            self._coverage.record(CoverageMark.STALLED)
+            self._coverage.add(CoverageMark.STALLED)
 
     def garble(self, frames: int) -> None:
         """Damage the next frames that the engine sends."""
@@ -298,7 +298,7 @@ class SimulatedRouter:
     """Stand-in for the orchestrator's ROUTER socket, with one :class:`SimulatedLink` per engine."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, frame_log: FrameLog, coverage: CoverageMarks
+        self, loop: asyncio.AbstractEventLoop, frame_log: FrameLog, coverage: set[CoverageMark]
     ) -> None:
         self.address = "simulated"
         self.loop = loop

@@ -303,7 +303,7 @@ class SimulatedAdapterTrainer:
         if known is None:
             await scheduler.train_adapter(self.name, self.scenario.settings.rules())
         else:
-            self._context.coverage.record(CoverageMark.ADAPTER_RESUMED)
+            self._context.coverage.add(CoverageMark.ADAPTER_RESUMED)
         await self._publish(scheduler)
         tasks = range(self.scenario.tasks)
         offered = AsyncTasks(tasks) if self.scenario.are_tasks_async else tasks
@@ -342,7 +342,7 @@ class SimulatedAdapterTrainer:
         self.activity = "training"
         pauses = self._chance.random() < self.scenario.pausing
         if pauses:
-            self._context.coverage.record(CoverageMark.ADAPTER_HALTED)
+            self._context.coverage.add(CoverageMark.ADAPTER_HALTED)
             scheduler.halt_adapter(self.name, True)
         await asyncio.sleep(self.scenario.train_s)
         if pauses:
@@ -373,7 +373,7 @@ class SimulatedAdapterTrainer:
             except EngineLagging:
                 pass
             except TimeoutError:
-                self._context.coverage.record(CoverageMark.CANCELLED_PUBLISH)
+                self._context.coverage.add(CoverageMark.CANCELLED_PUBLISH)
             else:
                 return
         raise AssertionError(f"{PUBLISH_TRIES_MAX} publishes of {self.name} failed in a row")
@@ -565,7 +565,7 @@ class AdapterRun(RunOfProcesses):
             await asyncio.sleep(chance.expovariate(2.0))
             if chance.random() < self.scenario.pausing:
                 mode: PauseMode = chance.choice(("abort", "keep", "wait"))
-                self._context.coverage.record(CoverageMark.PAUSED)
+                self._context.coverage.add(CoverageMark.PAUSED)
                 await scheduler.control.pause(mode)
                 await asyncio.sleep(0.1)
                 await scheduler.control.pause(None)

@@ -84,7 +84,7 @@ class SimulatedEpisodes:
         self, episode: Episode, turns: list[ScriptedTurn], variation: random.Random | None
     ) -> "asyncio.Task[None]":
         """Fork the episode here, and start a task that plays the branch's turns."""
-        self._coverage.record(CoverageMark.FORKED)
+        self._coverage.add(CoverageMark.FORKED)
         row = episode.fork()
         self._expected_tokens[row] = episode.token_ids
 
@@ -117,7 +117,7 @@ class SimulatedEpisodes:
                 generated = await row.generate(max_tokens=max_tokens)
             self._expected_tokens[row] += generated.token_ids
         except TimeoutError:
-            self._coverage.record(CoverageMark.TURN_GIVEN_UP)
+            self._coverage.add(CoverageMark.TURN_GIVEN_UP)
             self._expected_tokens[row] = row.token_ids  # whatever was sampled until then stays
         if turn.is_scored:
             await self._score_context(row, timeout_s)
@@ -155,9 +155,9 @@ class SimulatedEpisodes:
             async with asyncio.timeout(timeout_s):
                 (score,) = await row.score([tokens], start=len(tokens) // 2)
         except (TimeoutError, EngineLost):
-            self._coverage.record(CoverageMark.SCORE_MISSED)
+            self._coverage.add(CoverageMark.SCORE_MISSED)
             return
-        self._coverage.record(CoverageMark.SCORED)
+        self._coverage.add(CoverageMark.SCORED)
         assert score.version >= live, f"scored by v{score.version} when v{live} was live everywhere"
         content = self._context.ground_truth.content_of(score.version)
         expected = self._context.model.logprobs(array("i", tokens), score.start, content=content)
@@ -170,15 +170,15 @@ class SimulatedEpisodes:
         began_s = loop.time()
         await row.park()
         if loop.time() > began_s:
-            self._coverage.record(CoverageMark.PARKED)
+            self._coverage.add(CoverageMark.PARKED)
 
     async def _end_as_scripted(self, episode: Episode, fate: str) -> None:
         match fate:
             case "hangs":
-                self._coverage.record(CoverageMark.HUNG_EPISODE)
+                self._coverage.add(CoverageMark.HUNG_EPISODE)
                 await asyncio.get_running_loop().create_future()
             case "asks too much":
-                self._coverage.record(CoverageMark.TURN_REFUSED)
+                self._coverage.add(CoverageMark.TURN_REFUSED)
                 with contextlib.suppress(TurnRefused):
                     episode.append(TOO_LONG)
                 await episode.generate(max_tokens=4, temperature=2 * TEMPERATURE_MAX)
@@ -186,8 +186,8 @@ class SimulatedEpisodes:
                 episode.append([DEADLY_TOKEN])
                 await episode.generate(max_tokens=4)
             case "raises once" if not episode.retries:
-                self._coverage.record(CoverageMark.RAISED)
+                self._coverage.add(CoverageMark.RAISED)
                 raise InfrastructureFailed("meant to fail once")
             case "raises":
-                self._coverage.record(CoverageMark.RAISED)
+                self._coverage.add(CoverageMark.RAISED)
                 raise ValueError("meant to fail")

@@ -11,7 +11,7 @@ import logging
 import re
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,46 +107,6 @@ def empty_model_files() -> ModelFiles:
     return ModelFiles(Path("simulated"), tokenizer, (STOP_TOKEN,))
 
 
-def _engine_hosts(
-    scenario: Scenario,
-    context: SimulationContext,
-    on_exit: Callable[[str, str], None],
-    on_drain: Callable[[str, float], None],
-) -> list[EngineHost]:
-    """Make the scenario's engines with their planned faults, without starting them."""
-    spec = SimulatedEngineSpec(
-        step_s=scenario.step_s,
-        staging_s=scenario.staging_s,
-        max_running_turns=scenario.max_running_turns,
-        chunk_tokens=scenario.chunk_tokens,
-        tokens_per_step=scenario.tokens_per_step,
-        blocks=scenario.blocks,
-        block_tokens=BLOCK_TOKENS,
-        hands_turns_back=scenario.hands_turns_back,
-        adapters_max=scenario.adapters_max if scenario.adapters else 0,
-    )
-    without_prefills = replace(spec, reports_prefills=False)
-    hosts = [
-        EngineHost(
-            name,
-            spec if name not in scenario.without_prefills else without_prefills,
-            context=context,
-            latency_s=scenario.latency_s,
-            chance=scenario.chance("engine", number),
-            on_exit=on_exit,
-            on_drain=on_drain,
-        )
-        for number, name in enumerate(map(engine_name, range(scenario.engines)))
-    ]
-    for fault in scenario.faults:
-        if fault.engine < len(hosts):
-            hosts[fault.engine].plan(fault)
-    for number, host in enumerate(hosts):
-        kinds = {fault.kind for fault in scenario.faults if fault.engine == number}
-        host.must_end_idle = kinds == {FaultKind.DRAIN} and not scenario.deadly_turns
-    return hosts
-
-
 class SimulatedCluster(ABC):
     """Clock, wire and engines of one scenario; a kind of run adds orchestrators and trainers."""
 
@@ -158,11 +118,46 @@ class SimulatedCluster(ABC):
         self._time = VirtualTime(tick_s=tick_s)
         self._loop = self._time.loop
         self._context = SimulationContext(self._loop, FrameLog())
-        self._hosts = _engine_hosts(scenario, self._context, self._engine_ended, self._drain)
+        self._hosts = self._make_hosts()
         self._failed: asyncio.Future[None] = self._loop.create_future()
         """Future that gets the first error of the run, wherever it was raised."""
         self._scheduler: Scheduler | None = None
         """Scheduler of the orchestrator that runs now."""
+
+    def _make_hosts(self) -> list[EngineHost]:
+        """Make the scenario's engines with their planned faults, without starting them."""
+        scenario = self._scenario
+        spec = SimulatedEngineSpec(
+            step_s=scenario.step_s,
+            staging_s=scenario.staging_s,
+            max_running_turns=scenario.max_running_turns,
+            chunk_tokens=scenario.chunk_tokens,
+            tokens_per_step=scenario.tokens_per_step,
+            blocks=scenario.blocks,
+            block_tokens=BLOCK_TOKENS,
+            hands_turns_back=scenario.hands_turns_back,
+            adapters_max=scenario.adapters_max if scenario.adapters else 0,
+        )
+        without_prefills = replace(spec, reports_prefills=False)
+        hosts = [
+            EngineHost(
+                name,
+                spec if name not in scenario.without_prefills else without_prefills,
+                context=self._context,
+                latency_s=scenario.latency_s,
+                chance=scenario.chance("engine", number),
+                on_exit=self._engine_ended,
+                on_drain=self._drain,
+            )
+            for number, name in enumerate(map(engine_name, range(scenario.engines)))
+        ]
+        for fault in scenario.faults:
+            if fault.engine < len(hosts):
+                hosts[fault.engine].plan(fault)
+        for number, host in enumerate(hosts):
+            kinds = {fault.kind for fault in scenario.faults if fault.engine == number}
+            host.must_end_idle = kinds == {FaultKind.DRAIN} and not scenario.deadly_turns
+        return hosts
 
     def _engine_ended(self, engine: str, why: str) -> None:
         if self._scheduler is not None:
@@ -189,7 +184,7 @@ class SimulatedCluster(ABC):
             finally:
                 self._time.close()
         report.virtual_s = self._loop.time()
-        report.coverage = frozenset(self._context.coverage.seen)
+        report.coverage = frozenset(self._context.coverage)
         if results := self._results():
             frame_log.record_fact(results)
         report.digest = frame_log.hexdigest()

@@ -20,15 +20,10 @@ import msgspec
 
 from tidegate.errors import ConfigError
 from tidegate.simulation.checks.coverage import ADAPTER_MARKS, CoverageMark
-from tidegate.simulation.faults.faults import FaultKind
 from tidegate.simulation.faults.scenario import Scenario, read_scenario
-from tidegate.simulation.run.adapter_runs import AdapterRunReport, run_adapters, simulate_adapters
-from tidegate.simulation.run.crash_restart import (
-    CrashRestartReport,
-    run_crash_restarts,
-    simulate_crash_restarts,
-)
-from tidegate.simulation.run.simulation import SimulationReport, run_scenario, simulate
+from tidegate.simulation.run.adapter_runs import AdapterRunReport, run_adapters
+from tidegate.simulation.run.crash_restart import CrashRestartReport, run_crash_restarts
+from tidegate.simulation.run.simulation import SimulationReport, run_scenario
 
 CHUNK_SEEDS = 20
 """Seeds per task of a worker process: about a second of work, so all processes end together."""
@@ -56,23 +51,8 @@ SHRUNK_KINDS_MAX = 3
 AnyReport = TypeVar("AnyReport")
 
 
-def sweep(seeds: range, kinds: frozenset[FaultKind], *, workers: int) -> Iterator[SimulationReport]:
+def sweep(seeds: range, run: Callable[[int], AnyReport], *, workers: int) -> Iterator[AnyReport]:
     """Run all seeds on ``workers`` processes, and yield their reports in order."""
-    return _sweep(seeds, partial(simulate, faults=kinds), workers)
-
-
-def sweep_crash_restarts(seeds: range, *, workers: int) -> Iterator[CrashRestartReport]:
-    """Run all seeds as crash-restart runs on ``workers`` processes, and yield their reports."""
-    return _sweep(seeds, simulate_crash_restarts, workers)
-
-
-def sweep_adapters(seeds: range, *, workers: int) -> Iterator[AdapterRunReport]:
-    """Run all seeds as runs that train adapters on ``workers`` processes, and yield their
-    reports."""
-    return _sweep(seeds, simulate_adapters, workers)
-
-
-def _sweep(seeds: range, run: Callable[[int], AnyReport], workers: int) -> Iterator[AnyReport]:
     if workers == 1 or len(seeds) <= CHUNK_SEEDS:
         yield from map(run, seeds)
         return

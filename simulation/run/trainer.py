@@ -170,7 +170,7 @@ class SimulatedTrainer:
             self._offer(scheduler)
             lookahead = None
             if scenario.look_ahead:
-                self._context.coverage.record(CoverageMark.LOOKED_AHEAD)
+                self._context.coverage.add(CoverageMark.LOOKED_AHEAD)
                 lookahead = background.create_task(self._look_ahead(scheduler), name="look-ahead")
             while await self._has_more(outcome := await self._next_outcome(scheduler), scheduler):
                 if outcome is _BatchOutcome.BATCH:
@@ -181,7 +181,7 @@ class SimulatedTrainer:
                     await self._publish_and_evaluate(scheduler, background)
                 self._may_request.set()
                 if self._batches == scenario.batches_per_offer:
-                    self._context.coverage.record(CoverageMark.OFFERED_AGAIN)
+                    self._context.coverage.add(CoverageMark.OFFERED_AGAIN)
                     self._batches = 0
                     self._offer(scheduler)
             if lookahead is not None:
@@ -210,7 +210,7 @@ class SimulatedTrainer:
             return True
         if len(self.taken_tasks) == self._scenario.tasks:
             return False
-        self._context.coverage.record(CoverageMark.SHORT_BATCH)
+        self._context.coverage.add(CoverageMark.SHORT_BATCH)
         self._sync_tasks = iter(self._remaining_tasks())
         self._offer(scheduler)
         return True
@@ -264,7 +264,7 @@ class SimulatedTrainer:
         if second[0] is not _BatchOutcome.BATCH:
             self._postponed.append(second)
             return first
-        self._context.coverage.record(CoverageMark.OUT_OF_ORDER)
+        self._context.coverage.add(CoverageMark.OUT_OF_ORDER)
         self._postponed.append(first)
         return second
 
@@ -287,7 +287,7 @@ class SimulatedTrainer:
             self._is_asleep = self._chance.random() < SLEEP_SHARE
             self.activity = "pausing engines or putting them to sleep"
             if self._is_asleep:
-                self._context.coverage.record(CoverageMark.SLEPT)
+                self._context.coverage.add(CoverageMark.SLEPT)
                 tags = self._chance.choice((MEMORY_TAGS, MEMORY_TAGS, MEMORY_TAGS[:1]))
                 level: SleepLevel = self._chance.choice((1, 2))
                 try:
@@ -297,7 +297,7 @@ class SimulatedTrainer:
                         raise
                     await scheduler.control.sleep(1, tags, mode)
             else:
-                self._context.coverage.record(CoverageMark.PAUSED)
+                self._context.coverage.add(CoverageMark.PAUSED)
                 await scheduler.control.pause(mode)
         self.activity = "training"
         await asyncio.sleep(self._scenario.train_s)
@@ -337,17 +337,17 @@ class SimulatedTrainer:
                         scheduler, self._scenario.batch_poll_delay_s, self._batch_poll_chance
                     )
             except PublishNeeded:
-                self._context.coverage.record(CoverageMark.PUBLISH_NEEDED)
+                self._context.coverage.add(CoverageMark.PUBLISH_NEEDED)
                 return _BatchOutcome.PUBLISH_FIRST
             except TimeoutError:
-                self._context.coverage.record(CoverageMark.STOPPED_WAITING)
+                self._context.coverage.add(CoverageMark.STOPPED_WAITING)
                 timeouts += 1
                 if timeout_s is not None and timeouts > QUICK_REQUESTS:
                     timeout_s *= 2
                 continue
             except (EngineLagging, WeightsRefused, PublishDropped) as error:
                 check_refusal(str(error))
-                self._context.coverage.record(CoverageMark.FAILED_LATER)
+                self._context.coverage.add(CoverageMark.FAILED_LATER)
                 continue
             if batch is None:
                 self._exhausted_iterators = self._offered_iterators
@@ -364,7 +364,7 @@ class SimulatedTrainer:
         rows = range(sum(len(group.kept) for group in batch.groups))
         chance, share = self._discard_chance, self._scenario.discarded_rows
         if share and (discarded := [row for row in rows if chance.random() < share]):
-            self._context.coverage.record(CoverageMark.ROWS_DISCARDED)
+            self._context.coverage.add(CoverageMark.ROWS_DISCARDED)
             reason = chance.choice(DISCARD_REASONS)
             await discarded_rows(batch.number, discarded, reason).report(scheduler.trainer)
 
@@ -376,10 +376,10 @@ class SimulatedTrainer:
         await self._publish(scheduler)
         chance, scenario, coverage = self._chance, self._scenario, self._context.coverage
         if chance.random() < scenario.publishing_twice:
-            coverage.record(CoverageMark.PUBLISHED_TWICE)
+            coverage.add(CoverageMark.PUBLISHED_TWICE)
             await self._publish(scheduler)
         if chance.random() < scenario.publishing_partly:
-            coverage.record(CoverageMark.PUBLISHED_PARTLY)
+            coverage.add(CoverageMark.PUBLISHED_PARTLY)
             await self._publish(scheduler, is_part=True)
         if chance.random() < scenario.rolling_back and not self._is_asleep:
             await self._roll_back(scheduler)
@@ -387,7 +387,7 @@ class SimulatedTrainer:
         if not self._scenario.evaluation_tasks:
             return
         if self._scenario.evaluates_beside:
-            self._context.coverage.record(CoverageMark.EVALUATED_BESIDE)
+            self._context.coverage.add(CoverageMark.EVALUATED_BESIDE)
             background.create_task(self._evaluate(scheduler), name="evaluation")
         else:
             self.activity = "evaluating"
@@ -402,7 +402,7 @@ class SimulatedTrainer:
                 while not await self._try_to_publish(scheduler, is_part=is_part):
                     pass
         except TimeoutError:
-            self._context.coverage.record(CoverageMark.CANCELLED_PUBLISH)
+            self._context.coverage.add(CoverageMark.CANCELLED_PUBLISH)
 
     async def _try_to_publish(
         self, scheduler: Scheduler, *, is_part: bool = False, first_bad: int | None = None
@@ -421,12 +421,12 @@ class SimulatedTrainer:
             self._has_lost = True
             return False
         except EngineLagging:
-            coverage.record(CoverageMark.LAGGED)
+            coverage.add(CoverageMark.LAGGED)
         except WeightsRefused as error:
             check_refusal(str(error))
-            coverage.record(CoverageMark.REFUSED)
+            coverage.add(CoverageMark.REFUSED)
         except PublishDropped:
-            coverage.record(CoverageMark.FAILED_LATER)
+            coverage.add(CoverageMark.FAILED_LATER)
         else:
             return True
         return first_bad is None
@@ -437,7 +437,7 @@ class SimulatedTrainer:
         first_bad = scheduler.core.trainer_version
         if not first_bad:
             return
-        self._context.coverage.record(CoverageMark.ROLLED_BACK)
+        self._context.coverage.add(CoverageMark.ROLLED_BACK)
         self.activity = "about to notice that its weights are bad"
         await asyncio.sleep(ROLLBACK_DELAY_MAX_S * self._chance.random())
         for _ in range(ROLLBACK_TRIES_MAX):
@@ -481,7 +481,7 @@ class SimulatedTrainer:
             buffer.forget()  # the next publish is a whole one
             change = replace_some
         elif base_version is not None and buffer.is_patch(update):
-            self._context.coverage.record(CoverageMark.PATCHED)
+            self._context.coverage.add(CoverageMark.PATCHED)
             change = partial(patch_elements, base_version)
         is_rollback = first_bad is not None
         wait: PublishWait = "live" if is_rollback else self._scenario.publish_wait
@@ -504,7 +504,7 @@ class SimulatedTrainer:
                 versions = {run.version for turn in turns for run in turn.runs}
                 assert versions <= {version}, f"pinned to v{version}, sampled by {versions}"
                 if versions:
-                    self._context.coverage.record(CoverageMark.EVALUATED_PINNED)
+                    self._context.coverage.add(CoverageMark.EVALUATED_PINNED)
             self._context.frame_log.record_fact((rollout.reward, rollout.token_ids.tobytes()))
 
     # ------------------------------------------------------------ tasks

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -115,10 +116,10 @@ def test_a_scenario_read_back_from_json_gives_the_same_run() -> None:
 def test_a_sweep_on_many_processes_reports_the_same_as_on_one() -> None:
     """In a process of their own: a pool's tracker ends only with the process that used the pool."""
     program = (
-        "from tidegate.simulation.faults.faults import ALL_FAULTS\n"
+        "from tidegate.simulation.run.simulation import simulate\n"
         "from tidegate.simulation.run.sweep import sweep\n"
         "if __name__ == '__main__':\n"
-        "    runs = (sweep(range(40, 65), ALL_FAULTS, workers=w) for w in (1, 2))\n"
+        "    runs = (sweep(range(40, 65), simulate, workers=w) for w in (1, 2))\n"
         "    one, two = map(list, runs)\n"
         "    assert one == two\n"
     )
@@ -247,7 +248,8 @@ def test_shrinking_drops_faults_of_removed_engines() -> None:
 
 def test_a_sweep_counts_the_coverage_marks_of_its_runs() -> None:
     summary = SweepSummary()
-    for report in sweep(range(30), frozenset({FaultKind.CRASH}), workers=1):
+    crashes = partial(simulate, faults=frozenset({FaultKind.CRASH}))
+    for report in sweep(range(30), crashes, workers=1):
         assert summary.add(report) == []
     lines = "\n".join(summary.lines())
     assert lines.startswith("30 of 30 seeds passed")
