@@ -720,7 +720,6 @@ def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:
 
 def _engines_without_faults(scenario: Scenario) -> set[str]:
     """Return the engines without planned faults; none if engines may lag or turns are deadly."""
-
     if scenario.weight_update_timeout_s < WEIGHTS_TIMEOUT_S or scenario.deadly_turns:
         return set()
     faulty = {fault.engine for fault in scenario.faults}

@@ -343,7 +343,6 @@ class SimulatedRouter:
 
     def arrive(self, peer: bytes, frame: bytes) -> None:
         """Accept a frame from a link."""
-
         self._arrived.append((peer, frame))
         self._schedule_drain()
 

@@ -203,7 +203,6 @@ def run_in_virtual_time(main: Coroutine[Any, Any, Result]) -> Result:
         NothingLeftToHappen: the coroutine waits, and nothing is scheduled that could wake any task;
             the message names the waiting tasks.
     """
-
     time = VirtualTime()
     try:
         return time.run(main)
