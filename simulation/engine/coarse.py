@@ -40,8 +40,6 @@ TOKEN_BYTES = 4
 TIME_TOLERANCE_STEPS = 1e-9
 """Tolerance, as a share of a step: a message that arrives as a step ends counts for its end."""
 
-ZEROS = bytes(TOKEN_BYTES * MULTI_STEP_TOKENS_MAX)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoarseEngineSpec(SimulatedEngineSpec):
@@ -101,7 +99,7 @@ class CoarseTurns(SimulatedTurns):
         for turn, _ in work.chunks:
             turn.is_prefilling = False
             tokens = self._spec.tokens(turn, work.steps)
-            zeros = ZEROS[: TOKEN_BYTES * tokens]
+            zeros = bytes(TOKEN_BYTES * tokens)
             turn.context.tokens.frombytes(zeros)
             turn.context.computed = len(turn.context.tokens) - 1
             rows.token_ids.frombytes(zeros)
