@@ -5,9 +5,7 @@ checkpoints.
 """
 
 import asyncio
-import contextlib
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -66,16 +64,12 @@ class CrashRestartReport(ProcessesReport):
 
     batches_repeated: int = 0
     """Number of batches handed over again, because the checkpoint did not include them."""
-    batches_handed: int = 0
-    """Number of batches handed over, repeated ones included."""
     batches_returned: int = 0
     """Number of handed-over batches that did not reach the trainer."""
     discarded_tokens: int = 0
     """Number of sampled tokens in the rows that the trainer has discarded, by its checkpoint."""
     rollbacks: int = 0
     """Number of resumes that found weights newer than the checkpoint."""
-    discarded: Counter[str] = field(default_factory=Counter)
-    """Number of discarded rollouts by reason."""
 
 
 PROCESSES_MAX = 8
@@ -175,13 +169,11 @@ class CrashRestartRun(RunOfProcesses):
                     self._stopped.add(rollout.rollout_id)
                 case ev.HandOver():
                     self._check_batch(command)
-                    self.report.batches_handed += 1
                 case ev.FailTurn(turn=turn) if self._scenario.deadly_turns:
                     self._refused_rollouts.add(turn.rollout.root.rollout_id)
                 case ev.Record(rollout=rollout, task=task):
                     if rollout.root.rollout_id in self._refused_rollouts and isinstance(task, int):
                         self._refused_tasks.add(task)
-                    self.report.discarded[rollout.discard_reason or "evaluated"] += 1
                     self._discarded_groups.add(rollout.group_id)
 
     def _check_batch(self, batch: ev.HandOver) -> None:
@@ -337,19 +329,17 @@ class CrashRestartRun(RunOfProcesses):
         return frozenset(task for task in taken if task < self._first_tasks)
 
     async def _request_batch(self, scheduler: Scheduler) -> ev.HandOver | PublishNeeded | None:
-        try:
-            return await self._receive(scheduler)
-        except PublishNeeded as error:
-            return error
-
-    async def _receive(self, scheduler: Scheduler) -> ev.HandOver | None:
         """Return the next batch; ask again after a timeout."""
         while True:
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(self._batch_timeout_s):
                     return await receive(
                         scheduler, self._batch_poll_delay_s, self._batch_poll_chance
                     )
+            except TimeoutError:
+                continue
+            except PublishNeeded as error:
+                return error
 
     async def _publish(self, scheduler: Scheduler) -> None:
         names, trainer = (
