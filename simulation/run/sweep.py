@@ -188,9 +188,9 @@ class _Shrinker:
         while before is not self._best:
             before = self._best
             self._drop_faults()
-            self._simplify(_whole)
+            self._simplify(lambda data: data)
             for number in range(len(self._data.get("faults", []))):
-                self._simplify(partial(_fault, number))
+                self._simplify(partial(_fault_of, number=number))
         return self._best
 
     @property
@@ -250,10 +250,6 @@ class _Shrinker:
                 return
 
 
-def _whole(data: Data) -> Data:
-    return data
-
-
-def _fault(number: int, data: Data) -> Data:
+def _fault_of(data: Data, *, number: int) -> Data:
     fault: Data = data["faults"][number]
     return fault
