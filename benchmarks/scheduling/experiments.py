@@ -29,7 +29,7 @@ from benchmarks.table import Row, compared
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.migration import LongTailLane, MigrationPolicy
 from tidegate.policies.staleness import G, OutstandingGroups
-from tidegate.simulation.engine.coarse import MULTI_STEP_TOKENS_MAX, CoarseEngineSpec, coarse_spec
+from tidegate.simulation.engine.coarse import MULTI_STEP_TOKENS_MAX, CoarseEngineSpec
 from tidegate.simulation.engine.turns import SimulatedTurn
 from tidegate.transport.messages import SubmitTurn
 
@@ -157,20 +157,18 @@ class Experiment:
     """One idea: what differs from plain ``split``."""
 
     make: Make = field(default_factory=lambda: POLICIES[BASELINE].make)
-    engine: Callable[[Workload], MakeSpec] = lambda _: coarse_spec
+    engine: Callable[[Workload], MakeSpec] = lambda _: CoarseEngineSpec
     migration_policy: MigrationPolicy | None = None
 
 
 def _longest_first(error: float) -> Experiment:
     return Experiment(
-        engine=lambda workload: partial(
-            coarse_spec, kind=LongestFirst, error=error, groups=workload.groups_per_batch
-        )
+        engine=lambda workload: partial(LongestFirst, error=error, groups=workload.groups_per_batch)
     )
 
 
 def _drafts(acceptance: float) -> Experiment:
-    return Experiment(engine=lambda _: partial(coarse_spec, kind=Drafting, acceptance=acceptance))
+    return Experiment(engine=lambda _: partial(Drafting, acceptance=acceptance))
 
 
 EXPERIMENTS: dict[str, Experiment] = {

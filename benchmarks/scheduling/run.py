@@ -28,7 +28,7 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.policies.migration import MigrationPolicy
-from tidegate.simulation.engine.coarse import CoarseEngineSpec, coarse_spec
+from tidegate.simulation.engine.coarse import CoarseEngineSpec
 from tidegate.simulation.planning.simulated import (
     coarse_context,
     settings_without_timeouts,
@@ -39,7 +39,7 @@ from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 MakeSpec = Callable[..., CoarseEngineSpec]
-"""Creates a simulated engine's spec, with the arguments of :func:`coarse_spec`."""
+"""Creates a simulated engine's spec, from its ``costs`` and ``stopwatch``."""
 
 SLOWEST_STEPS = 60.0
 """Time limit of a step, as a multiple of the bound."""
@@ -206,7 +206,7 @@ def run_once(
     mode: str,
     seed: int = 0,
     trajectories: int | None = None,
-    engine: MakeSpec = coarse_spec,
+    engine: MakeSpec = CoarseEngineSpec,
     migration_policy: MigrationPolicy | None = None,
 ) -> Outcome:
     """Run one policy on one workload; ``trajectories`` limits the rollouts at once."""
@@ -245,7 +245,7 @@ async def _main(
     costs = replace(workload.costs, swap_s=0.0) if variant.is_colocated else workload.costs
     engines = MACHINES if variant.is_colocated else ROLLOUT_MACHINES
     for number in range(engines):
-        spec = make_spec(costs, stopwatch=stopwatch)
+        spec = make_spec(costs=costs, stopwatch=stopwatch)
         start_engine(f"engine-{number:02}", spec, context, settings.sampling.seed)
     serving = loop.create_task(scheduler.run(), name="scheduler")
     await scheduler.wait_for_engines(engines)

@@ -11,13 +11,12 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from typing_extensions import override
 
 from tidegate.simulation.engine.engine import EngineHost, SimulatedEngine
-from tidegate.simulation.engine.spec import CONTEXT_TOKENS_MAX, EngineCosts, SimulatedEngineSpec
+from tidegate.simulation.engine.spec import CONTEXT_TOKENS_MAX, SimulatedEngineSpec
 from tidegate.simulation.engine.turns import SimulatedTurn, SimulatedTurns, StepRows, StepWork
 from tidegate.transport.messages import (
     LENGTH,
@@ -45,7 +44,6 @@ TIME_TOLERANCE_STEPS = 1e-9
 class CoarseEngineSpec(SimulatedEngineSpec):
     """Slots, and times that depend on turns' lengths only; token ids and log-probs are 0."""
 
-    costs: EngineCosts
     stopwatch: AbstractContextManager[None] = field(default_factory=nullcontext)
     """Entered while the engine works."""
     staging_s: float = 0.0
@@ -79,13 +77,6 @@ class CoarseEngineSpec(SimulatedEngineSpec):
             return context_tokens
         is_first = context_tokens <= self.costs.prompt_tokens
         return context_tokens / self.costs.group_size if is_first else 0.0
-
-
-def coarse_spec(
-    costs: EngineCosts, *, kind: type[CoarseEngineSpec] = CoarseEngineSpec, **fields: Any
-) -> CoarseEngineSpec:
-    """Make the spec of an engine of these slots and times, with further ``fields`` of ``kind``."""
-    return kind(costs=costs, max_running_turns=costs.slots, **fields)
 
 
 class CoarseTurns(SimulatedTurns):
@@ -142,7 +133,7 @@ class CoarseEngine(SimulatedEngine):
             else:
                 self._handle(message)
                 self._send_replies()
-            has_slot = len(self.turns.running) < self._spec.max_running_turns
+            has_slot = len(self.turns.running) < self._spec.costs.slots
             if is_change or (has_slot and isinstance(message, SubmitTurn)):
                 self._end_multi_step_early(self._work)
 

@@ -10,7 +10,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -21,7 +21,7 @@ from tidegate.orchestrator.episodes.model_files import ModelFiles, read_model_fi
 from tidegate.simulation.checks.model import HashedContext, Sampled, output_tokens
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.engine import EngineHost
-from tidegate.simulation.engine.spec import SimulatedEngineSpec
+from tidegate.simulation.engine.spec import HASHING_COSTS, SimulatedEngineSpec
 from tidegate.simulation.faults.faults import Fault, FaultKind
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SubmitTurn
@@ -179,10 +179,13 @@ class ScriptedHost(EngineHost):
         The other arguments are those of :class:`EngineHost`.
         """
         spec = SimulatedEngineSpec(
-            step_s=plan.step_s,
-            running_turn_s=0.0,
+            costs=replace(
+                HASHING_COSTS,
+                slots=plan.max_running_turns,
+                step_s=plan.step_s,
+                running_turn_s=0.0,
+            ),
             staging_s=plan.staging_s,
-            max_running_turns=plan.max_running_turns,
             sleep_levels=plan.sleep_levels,
             media=plan.media,
         )

@@ -13,18 +13,44 @@ TEMPERATURE_MAX = 1e6
 """Largest temperature; a turn with a higher one is refused, as by real engines."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """Cost model of an engine: a few figures that predict its step times well enough to plan by."""
+
+    slots: int = 64
+    """Most running turns."""
+    step_s: float = 0.008
+    """Fixed time of a step, in seconds; a step samples one token of each running turn."""
+    running_turn_s: float = 0.00012
+    """Additional time of a step for each running turn, in seconds."""
+    prefill_tokens_per_s: float = 25_000.0
+    swap_s: float = 2.0
+    """Time for which a weight swap stops the engine, in seconds."""
+    prompt_tokens: int = 512
+    group_size: int = 16
+    """Rollouts per group; their prompt is prefilled once, so each bears 1/``group_size`` of it."""
+
+    def token_s(self, running: int) -> float:
+        """Return the duration of one step with ``running`` turns, in seconds."""
+        return self.step_s + self.running_turn_s * running
+
+    @property
+    def peak_tokens_per_s(self) -> float:
+        """Sampled tokens per second with every slot in use."""
+        return self.slots / self.token_s(self.slots)
+
+
+HASHING_COSTS = EngineCosts(slots=8, step_s=0.01, running_turn_s=0.001, prefill_tokens_per_s=5000.0)
+"""Costs of a simulated engine, if nothing else is said: a few turns, and slow prefills."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngineSpec:
     """Speeds, memory and optional features of one simulated engine while no fault is injected."""
 
-    step_s: float = 0.01
-    """Fixed time of a step, in seconds: reading the weights once."""
-    running_turn_s: float = 0.001
-    """Additional time of a step for each turn in it, in seconds."""
-    prefill_tokens_per_s: float = 5000.0
+    costs: EngineCosts = HASHING_COSTS
     staging_s: float = 0.05
     """Time to copy one version of the weights, in seconds."""
-    max_running_turns: int = 8
     chunk_tokens: int = 256
     """Maximum number of tokens prefilled in one step."""
     tokens_per_step: int = 1
@@ -55,8 +81,8 @@ class SimulatedEngineSpec:
 
     def busy_s(self, running_turns: int, prefilled_tokens: int) -> float:
         """Return the duration of one step, in seconds."""
-        prefill_s = prefilled_tokens / self.prefill_tokens_per_s
-        return self.step_s + self.running_turn_s * running_turns + prefill_s
+        costs = self.costs
+        return costs.token_s(running_turns) + prefilled_tokens / costs.prefill_tokens_per_s
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of KV blocks that hold ``tokens`` positions."""
@@ -73,7 +99,7 @@ def hello_of(engine: str, epoch: int, spec: SimulatedEngineSpec) -> Hello:
         architecture="Hash",
         vocab_size=VOCAB_SIZE,
         context_tokens_max=CONTEXT_TOKENS_MAX,
-        max_running_turns=spec.max_running_turns,
+        max_running_turns=spec.costs.slots,
         num_kv_blocks=spec.blocks or CONTEXT_TOKENS_MAX,
         block_tokens=spec.block_tokens,
         pause_modes=["abort", "keep", "wait"],
@@ -86,29 +112,3 @@ def hello_of(engine: str, epoch: int, spec: SimulatedEngineSpec) -> Hello:
         score_kinds=["logprobs"],
         is_deterministic=True,  # each token is a hash of the tokens before it
     )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCosts:
-    """Cost model of an engine: a few figures that predict its step times well enough to plan by."""
-
-    slots: int = 64
-    step_s: float = 0.008
-    """Fixed time of a step, in seconds; a step samples one token of each running turn."""
-    running_turn_s: float = 0.00012
-    """Additional time of a step for each running turn, in seconds."""
-    prefill_tokens_per_s: float = 25_000.0
-    swap_s: float = 2.0
-    """Time for which a weight swap stops the engine, in seconds."""
-    prompt_tokens: int = 512
-    group_size: int = 16
-    """Rollouts per group; their prompt is prefilled once, so each bears 1/``group_size`` of it."""
-
-    def token_s(self, running: int) -> float:
-        """Return the duration of one step with ``running`` turns, in seconds."""
-        return self.step_s + self.running_turn_s * running
-
-    @property
-    def peak_tokens_per_s(self) -> float:
-        """Sampled tokens per second with every slot in use."""
-        return self.slots / self.token_s(self.slots)

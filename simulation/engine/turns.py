@@ -382,7 +382,7 @@ class SimulatedTurns:
         spec = self._spec
         free = math.inf if spec.blocks is None else spec.blocks
         free -= sum(self._blocks_needed(turn) for turn in self.running)
-        while self.waiting and len(self.running) < spec.max_running_turns:
+        while self.waiting and len(self.running) < spec.costs.slots:
             free -= self._blocks_needed(self.waiting[0])
             if self.running and free < len(self.running):
                 return

@@ -16,7 +16,7 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.simulation.checks.ground_truth import GroundTruth
-from tidegate.simulation.engine.coarse import CoarseEngineSpec, CoarseHost, coarse_spec
+from tidegate.simulation.engine.coarse import CoarseEngineSpec, CoarseHost
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.wire import CarriedFrame, FrameLog
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
@@ -117,7 +117,7 @@ class _Simulation:
     async def run(self, versions: int) -> Prediction:
         """Run engines, scheduler and trainer until the trainer ends, and return its figures."""
         for number in range(self._candidate.engines):
-            spec = coarse_spec(self._workload.costs)
+            spec = CoarseEngineSpec(costs=self._workload.costs)
             start_engine(f"engine-{number:03}", spec, self._context, self._seed)
         serving = self._loop.create_task(self._scheduler.run(), name="scheduler")
         await self._scheduler.wait_for_engines(self._candidate.engines)

@@ -26,7 +26,7 @@ from tidegate.simulation.checks.invariants import CheckedCore, InvariantChecker
 from tidegate.simulation.checks.model import STOP_TOKEN
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.engine import EngineHost
-from tidegate.simulation.engine.spec import SimulatedEngineSpec
+from tidegate.simulation.engine.spec import HASHING_COSTS, SimulatedEngineSpec
 from tidegate.simulation.engine.wire import FrameLog
 from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind, name_faults
 from tidegate.simulation.faults.scenario import (
@@ -128,9 +128,8 @@ class SimulatedCluster(ABC):
         """Make the scenario's engines with their planned faults, without starting them."""
         scenario = self._scenario
         spec = SimulatedEngineSpec(
-            step_s=scenario.step_s,
+            costs=replace(HASHING_COSTS, slots=scenario.max_running_turns, step_s=scenario.step_s),
             staging_s=scenario.staging_s,
-            max_running_turns=scenario.max_running_turns,
             chunk_tokens=scenario.chunk_tokens,
             tokens_per_step=scenario.tokens_per_step,
             blocks=scenario.blocks,

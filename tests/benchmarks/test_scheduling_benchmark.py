@@ -17,7 +17,6 @@ from benchmarks.scheduling.policies import POLICIES, SYNC, Variant
 from benchmarks.scheduling.rows import NAMES, rows
 from benchmarks.scheduling.run import Outcome, run_once
 from benchmarks.scheduling.workloads import WORKLOADS, Workload
-from tidegate.simulation.engine.coarse import coarse_spec
 from tidegate.simulation.engine.spec import EngineCosts
 
 TINY = Workload(
@@ -138,7 +137,7 @@ def test_drafts_change_nothing_before_a_turn_is_a_straggler_and_save_time_afterw
 ) -> None:
     split = variant("split", 2)
     plain = run_once(TINY, split, mode="keep")
-    drafting = partial(coarse_spec, kind=Drafting, acceptance=0.9)
+    drafting = partial(Drafting, acceptance=0.9)
     assert reported(run_once(TINY, split, mode="keep", engine=drafting)) == reported(plain)
     monkeypatch.setattr(experiments, "STRAGGLER_TOKENS", 100)
     faster = run_once(TINY, split, mode="keep", engine=drafting)
