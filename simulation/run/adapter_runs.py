@@ -316,7 +316,7 @@ class SimulatedAdapterTrainer:
             await self._pause_and_train(scheduler)
             batches = batch.number
             self._unnamed.append(batches)
-            self._trained += tuple((task, self._run.processes) for task in tasks_of(batch))
+            self._trained += tuple((task, self._run.report.processes) for task in tasks_of(batch))
             trainer, share = scheduler.trainers[self.name], self.scenario.discarded_rows
             await discard_rows(trainer, batch, share, self._discard_chance)
             if is_saved := batches % self._checkpoint_batches == 0:
@@ -396,7 +396,7 @@ class SimulatedAdapterTrainer:
         return content
 
     async def _play(self, episode: Episode, task: int) -> float:
-        variation = self.scenario.chance("mood", task, episode.index, self._run.processes)
+        variation = self.scenario.chance("mood", task, episode.index, self._run.report.processes)
         return await self._episodes.play(episode, task, variation)
 
     # ------------------------------------------------------------ checks
@@ -500,11 +500,6 @@ class AdapterRun(RunOfProcesses):
         yield from (f"{each.name}: {each.activity}" for each in self._trainers.values())
         yield from super()._activities()
 
-    @property
-    def processes(self) -> int:
-        """Number of the present process, from 1."""
-        return self.report.processes
-
     def next_content(self) -> int:
         """Return a number for weights that no adapter has had before."""
         self._contents += 1
@@ -560,7 +555,7 @@ class AdapterRun(RunOfProcesses):
 
     async def _use_base(self, scheduler: Scheduler) -> None:
         """Evaluate the run's own weights and pause all engines, now and then."""
-        chance = self.scenario.chance("base", self.processes)
+        chance = self.scenario.chance("base", self.report.processes)
         for task in range(BASE_EVALUATIONS_MAX):
             await asyncio.sleep(chance.expovariate(2.0))
             if chance.random() < self.scenario.pausing:
@@ -575,7 +570,7 @@ class AdapterRun(RunOfProcesses):
                 check_turn(turn, without_prefills=self.scenario.without_prefills)
 
     async def _play_base(self, episode: Episode, task: int) -> float:
-        variation = self.scenario.chance("mood", task, episode.index, self.processes)
+        variation = self.scenario.chance("mood", task, episode.index, self.report.processes)
         return await self._base_episodes.play(episode, task, variation)
 
     # ------------------------------------------------------------ checks
