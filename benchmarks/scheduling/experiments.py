@@ -88,10 +88,8 @@ class Drafting(CoarseEngineSpec):
         """Return the steps until a turn ends or becomes a straggler."""
         steps = MULTI_STEP_TOKENS_MAX
         for turn in turns:
-            sampled, ends = (
-                self._sampled.get(turn.message.turn, 0.0),
-                turn.message.sampling.max_tokens,
-            )
+            sampled = self._sampled.get(turn.message.turn, 0.0)
+            ends = turn.message.sampling.max_tokens
             until = ends if sampled >= STRAGGLER_TOKENS else min(ends, STRAGGLER_TOKENS)
             steps = min(steps, max(1, math.ceil((until - sampled) / self._rate(turn) - 1e-9)))
         return steps
