@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import tidegate
-from tidegate.simulation.scripted_engine import ScriptedEngine, TurnRequest
-from tidegate.simulation.serve import ServeInTests
-from tidegate.simulation.virtual_time import VirtualTime
+from tidegate.simulation.engine.scripted import ScriptedEngine, TurnRequest
+from tidegate.simulation.run.serve import ServeInTests
+from tidegate.simulation.run.virtual_time import VirtualTime
 
 ENGINES, SLOTS, STEP_S = 4, 8, 0.01
 BATCHES, WARM_UP_BATCHES = 20, 4

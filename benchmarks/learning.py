@@ -1,7 +1,7 @@
 """Effect of staleness on learning, per sample and per second, in virtual time.
 
 A command that no module imports. Trains the demo's model with the real scheduler, the real engine
-code (``simulation/computing_engine.py``) and the demo's trainer. Only time is modelled: steps,
+code (``simulation/engine/computing.py``) and the demo's trainer. Only time is modelled: steps,
 prefills, swaps and training take what ``COSTS`` and ``TRAINER_TOKENS_PER_S`` say. So each run has
 the same result on any machine, under any load.
 
@@ -39,13 +39,12 @@ from examples.warm_up import demonstrate, tool_actions
 from tidegate.policies import corrections
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.simulation.computing_engine import ComputingEngine
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.computing import ComputingEngine
+from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.simulation.planning import simulated
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload
-from tidegate.simulation.run import run_plan
-from tidegate.simulation.serve import SimulatedRollouts
-from tidegate.simulation.virtual_time import VirtualTime
+from tidegate.simulation.run.serve import SimulatedRollouts, run_plan
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 ENGINES = 2

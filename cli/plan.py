@@ -99,13 +99,13 @@ def plan(
     for line in plan_table.json_lines(rows) if as_json else plan_table.lines(rows):
         echo(line)
     if picture is not None:
-        from tidegate.simulation.planning.plot import plot_plan
+        from tidegate.simulation.planning.plan import plot_plan
 
         plot_plan(picture, [row for row in rows if row.varied == "max_staleness"])
 
 
 def _from_options(options: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
-    from tidegate.simulation.engine_costs import EngineCosts
+    from tidegate.simulation.engine.spec import EngineCosts
     from tidegate.simulation.planning.workload import (
         PlanCandidate,
         PlanWorkload,

@@ -1,9 +1,9 @@
 """The `tidegate simulate` command: runs seeded simulated clusters in virtual time.
 
 :mod:`tidegate.simulation` runs them, checks the promises after each event, and shrinks failures.
-Built on ``simulation/sweep.py`` and ``shrinking.py``.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +15,9 @@ from tidegate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidegate.simulation.adapter_runs import AdapterRunReport
-    from tidegate.simulation.crash_restart import CrashRestartReport
-    from tidegate.simulation.shrinking import Report
+    from tidegate.simulation.run.adapter_runs import AdapterRunReport
+    from tidegate.simulation.run.crash_restart import CrashRestartReport
+    from tidegate.simulation.run.sweep import Report
 
 
 def simulate(
@@ -52,14 +52,11 @@ def simulate(
     """
     from rich.console import Console
 
-    from tidegate.simulation.faults import parse_faults
-    from tidegate.simulation.sweep import (
-        SweepSummary,
-        core_count,
-        sweep,
-        sweep_adapters,
-        sweep_crash_restarts,
-    )
+    from tidegate.simulation.faults.faults import parse_faults
+    from tidegate.simulation.run.adapter_runs import simulate_adapters
+    from tidegate.simulation.run.crash_restart import simulate_crash_restarts
+    from tidegate.simulation.run.simulation import simulate as simulate_seed
+    from tidegate.simulation.run.sweep import SweepSummary, core_count, sweep
 
     if not (seeds or crash_restart_runs or adapter_runs or replay):
         raise ConfigError(
@@ -72,7 +69,8 @@ def simulate(
     summary, kinds = SweepSummary(), parse_faults(faults)
     chosen = range(first_seed, first_seed + seeds)
     with Console(stderr=True).status("simulating") as status:
-        for report in sweep(chosen, kinds, workers=workers or core_count()):
+        run_seed = partial(simulate_seed, faults=kinds)
+        for report in sweep(chosen, run_seed, workers=workers or core_count()):
             for line in summary.add(report):
                 echo(line)
             if summary.runs % 10 == 0:
@@ -85,10 +83,11 @@ def simulate(
     survived = True
     if crash_restart_runs:
         chosen = range(first_seed, first_seed + crash_restart_runs)
-        survived &= _print_runs(sweep_crash_restarts(chosen, workers=workers), chosen, "seeds")
+        restarted = sweep(chosen, simulate_crash_restarts, workers=workers)
+        survived &= _print_runs(restarted, chosen, "seeds")
     if adapter_runs:
         chosen = range(first_seed, first_seed + adapter_runs)
-        reports = sweep_adapters(chosen, workers=workers)
+        reports = sweep(chosen, simulate_adapters, workers=workers)
         survived &= _print_runs(reports, chosen, "seeds with adapters")
     if not survived or summary.failures or (faults == "all" and summary.uncovered):
         raise typer.Exit(STATUS_FOUND)
@@ -98,7 +97,7 @@ def _print_runs(
     reports: "Iterable[CrashRestartReport | AdapterRunReport]", seeds: range, kind: str
 ) -> bool:
     """Print the failed runs of these seeds, and a summary; return whether none failed."""
-    from tidegate.simulation.sweep import FailureLines
+    from tidegate.simulation.run.sweep import FailureLines
 
     failures = resumes = 0
     failed = FailureLines()
@@ -117,8 +116,8 @@ def _print_runs(
 
 
 def _replay_scenario(replay: str) -> None:
-    from tidegate.simulation.scenario import read_scenario
-    from tidegate.simulation.shrinking import run_any
+    from tidegate.simulation.faults.scenario import read_scenario
+    from tidegate.simulation.run.sweep import run_any
 
     is_json = replay.lstrip().startswith("{")
     report = run_any(read_scenario(replay if is_json else _read(Path(replay))))

@@ -2,9 +2,8 @@
 
 pytest loads this module in every run where Tidegate is installed, so it imports nothing but pytest
 until a test requests one of the fixtures. An async test that uses a fixture runs in virtual time,
-with or without pytest-asyncio, in either mode of pytest-asyncio. See docs/testing.md. The fixtures
-are made of :mod:`serve` and :mod:`scripted_engine`. pytest finds it by an entry point; no module
-imports it.
+with or without pytest-asyncio, in either mode of pytest-asyncio. See docs/testing.md. pytest finds
+it by an entry point; no module imports it.
 """
 
 import inspect
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
-    from tidegate.simulation.scripted_engine import ScriptedEngine
-    from tidegate.simulation.serve import ServeInTests
-    from tidegate.simulation.virtual_time import VirtualTime
+    from tidegate.simulation.engine.scripted import ScriptedEngine
+    from tidegate.simulation.run.serve import ServeInTests
+    from tidegate.simulation.run.virtual_time import VirtualTime
 
 TIME, SERVE = "tidegate_virtual_time", "tidegate_serve"
 FIXTURES = frozenset({TIME, SERVE, "tidegate_serve_sync", "tidegate_engine"})
@@ -35,7 +34,7 @@ def tidegate_virtual_time() -> "Iterator[VirtualTime]":
 
     Waiting advances the clock at once and takes no real time.
     """
-    from tidegate.simulation.virtual_time import VirtualTime
+    from tidegate.simulation.run.virtual_time import VirtualTime
 
     time = VirtualTime(limit_s=TIME_LIMIT_S)
     yield time
@@ -47,7 +46,7 @@ def tidegate_serve(
     request: pytest.FixtureRequest, tidegate_virtual_time: "VirtualTime"
 ) -> "ServeInTests":
     """Stand-in for ``tidegate.serve`` over simulated engines, in virtual time."""
-    from tidegate.simulation.serve import ServeInTests
+    from tidegate.simulation.run.serve import ServeInTests
 
     serve = ServeInTests(tidegate_virtual_time)
     request.node.stash[_STORY] = serve.story
@@ -66,7 +65,7 @@ def tidegate_engine() -> "type[ScriptedEngine]":
 
     Examples are engines that are slow, crash at a given token or refuse weights.
     """
-    from tidegate.simulation.scripted_engine import ScriptedEngine
+    from tidegate.simulation.engine.scripted import ScriptedEngine
 
     return ScriptedEngine
 

@@ -71,6 +71,14 @@ ROOMS: dict[str, tuple[str | tuple[str, ...], ...]] = {
         "weights",
         "memory",
     ),
+    "simulation": (
+        "",  # pytest_plugin.py: the fixtures of users' tests
+        "planning",
+        "run",
+        "engine",
+        "checks",
+        "faults",
+    ),
 }
 """Rooms inside a folder, from the top down; a room imports only from rooms below it. Rooms in one
 tuple are side by side: none imports another."""

@@ -1,7 +1,7 @@
 """Clock of an engine: the machine's, or one in virtual time.
 
 The engine loop, the link and staging read the time and pace steps through it. The module ``time``
-is the default; ``simulation/computing_engine.py`` passes a clock of modelled times.
+is the default; ``simulation/engine/computing.py`` passes a clock of modelled times.
 """
 
 from typing import Protocol

@@ -23,14 +23,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from benchmarks.scheduling.policies import POLICIES, Make, Variant
-from benchmarks.scheduling.run import MakeEngine, Outcome, run_once
+from benchmarks.scheduling.run import MakeSpec, Outcome, run_once
 from benchmarks.scheduling.workloads import GROUP_CORRELATION, Workload
 from benchmarks.table import Row, compared
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.migration import LongTailLane, MigrationPolicy
 from tidegate.policies.staleness import G, OutstandingGroups
-from tidegate.simulation.coarse_engine import MULTI_STEP_TOKENS_MAX, CoarseSimulatedEngine
-from tidegate.transport.messages import LENGTH, SubmitTurn
+from tidegate.simulation.engine.coarse import MULTI_STEP_TOKENS_MAX, CoarseEngineSpec
+from tidegate.simulation.engine.turns import SimulatedTurn
+from tidegate.transport.messages import SubmitTurn
 
 BASELINE = "split"
 
@@ -51,66 +52,59 @@ def prediction_error(correlation: float, siblings: int | None, sigma: float = 1.
     return sigma * math.sqrt(1 - known)
 
 
-class LongestFirstEngine(CoarseSimulatedEngine):
+@dataclass(frozen=True, kw_only=True)
+class LongestFirst(CoarseEngineSpec):
     """Starts, of the groups admitted together, the turns with the longest predicted outputs first.
 
     A turn's ``max_tokens`` is its true length in this benchmark.
     """
 
-    def __init__(self, *args: object, error: float, groups: int, **kwargs: object) -> None:
-        """``error``: standard deviation of the prediction's logarithm; ``groups``: per batch."""
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._error = error
-        self._groups = groups
+    error: float
+    """Standard deviation of the prediction's logarithm."""
+    groups: int
+    """Groups per batch."""
 
-    def _rank(self, turn: SubmitTurn) -> int:
+    def rank(self, turn: SubmitTurn) -> int:
+        """Return the turn's rank: that of its batch, then of its predicted length."""
         chance = random.Random(f"{turn.session}")
-        predicted = turn.sampling.max_tokens * math.exp(self._error * chance.gauss(0.0, 1.0))
-        return (turn.priority // self._groups << 32) - round(predicted)
+        predicted = turn.sampling.max_tokens * math.exp(self.error * chance.gauss(0.0, 1.0))
+        return (turn.priority // self.groups << 32) - round(predicted)
 
 
-class DraftingEngine(CoarseSimulatedEngine):
+@dataclass(frozen=True, kw_only=True)
+class Drafting(CoarseEngineSpec):
     """Verifies draft tokens for stragglers only. For kept turns: an aborted turn begins anew."""
 
-    def __init__(self, *args: object, acceptance: float, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._tokens_per_step = sum(acceptance**count for count in range(DRAFT_TOKENS + 1))
-        self._sampled: dict[int, float] = {}
-        """Tokens of each running turn; the fraction is sampled with the next whole token."""
+    acceptance: float
+    _sampled: dict[int, float] = field(default_factory=dict)
+    """Tokens of each running turn; the fraction is sampled with the next whole token."""
 
-    def _rate(self, handle: int) -> float:
-        is_straggler = self._sampled.get(handle, 0.0) >= STRAGGLER_TOKENS
-        return self._tokens_per_step if is_straggler else 1.0
+    def _rate(self, turn: SimulatedTurn) -> float:
+        is_straggler = self._sampled.get(turn.message.turn, 0.0) >= STRAGGLER_TOKENS
+        per_step = sum(self.acceptance**count for count in range(DRAFT_TOKENS + 1))
+        return per_step if is_straggler else 1.0
 
-    def _begin_multi_step(self, prefill_s: float) -> None:
-        steps, drafting = MULTI_STEP_TOKENS_MAX, 0
-        for handle, turn in self._running.items():
-            sampled, rate = self._sampled.get(handle, 0.0), self._rate(handle)
-            drafting += rate > 1.0
-            ends = turn.ends_at - turn.started_at
+    def steps(self, turns: Sequence[SimulatedTurn]) -> int:
+        """Return the steps until a turn ends or becomes a straggler."""
+        steps = MULTI_STEP_TOKENS_MAX
+        for turn in turns:
+            sampled = self._sampled.get(turn.message.turn, 0.0)
+            ends = turn.message.sampling.max_tokens
             until = ends if sampled >= STRAGGLER_TOKENS else min(ends, STRAGGLER_TOKENS)
-            steps = min(steps, max(1, math.ceil((until - sampled) / rate - 1e-9)))
-        token_s = self._costs.token_s(len(self._running) + drafting * DRAFT_TOKENS)
-        self._begin_steps(prefill_s, token_s, steps)
+            steps = min(steps, max(1, math.ceil((until - sampled) / self._rate(turn) - 1e-9)))
+        return steps
 
-    def _end_multi_step(self) -> None:
-        assert self._multi_step is not None
-        steps, self._multi_step = self._multi_step.steps, None
-        self._steps_done += steps
-        if not steps:
-            return
-        counts, ended = [], {}
-        for handle, turn in self._running.items():
-            before = self._sampled.get(handle, 0.0)
-            ends = turn.ends_at - turn.started_at
-            after = min(float(ends), before + steps * self._rate(handle))
-            counts.append(int(after + 1e-9) - int(before + 1e-9))
-            self._sampled[handle] = after
-            if after >= ends:
-                ended[handle] = LENGTH
-        for handle in ended:
-            del self._sampled[handle]
-        self._send_tokens(counts, ended)
+    def token_s(self, turns: Sequence[SimulatedTurn]) -> float:
+        """Return the duration of a step, whose drafts count as rows."""
+        drafting = sum(self._rate(turn) > 1.0 for turn in turns)
+        return self.costs.token_s(len(turns) + drafting * DRAFT_TOKENS)
+
+    def tokens(self, turn: SimulatedTurn, steps: int) -> int:
+        """Return the whole tokens that the turn samples in these steps."""
+        handle, ends = turn.message.turn, turn.message.sampling.max_tokens
+        before = self._sampled.get(handle, 0.0)
+        after = self._sampled[handle] = min(float(ends), before + steps * self._rate(turn))
+        return int(after + 1e-9) - int(before + 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,20 +155,18 @@ class Experiment:
     """One idea: what differs from plain ``split``."""
 
     make: Make = field(default_factory=lambda: POLICIES[BASELINE].make)
-    engine: Callable[[Workload], MakeEngine] = lambda _: CoarseSimulatedEngine
+    engine: Callable[[Workload], MakeSpec] = lambda _: CoarseEngineSpec
     migration_policy: MigrationPolicy | None = None
 
 
 def _longest_first(error: float) -> Experiment:
     return Experiment(
-        engine=lambda workload: partial(
-            LongestFirstEngine, error=error, groups=workload.groups_per_batch
-        )
+        engine=lambda workload: partial(LongestFirst, error=error, groups=workload.groups_per_batch)
     )
 
 
 def _drafts(acceptance: float) -> Experiment:
-    return Experiment(engine=lambda _: partial(DraftingEngine, acceptance=acceptance))
+    return Experiment(engine=lambda _: partial(Drafting, acceptance=acceptance))
 
 
 EXPERIMENTS: dict[str, Experiment] = {

@@ -7,7 +7,6 @@ engines, the wire, the trainer and the clock.
 
 import asyncio
 import contextlib
-import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -29,20 +28,18 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.policies.migration import MigrationPolicy
-from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
-from tidegate.simulation.coverage_marks import CoverageMarks
+from tidegate.simulation.engine.coarse import CoarseEngineSpec
 from tidegate.simulation.planning.simulated import (
-    WIRE_S,
-    NullFrameLog,
+    coarse_context,
     settings_without_timeouts,
+    start_engine,
 )
-from tidegate.simulation.simulation import empty_model_files
-from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import SimulatedRouter
+from tidegate.simulation.run.simulation import empty_model_files
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
-MakeEngine = Callable[..., CoarseSimulatedEngine]
-"""Creates a simulated engine, with the arguments of :class:`CoarseSimulatedEngine`."""
+MakeSpec = Callable[..., CoarseEngineSpec]
+"""Creates a simulated engine's spec, from its ``costs`` and ``stopwatch``."""
 
 SLOWEST_STEPS = 60.0
 """Time limit of a step, as a multiple of the bound."""
@@ -209,7 +206,7 @@ def run_once(
     mode: str,
     seed: int = 0,
     trajectories: int | None = None,
-    engine: MakeEngine = CoarseSimulatedEngine,
+    engine: MakeSpec = CoarseEngineSpec,
     migration_policy: MigrationPolicy | None = None,
 ) -> Outcome:
     """Run one policy on one workload; ``trajectories`` limits the rollouts at once."""
@@ -239,21 +236,17 @@ async def _main(
     settings: RunSettings,
     virtual_time: VirtualTime,
     episode: Callable[[Episode, Task], Awaitable[float]],
-    make_engine: MakeEngine,
+    make_spec: MakeSpec,
 ) -> list[Tally]:
     loop, stopwatch = virtual_time.loop, Stopwatch()
-    router = SimulatedRouter(loop, NullFrameLog(), CoverageMarks())
-    init = InitWeights(channel="shm")
-    scheduler = Scheduler(settings, empty_model_files(), router, init, recorder=None)
+    context, init = coarse_context(loop), InitWeights(channel="shm")
+    scheduler = Scheduler(settings, empty_model_files(), context.router, init, recorder=None)
     # In a colocated run the weights are exchanged as part of the switch.
     costs = replace(workload.costs, swap_s=0.0) if variant.is_colocated else workload.costs
     engines = MACHINES if variant.is_colocated else ROLLOUT_MACHINES
     for number in range(engines):
-        name = f"engine-{number:02}"
-        link = router.link(
-            name, latency_s=WIRE_S, chance=random.Random(f"{settings.sampling.seed}/{name}")
-        )
-        make_engine(name, costs, loop=loop, link=link, stopwatch=stopwatch).start()
+        spec = make_spec(costs=costs, stopwatch=stopwatch)
+        start_engine(f"engine-{number:02}", spec, context, settings.sampling.seed)
     serving = loop.create_task(scheduler.run(), name="scheduler")
     await scheduler.wait_for_engines(engines)
     scheduler.offer(workload.tasks(settings.sampling.seed), episode)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.spec import EngineCosts
 
 ROLLOUT_MACHINES = 12
 TRAINER_MACHINES = 4

@@ -1,8 +1,7 @@
 """Closed forms for a run's throughput and staleness; they take milliseconds to compute.
 
-Called by :mod:`plan` for each choice of settings. The forms are those of
-:mod:`tidegate.policies.predictions`, put together for groups consumed in the order of admission;
-time that episodes spend in tools is omitted. :mod:`simulated` takes longer and assumes less.
+The forms are those of :mod:`tidegate.policies.predictions`, put together for groups consumed in the
+order of admission; time that episodes spend in tools is omitted.
 """
 
 import bisect

@@ -1,7 +1,4 @@
-"""Speeds and lengths measured in a finished run, read from its directory to plan the next one.
-
-Called by `tidegate plan --from`; reads the recorder's files through ``observability/``.
-"""
+"""Speeds and lengths measured in a finished run, read from its directory to plan the next one."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -14,7 +11,7 @@ from tidegate.observability.records.trajectories import read_trajectories
 from tidegate.observability.reports.facts import Facts, read_facts, read_metrics, read_record
 from tidegate.orchestrator.telemetry.forecast import BUSY_TRAINER_IDLE_MAX
 from tidegate.policies.predictions import DecodeCost, fit_decode_cost
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.simulation.planning.closed_forms import predict
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
 

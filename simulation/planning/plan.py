@@ -1,11 +1,8 @@
-"""Plan of a run: each choice of settings with its predicted figures, and one recommendation.
-
-``tidegate plan`` calls it through ``cli/plan_table.py``; it reads nothing and prints nothing. Built
-on :mod:`closed_forms`; the caller adds the simulated figures.
-"""
+"""Plan of a run: each choice of settings with its predicted figures, and one recommendation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tidegate.simulation.planning.closed_forms import predict
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
@@ -83,3 +80,40 @@ def advice(rows: Sequence[PlanRow]) -> str:
         "admission": "the staleness bound is the bottleneck; try a larger one",
     }
     return f"{text}; {limits[row.closed.limit]}"
+
+
+INK, MUTED, BLUE, RED = "#22303c", "#8a97a3", "#2f6f9f", "#c0392b"
+
+
+def plot_plan(path: Path, rows: Sequence[PlanRow]) -> None:
+    """Plot throughput and mean staleness of the rows of :func:`staleness_rows` to a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    speed, age = figure.subplots(1, 2)
+    bounds = [row.candidate.max_staleness for row in rows]
+    pairs = (
+        (speed, "tokens_per_s", "Trained tokens per second"),
+        (age, "mean_staleness", "Mean staleness, versions"),
+    )
+    for axes, name, title in pairs:
+        closed = [getattr(row.closed, name) for row in rows]
+        axes.plot(bounds, closed, "-o", color=BLUE, lw=1.6, ms=4, label="closed forms")
+        simulated = [row for row in rows if row.simulated is not None]
+        if simulated:
+            bounds_simulated = [row.candidate.max_staleness for row in simulated]
+            values = [getattr(row.simulated, name) for row in simulated]
+            axes.plot(bounds_simulated, values, "x", color=INK, ms=7, label="simulated")
+        axes.axvline(
+            recommended(rows).candidate.max_staleness, color=RED, lw=1, label="recommended"
+        )
+        axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+        axes.set_xlabel("max_staleness", color=INK)
+        axes.set_ylim(bottom=0)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(colors=MUTED, labelsize=8.5)
+        axes.legend(frameon=False, fontsize=8.5)
+    figure.savefig(path, dpi=110)

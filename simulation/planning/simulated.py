@@ -1,8 +1,7 @@
 """Prediction of a run by running it in virtual time: the real orchestrator, simulated engines.
 
-Called by ``tidegate plan``. Real: scheduler, core, fleet, weight control, policy, episodes and
-messages. Simulated: the engines (by their speeds only), the trainer and the clock. No faults are
-injected.
+Real: scheduler, core, fleet, weight control, policy, episodes and messages. Simulated: the engines
+(by their speeds only), the trainer and the clock. No faults are injected.
 """
 
 import asyncio
@@ -16,12 +15,13 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
-from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
-from tidegate.simulation.coverage_marks import CoverageMarks
+from tidegate.simulation.checks.ground_truth import GroundTruth
+from tidegate.simulation.engine.coarse import CoarseEngineSpec, CoarseHost
+from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.wire import CarriedFrame, FrameLog
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
-from tidegate.simulation.simulation import empty_model_files
-from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import CarriedFrame, FrameLog, SimulatedRouter
+from tidegate.simulation.run.simulation import empty_model_files
+from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 WIRE_S = 0.0002
@@ -40,6 +40,17 @@ class NullFrameLog(FrameLog):
     def record(self, carried: CarriedFrame) -> None:
         """Count one frame."""
         self.frames += 1
+
+
+def coarse_context(loop: asyncio.AbstractEventLoop) -> SimulationContext:
+    """Make the state of a run of coarse-grained engines, which keeps no steps and no frames."""
+    return SimulationContext(loop, NullFrameLog(), GroundTruth(keeps_steps=False))
+
+
+def start_engine(name: str, spec: CoarseEngineSpec, context: SimulationContext, seed: int) -> None:
+    """Start an engine without faults."""
+    chance = random.Random(f"{seed}/{name}")
+    CoarseHost(name, spec, context=context, latency_s=WIRE_S, chance=chance).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +108,17 @@ class _Simulation:
                 max_staleness=candidate.max_staleness, groups_per_batch=candidate.groups_per_batch
             ),
         )
-        self._router = SimulatedRouter(self._loop, NullFrameLog(), CoverageMarks())
+        self._context = coarse_context(self._loop)
         init = InitWeights(channel="shm")
         self._scheduler = Scheduler(
-            settings, empty_model_files(), self._router, init, recorder=None
+            settings, empty_model_files(), self._context.router, init, recorder=None
         )
 
     async def run(self, versions: int) -> Prediction:
         """Run engines, scheduler and trainer until the trainer ends, and return its figures."""
         for number in range(self._candidate.engines):
-            name = f"engine-{number:03}"
-            chance = random.Random(f"{self._seed}/{name}")
-            link = self._router.link(name, latency_s=WIRE_S, chance=chance)
-            none = contextlib.nullcontext()
-            costs = self._workload.costs
-            CoarseSimulatedEngine(name, costs, loop=self._loop, link=link, stopwatch=none).start()
+            spec = CoarseEngineSpec(costs=self._workload.costs)
+            start_engine(f"engine-{number:03}", spec, self._context, self._seed)
         serving = self._loop.create_task(self._scheduler.run(), name="scheduler")
         await self._scheduler.wait_for_engines(self._candidate.engines)
         self._scheduler.offer(self._prompts(), self._play)

@@ -1,8 +1,4 @@
-"""Input and output of a plan: workload, settings and predicted figures.
-
-`tidegate plan` fills it; the closed forms and the virtual-time prediction read it. Built on
-``simulation/engine_costs.py``.
-"""
+"""Input and output of a plan: workload, settings and predicted figures."""
 
 import math
 import random
@@ -11,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from tidegate.errors import ConfigError
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 SAMPLED_GROUPS = 2048

@@ -7,17 +7,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tidegate.simulation.scripted_engine import ScriptedEngine, TurnRequest
-    from tidegate.simulation.serve import ServeInTests
-    from tidegate.simulation.virtual_time import VirtualTime
+    from tidegate.simulation.engine.scripted import ScriptedEngine, TurnRequest
+    from tidegate.simulation.run.serve import ServeInTests
+    from tidegate.simulation.run.virtual_time import VirtualTime
 
 __all__ = ["ScriptedEngine", "ServeInTests", "TurnRequest", "VirtualTime"]
 
 _HOMES = {
-    "ScriptedEngine": "scripted_engine",
-    "ServeInTests": "serve",
-    "TurnRequest": "scripted_engine",
-    "VirtualTime": "virtual_time",
+    "ScriptedEngine": "engine.scripted",
+    "ServeInTests": "run.serve",
+    "TurnRequest": "engine.scripted",
+    "VirtualTime": "run.virtual_time",
 }
 
 

@@ -9,7 +9,7 @@ from benchmarks.scheduling import experiments
 from benchmarks.scheduling.bounds import SPREAD_PHASES, efficiency_bound
 from benchmarks.scheduling.experiments import (
     EXPERIMENTS,
-    DraftingEngine,
+    Drafting,
     experiment_rows,
     prediction_error,
 )
@@ -17,7 +17,7 @@ from benchmarks.scheduling.policies import POLICIES, SYNC, Variant
 from benchmarks.scheduling.rows import NAMES, rows
 from benchmarks.scheduling.run import Outcome, run_once
 from benchmarks.scheduling.workloads import WORKLOADS, Workload
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.spec import EngineCosts
 
 TINY = Workload(
     "tiny",
@@ -137,7 +137,7 @@ def test_drafts_change_nothing_before_a_turn_is_a_straggler_and_save_time_afterw
 ) -> None:
     split = variant("split", 2)
     plain = run_once(TINY, split, mode="keep")
-    drafting = partial(DraftingEngine, acceptance=0.9)
+    drafting = partial(Drafting, acceptance=0.9)
     assert reported(run_once(TINY, split, mode="keep", engine=drafting)) == reported(plain)
     monkeypatch.setattr(experiments, "STRAGGLER_TOKENS", 100)
     faster = run_once(TINY, split, mode="keep", engine=drafting)

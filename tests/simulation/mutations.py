@@ -21,10 +21,14 @@ from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.core.weight_content import WeightContent
+from tidegate.orchestrator.episodes import episode, runner
+from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.runner import EpisodeRunner
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.fleet import Fleet
+from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest, BatchRequests
+from tidegate.orchestrator.scheduler.outbox import Outbox
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 from tidegate.policies import asynchrony, consumption
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
@@ -534,3 +538,35 @@ def a_drained_engine_ends_before_it_has_handed_back_its_turns(patch: pytest.Monk
 @mutation(seed=150)
 def a_drained_process_that_has_lost_its_connection_joins_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "retire", lambda self, name: None)
+
+
+# ---------------------------------------------------------------- episodes
+
+
+@mutation(seed=24)
+def engines_with_old_weights_are_asked_for_scores(patch: pytest.MonkeyPatch) -> None:
+    right = ScoreDispatcher._choose
+
+    def choose(self: ScoreDispatcher, want: str) -> str | None:
+        live_version, self._live_version = self._live_version, lambda: 0
+        try:
+            return right(self, want)
+        finally:
+            self._live_version = live_version
+
+    patch.setattr(ScoreDispatcher, "_choose", choose)
+
+
+@mutation(seed=9)
+def a_branch_begins_a_token_short(patch: pytest.MonkeyPatch) -> None:
+    def fork(self: Episode) -> Episode:
+        return self.branch(self.token_ids[:-1] or self.token_ids, "asked", media=self.media)
+
+    patch.setattr(Episode, "fork", fork)
+
+
+@mutation(seed=0)
+def a_turn_that_no_frame_holds_is_sent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(episode, "CONTEXT_TOKENS_MAX", 1 << 31)
+    patch.setattr(runner, "refuse_too_large", lambda *_: None)
+    patch.setattr(Outbox, "_send_or_refuse", lambda self, *sent: self._send(*sent))

@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError
-from tidegate.simulation.computing_engine import ComputingEngine
-from tidegate.simulation.engine_costs import EngineCosts
-from tidegate.simulation.run import run_plan
-from tidegate.simulation.scripted_engine import ScriptedEngine
-from tidegate.simulation.serve import SimulatedRollouts
-from tidegate.simulation.virtual_time import VirtualTime
+from tidegate.simulation.engine.computing import ComputingEngine
+from tidegate.simulation.engine.scripted import ScriptedEngine
+from tidegate.simulation.engine.spec import EngineCosts
+from tidegate.simulation.run.serve import SimulatedRollouts, run_plan
+from tidegate.simulation.run.virtual_time import VirtualTime
 
 COSTS = EngineCosts(
     slots=8, step_s=0.02, running_turn_s=0.001, prefill_tokens_per_s=10_000.0, swap_s=0.05

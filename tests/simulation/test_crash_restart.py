@@ -22,9 +22,9 @@ from tidegate.orchestrator.scheduler.batch_requests import BatchRequest, BatchRe
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.task_feed import TaskFeed
-from tidegate.simulation.crash_restart import CrashRestartReport, simulate_crash_restarts
-from tidegate.simulation.scenario import read_scenario
-from tidegate.simulation.shrinking import run_any
+from tidegate.simulation.faults.scenario import read_scenario
+from tidegate.simulation.run.crash_restart import CrashRestartReport, simulate_crash_restarts
+from tidegate.simulation.run.sweep import run_any
 from tidegate.transport.messages import Hello
 from tidegate.transport.streams import ReceiveWindow
 

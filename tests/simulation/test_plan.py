@@ -11,7 +11,7 @@ import pytest
 from tests.observability.recorded import record_run
 from tidegate.cli import command
 from tidegate.errors import ConfigError
-from tidegate.simulation.engine_costs import EngineCosts
+from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.simulation.planning.closed_forms import predict
 from tidegate.simulation.planning.from_run import measured_run
 from tidegate.simulation.planning.plan import advice, other_rows, recommended, staleness_rows

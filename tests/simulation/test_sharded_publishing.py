@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.simulation.sharded_publish import simulate_sharded_publishes
 from tidegate.orchestrator.trainer.remote import sharded_publish, weight_transfer
 from tidegate.orchestrator.trainer.remote.sharded_publish import ShardedPublishes
 from tidegate.orchestrator.trainer.weight_updates import CollectedParts, PartsWanted
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart
-from tidegate.simulation.sharded_publish import simulate_sharded_publishes
 from tidegate.transport import trainer_messages as wire
 
 SEEDS = range(60)

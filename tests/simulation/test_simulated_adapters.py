@@ -17,14 +17,14 @@ from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.state import SavedCore
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.weight_sync.adapters import AdapterManager
-from tidegate.simulation.adapter_runs import (
+from tidegate.simulation.checks.coverage import ADAPTER_MARKS
+from tidegate.simulation.faults.scenario import read_scenario
+from tidegate.simulation.run.adapter_runs import (
     draw_adapter_scenario,
     scenario_of_adapter,
     simulate_adapters,
 )
-from tidegate.simulation.coverage_marks import ADAPTER_MARKS
-from tidegate.simulation.scenario import read_scenario
-from tidegate.simulation.shrinking import run_any
+from tidegate.simulation.run.sweep import run_any
 from tidegate.transport.messages import HeldAdapter
 
 SEEDS = 11

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,20 +11,19 @@ import psutil
 import pytest
 
 from tests.cli.test_cli import status_of
-from tests.simulation.mutations_of_episodes import MUTATIONS
+from tests.simulation.mutations_of_the_wire import MUTATIONS
 from tidegate.errors import ConfigError
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.faults import (
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.faults.faults import (
     ALL_FAULTS,
     NO_FAULTS,
     Fault,
     FaultKind,
     parse_faults,
 )
-from tidegate.simulation.scenario import Scenario, draw_scenario, read_scenario
-from tidegate.simulation.shrinking import shrink
-from tidegate.simulation.simulation import SimulationReport, run_scenario, simulate
-from tidegate.simulation.sweep import SweepSummary, sweep
+from tidegate.simulation.faults.scenario import Scenario, draw_scenario, read_scenario
+from tidegate.simulation.run.simulation import SimulationReport, run_scenario, simulate
+from tidegate.simulation.run.sweep import SweepSummary, shrink, sweep
 
 pytestmark = pytest.mark.wire
 
@@ -89,7 +89,7 @@ def test_a_seed_gives_the_same_run_bit_for_bit(seed: int) -> None:
 
 def test_a_run_does_not_depend_on_how_python_hashes_strings() -> None:
     code = (
-        "from tidegate.simulation.simulation import simulate\n"
+        "from tidegate.simulation.run.simulation import simulate\n"
         "print([simulate(seed).digest for seed in range(5)])"
     )
     digests = {str([simulate(seed).digest for seed in range(5)])}
@@ -116,10 +116,10 @@ def test_a_scenario_read_back_from_json_gives_the_same_run() -> None:
 def test_a_sweep_on_many_processes_reports_the_same_as_on_one() -> None:
     """In a process of their own: a pool's tracker ends only with the process that used the pool."""
     program = (
-        "from tidegate.simulation.faults import ALL_FAULTS\n"
-        "from tidegate.simulation.sweep import sweep\n"
+        "from tidegate.simulation.run.simulation import simulate\n"
+        "from tidegate.simulation.run.sweep import sweep\n"
         "if __name__ == '__main__':\n"
-        "    runs = (sweep(range(40, 65), ALL_FAULTS, workers=w) for w in (1, 2))\n"
+        "    runs = (sweep(range(40, 65), simulate, workers=w) for w in (1, 2))\n"
         "    one, two = map(list, runs)\n"
         "    assert one == two\n"
     )
@@ -248,7 +248,8 @@ def test_shrinking_drops_faults_of_removed_engines() -> None:
 
 def test_a_sweep_counts_the_coverage_marks_of_its_runs() -> None:
     summary = SweepSummary()
-    for report in sweep(range(30), frozenset({FaultKind.CRASH}), workers=1):
+    crashes = partial(simulate, faults=frozenset({FaultKind.CRASH}))
+    for report in sweep(range(30), crashes, workers=1):
         assert summary.add(report) == []
     lines = "\n".join(summary.lines())
     assert lines.startswith("30 of 30 seeds passed")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tidegate.errors import NothingLeftToHappen, VirtualTimeUp
-from tidegate.simulation.virtual_time import (
+from tidegate.simulation.run.virtual_time import (
     VirtualLoop,
     VirtualTime,
     run_in_virtual_time,

@@ -20,9 +20,9 @@ from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.migration import EvenOut, LongTailLane
 from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
 from tidegate.policies.speeds import DeclaredSpeeds, MeasuredSpeeds
-from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.scenario import Scenario, draw_scenario
-from tidegate.simulation.simulation import Simulation, SimulationReport, silent_log
+from tidegate.simulation.checks.coverage import CoverageMark
+from tidegate.simulation.faults.scenario import Scenario, draw_scenario
+from tidegate.simulation.run.simulation import Simulation, SimulationReport
 from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams, SubmitTurn
 
 pytestmark = pytest.mark.slow
@@ -304,10 +304,7 @@ class MovingSimulation(Simulation):
 
 
 def simulate_by(rules: PlacementRules, seed: int) -> SimulationReport:
-    simulation = MovingSimulation(draw_scenario(seed), rules)
-    with silent_log():
-        failure = simulation.run()
-    return simulation.report(failure, None)
+    return MovingSimulation(draw_scenario(seed), rules).run()
 
 
 @pytest.mark.parametrize("rules", ANY_RULES, ids=range(len(ANY_RULES)))

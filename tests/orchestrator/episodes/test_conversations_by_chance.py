@@ -17,8 +17,8 @@ import tidegate
 from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template
 from tests.orchestrator.episodes.talking import CALL, TOOLS, tool, user
 from tidegate.errors import TurnTimeout
-from tidegate.simulation.scripted_engine import TurnRequest, files_of
-from tidegate.simulation.serve import SimulatedRollouts
+from tidegate.simulation.engine.scripted import TurnRequest, files_of
+from tidegate.simulation.run.serve import SimulatedRollouts
 from tidegate.testing import ScriptedEngine, ServeInTests
 
 TASKS = 8

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tidegate.orchestrator.episodes.runner import CANCEL_GRACE_S, Deadlines
-from tidegate.simulation.virtual_time import run_in_virtual_time
+from tidegate.simulation.run.virtual_time import run_in_virtual_time
 
 TIMEOUT_S = 10.0
 

@@ -6,17 +6,10 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.settings.config import FleetSettings
-from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
+from tidegate.simulation.engine.spec import EngineCosts, SimulatedEngineSpec, hello_of
 from tidegate.transport.messages import Message, Step, encode
 
-COSTS = SimulatedEngineSpec(
-    step_s=0.01,
-    running_turn_s=0.0,
-    prefill_tokens_per_s=1e6,
-    staging_s=0.0,
-    max_running_turns=1,
-    chunk_tokens=1,
-)
+SPEC = SimulatedEngineSpec(costs=EngineCosts(slots=1))
 
 
 def test_a_swap_that_only_a_hello_reports_frees_the_slots_of_its_batch() -> None:
@@ -50,7 +43,7 @@ def test_an_engine_that_was_given_up_and_says_hello_again_continues_in_its_strea
         ),
         send,
     )
-    hello = encode(hello_of("engine-0", 1, COSTS))
+    hello = encode(hello_of("engine-0", 1, SPEC))
     fleet.receive([(b"engine-0", hello), (b"engine-0", a_step(0)), (b"engine-0", a_step(1))], 0.0)
     assert len(fleet.tick(6.0)) == 1  # silent for too long
 

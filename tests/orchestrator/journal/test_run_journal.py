@@ -10,7 +10,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.state import digest
 from tidegate.orchestrator.journal import run_journal
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
-from tidegate.simulation.processes import SimulatedStore
+from tidegate.simulation.run.processes import SimulatedStore
 
 HEADER = JournalHeader(run_id="run", rules={}, seed=0)
 

@@ -27,8 +27,8 @@ from tidegate.orchestrator.settings.config import FleetSettings, SamplingSetting
 from tidegate.orchestrator.telemetry.watchdog import STUCK_MAX, Stuck, Watchdog
 from tidegate.policies.rounds import OverSampling
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
-from tidegate.simulation.virtual_time import run_in_virtual_time
+from tidegate.simulation.engine.spec import EngineCosts, SimulatedEngineSpec, hello_of
+from tidegate.simulation.run.virtual_time import run_in_virtual_time
 from tidegate.transport.messages import (
     STOP,
     EngineHeartbeat,
@@ -36,14 +36,7 @@ from tidegate.transport.messages import (
     encode,
 )
 
-COSTS = SimulatedEngineSpec(
-    step_s=0.01,
-    running_turn_s=0.0,
-    prefill_tokens_per_s=1e6,
-    staging_s=0.0,
-    max_running_turns=4,
-    chunk_tokens=1,
-)
+SPEC = SimulatedEngineSpec(costs=EngineCosts(slots=4))
 
 STUCK_AFTER_S = 60.0
 
@@ -127,7 +120,7 @@ class Watched:
     def join(self, engine: str) -> None:
         self.driver.join(engine)
         self.weights.join(engine)
-        self.hear(engine, hello_of(engine, 1, COSTS))
+        self.hear(engine, hello_of(engine, 1, SPEC))
 
     def hear(self, engine: str, message: Message) -> None:
         self.fleet.receive([(engine.encode(), encode(message))], 0.0)

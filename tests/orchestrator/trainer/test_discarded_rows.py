@@ -18,7 +18,7 @@ from tidegate.orchestrator.core.hand_over import KEPT_BATCHES
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.policies.asynchrony import BoundedStaleness
-from tidegate.simulation.serve import ServeInTests
+from tidegate.simulation.run.serve import ServeInTests
 
 
 def one_batch(driver: Driver, *, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> None:

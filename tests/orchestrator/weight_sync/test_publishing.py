@@ -16,7 +16,7 @@ from tidegate.errors import (
     WeightsRefused,
 )
 from tidegate.orchestrator.core.weight_control import WeightControl
-from tidegate.simulation.serve import SimulatedRollouts
+from tidegate.simulation.run.serve import SimulatedRollouts
 from tidegate.testing import ScriptedEngine, ServeInTests
 from tidegate.transport import limits
 

@@ -14,7 +14,7 @@ import pytest
 
 import tidegate
 from tidegate.errors import TidegateError
-from tidegate.simulation.serve import SimulatedRollouts
+from tidegate.simulation.run.serve import SimulatedRollouts
 from tidegate.testing import ScriptedEngine, ServeInTests
 
 SETTINGS: dict[str, Any] = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 2}

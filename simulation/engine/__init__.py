@@ -1,0 +1,1 @@
+"""Simulated engines, and the wire between them and the scheduler."""
