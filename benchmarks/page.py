@@ -1,14 +1,14 @@
-"""Writes docs/benchmarks.md from the rows in benchmarks/results/: ``python -m benchmarks.page``.
+"""Writes docs/benchmarks.md from benchmarks/results/: ``python -m benchmarks.page``.
 
-No figure of that page is written by hand. ``--check`` compares the page with its sources and exits
-with status 1 if they differ; tests/benchmarks/test_page.py does the same.
+Its figures come from rows that the benchmarks printed, its other words from page.toml beside them.
+``--check`` compares the page with its sources and exits with status 1 if they differ.
 """
 
 import argparse
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +31,27 @@ other work. Where a command recorded a case more than once, the table has the la
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One file of results, and how the page shows it."""
-
-    title: str
-    file: str
-    command: str
-    recorded: str
-    """Date of the newest rows, ISO 8601."""
-    note: str
-    table: Callable[[Rows], Iterator[str]]
-
-
 def text() -> str:
     """Return the page that the recorded rows give."""
     lines = [HEAD]
-    for source in SOURCES:
-        rows = [json.loads(line) for line in (RESULTS / source.file).read_text().splitlines()]
-        lines += [f"## {source.title}\n", f"`{source.command}`, recorded {source.recorded}."]
-        lines += [f"{source.note}\n", *source.table(rows), ""]
+    for section in sections():
+        rows = [json.loads(line) for line in (RESULTS / section["file"]).read_text().splitlines()]
+        lines += [f"## {section['title']}\n"]
+        lines += [f"`{section['command']}`, recorded {section['recorded']}."]
+        lines += [f"{section['note']}\n", *TABLES[section["file"]](rows), ""]
     lines += ["## Commands without recorded rows\n", "Run them for figures of your machine.\n"]
     lines += ["| command | measures |", "|---|---|"]
-    recorded = {source.command.split()[2] for source in SOURCES}
+    recorded = {section["command"].split()[2] for section in sections()}
     lines += [
         f"| `python -m {name}` | {what} |" for name, what in programs() if name not in recorded
     ]
     return "\n".join(lines) + "\n"
+
+
+def sections() -> list[dict[str, Any]]:
+    """Return the page's sections in their order."""
+    found: list[dict[str, Any]] = tomllib.loads((RESULTS / "page.toml").read_text())["section"]
+    return found
 
 
 def programs() -> Iterator[tuple[str, str]]:
@@ -298,127 +292,19 @@ def _number(row: dict[str, Any] | None, key: str, form: str) -> str:
     return "-" if row is None or row[key] is None else format(row[key], form)
 
 
-SOURCES = (
-    Source(
-        title="Engine",
-        file="engine.jsonl",
-        command="python -m benchmarks.engine --json",
-        recorded="2026-11-22",
-        note="Over the wire, log-probs and prefill included. Peers: `transformers` (continuous "
-        "batching; static batches),\nllama.cpp, and vLLM's CPU build; each ratio is of the run "
-        "beside that peer. A stall is the longest step while a\nversion is staged and swapped, "
-        "less the usual one. `tiny`: recorded on 2026-11-28, on two cores of an Intel Xeon with\n"
-        "AVX-512 and no bfloat16 instructions, of about half the speed.",
-        table=engine_table,
-    ),
-    Source(
-        title="Servers driven by an adapter",
-        file="adapters.jsonl",
-        command="python -m benchmarks.adapters --json",
-        recorded="2026-11-28",
-        note="A run over a server beside requests sent to it directly, in rounds of equal turns. "
-        "The run's stream interval is 16 tokens.\nTwo cores of an Intel Xeon with AVX-512. vLLM "
-        "0.32.0's CPU build, the small model: 5 rounds of 64 turns, 16 at once, on a quiet\n"
-        "machine; 3 rounds of 256, 64 at once, under load. Its engine takes as many steps either "
-        "way, so tokens/s that differ show the\nmachine's load. SGLang 0.5.23 without CUDA, the "
-        "tiny model: 3 rounds of 64 and of 128 turns, quiet.",
-        table=adapters_table,
-    ),
-    Source(
-        title="Scheduling policies",
-        file="scheduling.jsonl",
-        command="python -m benchmarks.scheduling --json",
-        recorded="2026-11-27",
-        note="Efficiency in virtual time: unmasked trained tokens per second, over those of "
-        "machines that are never idle.\n[Scheduling](scheduling.md) has all columns and explains "
-        "the policies. `possible`: upper bounds, by `--bounds`. Recorded on\n2026-11-27: "
-        "bounds, and `split` with kept turns on `math-8k`, `reasoning-32k` and `reasoning-64k`. "
-        "Other rows: 2026-11-21, when\n`split` waited for half of a group.",
-        table=scheduling_table,
-    ),
-    Source(
-        title="Ideas for stragglers under `split`",
-        file="scheduling_experiments.jsonl",
-        command="python -m benchmarks.scheduling --experiments --json",
-        recorded="2026-11-27",
-        note="`reasoning-32k`, kept turns: medians of five seeds, with the lowest and highest.\n"
-        "[Scheduling](scheduling.md#ideas-for-stragglers) says why most gain nothing. Few are\n"
-        "recorded at η = 4. `4 batches per version`: recorded on 2026-11-28.",
-        table=experiments_table,
-    ),
-    Source(
-        title="Learning and staleness",
-        file="learning.jsonl",
-        command="python -m benchmarks.learning --json",
-        recorded="2026-11-27",
-        note="In virtual time: the same on any machine. Medians of the seeds, with the lowest and "
-        "highest; `planned` is the\nforecast of `tidegate plan` for the time per batch. "
-        "[Staleness and learning](learning.md) explains the set-up.",
-        table=learning_table,
-    ),
-    Source(
-        title="Patches of weights",
-        file="weight_deltas.jsonl",
-        command="python -m benchmarks.weights --deltas --json",
-        recorded="2026-11-26",
-        note="One step of AdamW on random gradients, float32 master weights, published in "
-        "bfloat16. Applying means both patches\nthat bring an engine's buffer up to date; "
-        "loading, the whole set from memory; both in CPU time. Each changed element\nis a cache "
-        "line of its own, so the more change, the faster loading is in comparison. "
-        "Making is in wall time, here under a\nload of 15 on two cores. At 3e-4 patches would "
-        "exceed a tenth of the bytes, so tensors are sent whole.",
-        table=deltas_table,
-    ),
-    Source(
-        title="Power of the audit",
-        file="audit_power.jsonl",
-        command="python -m benchmarks.audit_power --json",
-        recorded="2026-11-26",
-        note="Share of wrong tags that `tidegate audit` finds by asking which history is nearer, "
-        "and by its tolerance alone (in brackets),\nin real runs over 8 versions. `long`: 48 "
-        "tokens a turn of a random model; `demo`: spans of some 4 tokens, most of them\n"
-        "near-certain, whose log-probs under both histories differ by less than the noise of "
-        "float32. `exact`: deterministic engines,\naudited by `--exact`; where both histories "
-        "give the same bits, nothing can find the tag, so its share is also of those that\n"
-        "differ. `demo` and `demo-exact` at 1e-6 were recorded 2026-11-27.",
-        table=audit_table,
-    ),
-    Source(
-        title="Routing replay",
-        file="routing_replay.jsonl",
-        command="python -m benchmarks.routing_replay --json",
-        recorded="2026-11-26",
-        note="Random mixtures of 8 layers of 64 experts in bfloat16, sampled by this engine, "
-        "computed again by `transformers`; medians of\nthree models. KL is k3, in nats a token. "
-        "[Routing replay](losses.md#routing-replay) explains it. `without choice`, recorded "
-        "2026-11-27: the KL of mixtures of\nthe same shape that have only the experts each token "
-        "uses, so that routers cannot disagree. Replay leaves about as much, the\nrounding of all "
-        "other computation; at 8, 0.05 this is more than a fifth of the whole KL.",
-        table=replay_table,
-    ),
-    Source(
-        title="Tinker API",
-        file="tinker.jsonl",
-        command="python -m benchmarks.tinker --windows 1 --seconds 5 --warm-up-s 15 --json",
-        recorded="2026-11-26",
-        note="One window of each load, both servers running; a client is a tenant, a sample has "
-        "8 tokens, a step 8 sequences of 64.\nSkyRL's JAX compiles for each batch size it meets, "
-        "which its windows at 16 clients include. In two more runs on the\nloaded machine one "
-        "client's round trips were 14.6 and 10.8 times SkyRL's.",
-        table=tinker_table,
-    ),
-    Source(
-        title="Tinker API, two tenants",
-        file="tinker_tenants.jsonl",
-        command="python -m benchmarks.tinker --tenants-beside --windows 12 --seconds 6 --json",
-        recorded="2026-11-27",
-        note="One tenant's four streams of samples of 8 tokens: alone; beside another's four, "
-        "which makes an optimizer step every\nsecond; and while that one also publishes its "
-        "weights every second. Medians of turns in one run, and ratios of each turn\nwith the "
-        "lowest and highest, on two cores under a load of 22.",
-        table=tenants_table,
-    ),
-)
+TABLES: dict[str, Callable[[Rows], Iterator[str]]] = {
+    "engine.jsonl": engine_table,
+    "adapters.jsonl": adapters_table,
+    "scheduling.jsonl": scheduling_table,
+    "scheduling_experiments.jsonl": experiments_table,
+    "learning.jsonl": learning_table,
+    "weight_deltas.jsonl": deltas_table,
+    "audit_power.jsonl": audit_table,
+    "routing_replay.jsonl": replay_table,
+    "tinker.jsonl": tinker_table,
+    "tinker_tenants.jsonl": tenants_table,
+}
+"""How the page shows each file of results."""
 
 
 def main() -> None:

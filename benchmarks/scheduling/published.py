@@ -1,6 +1,6 @@
 """Figures of the published model that the scheduling workloads come from.
 
-:mod:`benchmarks.scheduling.rows` shows them beside the run's figures. The model is an event-driven
+The model is an event-driven
 one of the same machines, with exact processor sharing in its engines and no overhead between
 engines and trainer. It consumes groups in completion order unless a row's policy says otherwise.
 Figures have two digits, so ratios are good to about a percent.
@@ -44,12 +44,10 @@ _TABLES: dict[str, dict[tuple[str, int, str], Published]] = {
         ("completion", 2, "keep"): Published(0.86, 2.17, 4, 2.0, 0.42, 0.0),
         ("completion", 4, "keep"): Published(0.89, 2.25, 5, 2.35, 0.65, 0.0),
         ("completion", 8, "keep"): Published(0.89, 2.25, 5, 2.35, 0.65, 0.0),
-        ("unbounded", 0, "keep"): Published(0.89, 2.25, 5, 2.35, 0.65, 0.0),
         ("completion", 1, "abort"): Published(0.58, 1.47, 2, 1.0, 0.03, 0.0),
         ("completion", 2, "abort"): Published(0.79, 2.0, 4, 2.0, 0.42, 0.0),
         ("completion", 4, "abort"): Published(0.8, 2.02, 5, 2.34, 0.64, 0.0),
         ("completion", 8, "abort"): Published(0.8, 2.02, 5, 2.34, 0.64, 0.0),
-        ("unbounded", 0, "abort"): Published(0.8, 2.02, 5, 2.34, 0.64, 0.0),
         ("completion", 1, "wait"): Published(0.4, 1.01, 1, 1.0, 0.0, 0.0),
         ("completion", 4, "wait"): Published(0.4, 1.01, 4, 4.0, 0.0, 0.0),
     },
@@ -62,12 +60,10 @@ _TABLES: dict[str, dict[tuple[str, int, str], Published]] = {
         ("completion", 2, "keep"): Published(0.8, 3.19, 5, 2.01, 0.19, 0.0),
         ("completion", 4, "keep"): Published(0.94, 3.72, 8, 3.02, 0.53, 0.0),
         ("completion", 8, "keep"): Published(0.94, 3.72, 8, 3.02, 0.53, 0.0),
-        ("unbounded", 0, "keep"): Published(0.94, 3.72, 8, 3.02, 0.53, 0.0),
         ("completion", 1, "abort"): Published(0.53, 2.09, 3, 1.0, 0.05, 0.0),
         ("completion", 2, "abort"): Published(0.74, 2.95, 6, 2.01, 0.2, 0.0),
         ("completion", 4, "abort"): Published(0.81, 3.22, 8, 3.0, 0.53, 0.0),
         ("completion", 8, "abort"): Published(0.81, 3.22, 8, 3.0, 0.53, 0.0),
-        ("unbounded", 0, "abort"): Published(0.81, 3.22, 8, 3.0, 0.53, 0.0),
         ("completion", 1, "wait"): Published(0.26, 1.02, 1, 1.0, 0.0, 0.0),
         ("completion", 4, "wait"): Published(0.25, 1.01, 4, 4.0, 0.0, 0.0),
     },
@@ -94,12 +90,10 @@ _TABLES: dict[str, dict[tuple[str, int, str], Published]] = {
         ("completion", 2, "keep"): Published(0.77, 3.18, 5, 2.01, 0.16, 0.0),
         ("completion", 4, "keep"): Published(0.95, 3.93, 8, 3.29, 0.49, 0.0),
         ("completion", 8, "keep"): Published(0.95, 3.93, 8, 3.29, 0.49, 0.0),
-        ("unbounded", 0, "keep"): Published(0.95, 3.93, 8, 3.29, 0.49, 0.0),
         ("completion", 1, "abort"): Published(0.51, 2.11, 3, 1.0, 0.06, 0.0),
         ("completion", 2, "abort"): Published(0.71, 2.91, 5, 2.01, 0.16, 0.0),
         ("completion", 4, "abort"): Published(0.82, 3.37, 8, 3.26, 0.49, 0.0),
         ("completion", 8, "abort"): Published(0.82, 3.37, 8, 3.26, 0.49, 0.0),
-        ("unbounded", 0, "abort"): Published(0.82, 3.37, 8, 3.26, 0.49, 0.0),
         ("completion", 1, "wait"): Published(0.25, 1.02, 1, 1.0, 0.0, 0.0),
         ("completion", 4, "wait"): Published(0.25, 1.02, 4, 4.0, 0.0, 0.0),
     },
@@ -112,42 +106,33 @@ _TABLES: dict[str, dict[tuple[str, int, str], Published]] = {
         ("completion", 2, "keep"): Published(0.52, 2.6, 4, 1.78, 0.7, 0.0),
         ("completion", 4, "keep"): Published(0.52, 2.6, 4, 1.78, 0.7, 0.0),
         ("completion", 8, "keep"): Published(0.52, 2.6, 4, 1.78, 0.7, 0.0),
-        ("unbounded", 0, "keep"): Published(0.52, 2.6, 4, 1.78, 0.7, 0.0),
         ("completion", 1, "abort"): Published(0.38, 1.91, 3, 1.0, 0.12, 0.0),
         ("completion", 2, "abort"): Published(0.5, 2.51, 4, 1.75, 0.71, 0.0),
         ("completion", 4, "abort"): Published(0.5, 2.51, 4, 1.75, 0.71, 0.0),
         ("completion", 8, "abort"): Published(0.5, 2.51, 4, 1.75, 0.71, 0.0),
-        ("unbounded", 0, "abort"): Published(0.5, 2.51, 4, 1.75, 0.71, 0.0),
     },
 }
 """Figures by (policy, η, mode); the mode is empty if it makes no difference."""
 
 _ORDERS: dict[tuple[str, int], Published] = {
-    ("window-3B", 1): Published(0.54, None, 3, 1.0, length_bias=0.98),
     ("window-2B", 1): Published(0.51, None, 3, 1.0, length_bias=0.99),
     ("window-B", 1): Published(0.42, None, 2, 1.0, length_bias=0.99),
     ("admission", 1): Published(0.38, None, 1, 1.0, length_bias=0.99),
-    ("window-3B", 2): Published(0.75, None, 5, 2.0, length_bias=0.99),
     ("window-2B", 2): Published(0.65, None, 4, 2.0, length_bias=0.99),
     ("window-B", 2): Published(0.58, None, 3, 2.0, length_bias=0.99),
     ("admission", 2): Published(0.53, None, 2, 2.0, length_bias=0.99),
-    ("window-3B", 3): Published(0.8, None, 6, 2.97, length_bias=0.98),
     ("window-2B", 3): Published(0.76, None, 5, 3.0, length_bias=0.99),
     ("window-B", 3): Published(0.68, None, 4, 3.0, length_bias=0.99),
     ("admission", 3): Published(0.65, None, 3, 3.0, length_bias=0.99),
-    ("window-3B", 4): Published(0.92, None, 7, 3.94, length_bias=0.98),
     ("window-2B", 4): Published(0.81, None, 6, 3.96, length_bias=0.99),
     ("window-B", 4): Published(0.8, None, 5, 3.99, length_bias=0.99),
     ("admission", 4): Published(0.73, None, 4, 4.0, length_bias=0.99),
-    ("window-3B", 6): Published(0.93, None, 8, 4.22, length_bias=0.98),
     ("window-2B", 6): Published(0.93, None, 8, 5.04, length_bias=0.99),
     ("window-B", 6): Published(0.93, None, 7, 5.89, length_bias=0.99),
     ("admission", 6): Published(0.87, None, 6, 5.96, length_bias=0.99),
-    ("window-3B", 8): Published(0.93, None, 8, 4.22, length_bias=0.98),
     ("window-2B", 8): Published(0.93, None, 8, 5.04, length_bias=0.99),
     ("window-B", 8): Published(0.93, None, 8, 5.94, length_bias=0.99),
     ("admission", 8): Published(0.93, None, 8, 6.85, length_bias=0.99),
-    ("cancel", 4): Published(0.68, None, 4, 2.13, wasted_share=0.281, length_bias=0.80),
     ("mask", 4): Published(0.74, None, 4, masked_share=0.20),
 }
 """Figures of other consumption orders by (policy, η), for reasoning-32k with ``keep``."""

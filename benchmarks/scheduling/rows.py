@@ -102,7 +102,7 @@ def _values(workload: Workload, outcome: Outcome, sync: Outcome) -> dict[str, fl
     with_age = max(1, tally.staleness.total())
     population_tail = max(outcome.tail_share, 1 / tally.rollouts)
     return {
-        "efficiency": used_tokens / tally.at_s / workload.bound_tokens_per_s,
+        "efficiency": tally.efficiency(workload),
         "max_staleness": outcome.oldest_ever,
         "mean_staleness": sum(age * n for age, n in tally.staleness.items()) / with_age,
         "mixed_share": tally.mixed_rollouts / tally.rollouts,

@@ -17,7 +17,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from benchmarks.transport.rows import Row, by_turns, row
+from benchmarks.table import Figures, Row, by_turns, spread_row
 from tidegate.transport.router import RouterSocket
 from tidegate.transport.security import ENGINE_DEFAULT, make_keys, read_orchestrator_keys
 
@@ -29,8 +29,6 @@ CURVE_MESSAGES = 100_000
 CHUNK_BYTES = 1024 * 1024
 CHUNKS = 400
 TIMEOUT_S = 120.0
-
-Figures = dict[str, float]
 
 
 class Meter:
@@ -109,8 +107,8 @@ def rows() -> Iterator[Row]:
         }
     )
     ours, peer = figures["ours"], figures["zmq.asyncio"]
-    yield row("recv_msgs_per_s", "messages/s", ours["per_s"], peer["per_s"], "zmq.asyncio")
-    yield row(
+    yield spread_row("recv_msgs_per_s", "messages/s", ours["per_s"], peer["per_s"], "zmq.asyncio")
+    yield spread_row(
         "recv_msgs_per_cpu_s",
         "messages/s per core",
         ours["per_cpu_s"],
@@ -142,7 +140,7 @@ def _curve(keys: Path) -> Iterator[Row]:
             [unit_size * figure for figure in figures[f"{what} {which}"]["per_cpu_s"]]
             for which in ("with", "without")
         )
-        yield row(name, unit, ours, plain, "without keys")
+        yield spread_row(name, unit, ours, plain, "without keys")
 
 
 def _received(count: int, size: int, keys: Path | None) -> Figures:

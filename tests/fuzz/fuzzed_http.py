@@ -2,7 +2,7 @@
 
 Bodies are valid ones with a part replaced, garbled text, endless nesting, bodies up to their size
 limits, endless headers, half requests, and requests that are not HTTP. A healthy client sends
-requests in between, and must be answered correctly. :mod:`benchmarks.fuzz` runs it.
+requests in between, and must be answered correctly.
 """
 
 import asyncio
@@ -139,10 +139,9 @@ ODD: tuple[Callable[[random.Random], Any], ...] = (
 
 
 class FixedEngine:
-    """Turn source that returns fixed text, at once or after a delay."""
+    """Turn source that returns fixed text at once."""
 
-    def __init__(self, model: ModelFiles, words: str, latency_s: float = 0.0) -> None:
-        self._latency_s = latency_s
+    def __init__(self, model: ModelFiles, words: str) -> None:
         self._ids = model.tokenizer.encode(words + ENDS["chatml"], add_special_tokens=False).ids
         self._rows = 10**9
 
@@ -152,8 +151,6 @@ class FixedEngine:
         """Return a whole turn."""
         turn = Turn(rollout, sampling)
         rollout.turns.append(turn)
-        if self._latency_s:
-            await asyncio.sleep(self._latency_s)
         for token in self._ids:
             turn.append(token, -1.0, 0, "engine-0")
         turn.finish_reason = "stop"
