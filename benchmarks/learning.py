@@ -1,6 +1,6 @@
 """Effect of staleness on learning, per sample and per second, in virtual time.
 
-A command that no module imports. Trains the demo's model with the real scheduler, the real engine
+Trains the demo's model with the real scheduler, the real engine
 code (``simulation/computing_engine.py``) and the demo's trainer. Only time is modelled: steps,
 prefills, swaps and training take what ``COSTS`` and ``TRAINER_TOKENS_PER_S`` say. So each run has
 the same result on any machine, under any load.
@@ -87,45 +87,39 @@ TIME_LIMIT_S = 1e5
 """Virtual time after which a run counts as stuck, in seconds."""
 
 
-def _tis(log_ratio: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    return corrections.tis_token(log_ratio, mask)
-
-
 def _weighed_by(weight: Callable[[Tensor, Tensor], Tensor]) -> WeighTokens:
     """Return a correction that needs only log-ratios and mask."""
     return lambda log_ratio, behaviour, advantages, mask: weight(log_ratio, mask)
 
 
-def _tis_masked_by(keep: Callable[[Tensor, Tensor], Tensor]) -> WeighTokens:
-    """Return TIS by token times a mask that needs only log-ratios and mask."""
+def _tis_times(keep: WeighTokens) -> WeighTokens:
+    """Return TIS by token times a mask."""
     return lambda log_ratio, behaviour, advantages, mask: (
-        corrections.tis_token(log_ratio, mask) * keep(log_ratio, mask)
+        corrections.tis_token(log_ratio, mask) * keep(log_ratio, behaviour, advantages, mask)
     )
 
 
 def _dppo(log_ratio: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    keep = corrections.dppo_mask(log_ratio, mask, behaviour, advantages.expand(mask.shape))
-    return corrections.tis_token(log_ratio, mask) * keep
+    return corrections.dppo_mask(log_ratio, mask, behaviour, advantages.expand(mask.shape))
 
 
 def _m2po(log_ratio: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    keep = corrections.m2po_mask(log_ratio, mask, advantages.expand(mask.shape))
-    return corrections.tis_token(log_ratio, mask) * keep
+    return corrections.m2po_mask(log_ratio, mask, advantages.expand(mask.shape))
 
 
 CORRECTIONS: dict[str, WeighTokens] = {
     "none": lambda log_ratio, behaviour, advantages, mask: mask.float(),
-    "TIS by token": _tis,
+    "TIS by token": _weighed_by(corrections.tis_token),
     "TIS by sequence": _weighed_by(corrections.tis_sequence),
     "MIS by token": _weighed_by(corrections.mis_token),
     "MIS by sequence": _weighed_by(corrections.mis_sequence),
     "MIS geometric": _weighed_by(corrections.mis_geometric),
     "IcePop": _weighed_by(corrections.icepop),
-    "TIS, geometric mask": _tis_masked_by(corrections.geometric_mask),
-    "TIS, K3 mask": _tis_masked_by(corrections.k3_mask),
-    "TIS, veto mask": _tis_masked_by(corrections.veto_mask),
-    "TIS, DPPO mask": _dppo,
-    "TIS, M2PO mask": _m2po,
+    "TIS, geometric mask": _tis_times(_weighed_by(corrections.geometric_mask)),
+    "TIS, K3 mask": _tis_times(_weighed_by(corrections.k3_mask)),
+    "TIS, veto mask": _tis_times(_weighed_by(corrections.veto_mask)),
+    "TIS, DPPO mask": _tis_times(_dppo),
+    "TIS, M2PO mask": _tis_times(_m2po),
 }
 """Every correction of ``policies/corrections.py``, with its default bounds."""
 

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.scheduling --experiments`` prints, for each idea and η, the median of
 ``efficiency`` and ``masked_share`` over seeds, with the lowest and highest; the peer is plain
-``split`` with the same seeds. Virtual time, so nothing depends on the machine. Built on ``run.py``;
-the ideas are engines and policies that exist here only, unless docs/scheduling.md says otherwise.
+``split`` with the same seeds. Virtual time, so nothing depends on the machine. The ideas
+are engines and policies that exist here only, unless docs/scheduling.md says otherwise.
 
 **Lengths.** The logarithms of a group's lengths have standard deviation s and correlation c
 (:data:`~benchmarks.scheduling.workloads.GROUP_CORRELATION`). Given n siblings' lengths, the best
@@ -189,14 +189,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     BASELINE: Experiment(),
     "longest first, known": _longest_first(0.0),
     "longest first, from siblings": _longest_first(prediction_error(GROUP_CORRELATION, 15)),
-    "longest first, correlation .9": _longest_first(prediction_error(0.9, 15)),
     "one engine of 32 for stragglers": Experiment(
         migration_policy=LongTailLane(min_tokens=STRAGGLER_TOKENS, engines=1, slots=32)
     ),
     "early splits": Experiment(make=_split(EarlySplits)),
     "at most 128 stragglers": Experiment(make=_split(limit=128)),
     "4 batches per version": Experiment(make=_split(batches=4)),
-    "drafts, .3 accepted": _drafts(0.3),
     "drafts, .5 accepted": _drafts(0.5),
     "drafts, .7 accepted": _drafts(0.7),
 }

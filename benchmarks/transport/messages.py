@@ -1,7 +1,7 @@
 """Receive rate of messages, against zmq.asyncio, and the cost of CURVE encryption.
 
 ``python -m benchmarks.transport messages`` calls :func:`rows`. Receives with the run's own
-``RouterSocket``; ``flood.py`` and ``dealer.py`` are the senders.
+``RouterSocket``; ``message_sender.py`` sends.
 """
 
 import asyncio
@@ -56,9 +56,9 @@ class Meter:
             )
 
 
-def sender(module: str, address: str, count: int, size: int, keys: Path | None = None) -> list[str]:
+def sender(kind: str, address: str, count: int, size: int, keys: Path | None = None) -> list[str]:
     """Return the command of a sending process."""
-    command = [sys.executable, "-m", f"benchmarks.transport.{module}"]
+    command = [sys.executable, "-m", "benchmarks.transport.message_sender", kind]
     return [*command, address, str(count), str(size), *([str(keys)] if keys else [])]
 
 
