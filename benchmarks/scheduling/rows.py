@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from benchmarks import table
 from benchmarks.scheduling.bounds import SPREAD_PHASES, efficiency_bound
 from benchmarks.scheduling.policies import Variant
 from benchmarks.scheduling.run import Outcome
@@ -51,20 +52,13 @@ unless the policy says otherwise. Figures have two digits, so ratios are good to
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One figure of a run."""
+class Row(table.Row):
+    """One figure of a run; the peer is the published model's figure."""
 
-    name: str
-    value: float
-    unit: str
-    peer: float | None
-    """The published model's figure; None if it has none."""
-    ratio: float | None
-    """Ours over the model's."""
-    workload: str
-    policy: str
-    eta: int
-    mode: str
+    workload: str = ""
+    policy: str = ""
+    eta: int = 0
+    mode: str = ""
 
 
 def rows(
