@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks import table
 from tidegate.kernels.fused_sampling import SamplingColumns, fused_sample_triton
 from tidegate.kernels.head_logprobs import head_logprobs_triton
 from tidegate.kernels.norm import rms_norm
@@ -252,17 +253,10 @@ class Rates:
     flops_per_us: float
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(table.Row):
+    """A kernel's time; the peer is torch's own operations, and the ratio theirs over ours."""
 
-    name: str
-    value: float
-    unit: str
-    peer: float
-    """Time of torch's own operations."""
-    ratio: float
-    """The peer's time over ours."""
     spread: float
     """Interquartile range of our times, as a share of their median."""
     roofline_share: float

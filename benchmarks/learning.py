@@ -184,16 +184,12 @@ class Curve:
     """Virtual time at which each version was published, the initial one first; in seconds."""
     rewards: list[float]
     """Expected held-out reward of each version."""
-    batch_rewards: list[float]
-    """Mean reward of each batch."""
     reward_after: float
     """Mean reward of held-out tasks that the last version played."""
     staleness_mean: float
     dropped_share: float
     """Share of the gradient-carrying tokens to which the correction gave no weight."""
     discarded_tokens: int
-    recomputed_share: float
-    """Share of context tokens whose KV was not cached."""
     engine_idle_share: float
     trainer_idle_share: float
     lengths: list[list[int]]
@@ -290,7 +286,7 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
     training = list(itertools.islice(long_tailed_tasks("train", seed), versions * GROUPS_PER_BATCH))
     policy, optimizer = load_trainer(model, LEARNING_RATE)
     weighing = _Weighing(CORRECTIONS[way.correction])
-    rewards, batch_rewards, staleness = [measure.reward(policy)], [], []
+    rewards, staleness = [measure.reward(policy)], []
     lengths: list[list[int]] = []
     turns = rollouts_trained = 0
     async with SimulatedRollouts(plan, time) as rollouts:
@@ -302,7 +298,6 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
             await rollouts.publish(policy.state_dict())
             at_s.append(time.now_s - started_s)
             rewards.append(measure.reward(policy))
-            batch_rewards.append(float(batch.rewards.mean()))
             staleness.append(float(batch.staleness.float().mean()))
             lengths += _lengths(batch)
             turns += _turns(batch)
@@ -314,12 +309,10 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
         seed=seed,
         at_s=at_s,
         rewards=rewards,
-        batch_rewards=batch_rewards,
         reward_after=evaluation.mean_reward,
         staleness_mean=statistics.fmean(staleness),
         dropped_share=weighing.dropped / max(1, weighing.tokens),
         discarded_tokens=seen.ledger.discarded_total,
-        recomputed_share=1 - seen.cached_context_tokens / max(1, seen.context_tokens),
         engine_idle_share=seen.engine_idle_share,
         trainer_idle_share=seen.trainer_idle_share,
         lengths=lengths,

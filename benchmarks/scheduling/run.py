@@ -116,11 +116,6 @@ class Outcome:
     oldest_ever: int
     """Largest staleness of the whole run."""
 
-    @property
-    def step_s(self) -> float:
-        """Mean time between two versions."""
-        return self.tally.at_s / self.steps
-
 
 class Trainer:
     """Takes batches, simulates training time, publishes, and counts."""
