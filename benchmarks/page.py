@@ -38,7 +38,11 @@ def text() -> str:
         rows = [json.loads(line) for line in (RESULTS / section["file"]).read_text().splitlines()]
         lines += [f"## {section['title']}\n"]
         lines += [f"`{section['command']}`, recorded {section['recorded']}."]
-        lines += [f"{section['note']}\n", *TABLES[section["file"]](rows), ""]
+        lines += [
+            f"{section['note']}\n",
+            *shown(TABLES[section["file"]](rows), left=section.get("left", [0])),
+            "",
+        ]
     lines += ["## Commands without recorded rows\n", "Run them for figures of your machine.\n"]
     lines += ["| command | measures |", "|---|---|"]
     recorded = {section["command"].split()[2] for section in sections()}
@@ -64,15 +68,22 @@ def programs() -> Iterator[tuple[str, str]]:
             yield f"benchmarks.{name}", source.split("\n", 1)[0].strip('" ')
 
 
-def engine_table(rows: Rows) -> Iterator[str]:
+def shown(table: Iterator[Sequence[str]], *, left: Sequence[int] = (0,)) -> Iterator[str]:
+    """Yield the lines of a table, whose first line is the heading; columns ``left`` are text."""
+    heading = next(table)
+    marks = ("---" if column in left else "--:" for column in range(len(heading)))
+    yield f"| {' | '.join(heading)} |"
+    yield f"|{'|'.join(marks)}|"
+    yield from (f"| {' | '.join(cells)} |" for cells in table)
+
+
+def engine_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the engine's table: a line per model, dtype and number of requests."""
     cases = {(row["model"], row["dtype"], row["concurrent"]): None for row in rows}
-    yield (
-        "| model, dtype, requests | tokens/CPU-s | "
-        + " | ".join(f"over {p}" for p in PEERS)
-        + (" | share of the machine's limit | Python and dispatch | longest update stall, steps |")
-    )
-    yield "|---|" + "--:|" * (len(PEERS) + 4)
+    yield [
+        *("model, dtype, requests", "tokens/CPU-s", *(f"over {peer}" for peer in PEERS)),
+        *("share of the machine's limit", "Python and dispatch", "longest update stall, steps"),
+    ]
     for case in cases:
         found = {
             (row["name"], row["peer"]): row
@@ -90,17 +101,16 @@ def engine_table(rows: Rows) -> Iterator[str]:
                 ("update_stall_steps", "one decode step"),
             )
         ]
-        yield f"| {' | '.join(cells)} |"
+        yield cells
 
 
-def adapters_table(rows: Rows) -> Iterator[str]:
+def adapters_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield a line per server and number of turns at once: medians of the rounds' ratios, with the
     lowest and highest."""
-    yield (
-        "| server, turns at once | tokens/s over whole answers | over streamed ones | "
-        "server's CPU time over whole answers | over streamed ones |"
-    )
-    yield "|---|--:|--:|--:|--:|"
+    yield [
+        *("server, turns at once", "tokens/s over whole answers", "over streamed ones"),
+        *("server's CPU time over whole answers", "over streamed ones"),
+    ]
     cases: dict[str, list[str]] = {}
     case = ""
     for index, row in enumerate(rows):
@@ -114,17 +124,15 @@ def adapters_table(rows: Rows) -> Iterator[str]:
             continue
         low, high = bounds
         cases.setdefault(case, []).append(f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})")
-    for case, cells in cases.items():
-        yield f"| {case} | {' | '.join(cells)} |"
+    yield from ([case, *cells] for case, cells in cases.items())
 
 
-def scheduling_table(rows: Rows) -> Iterator[str]:
+def scheduling_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the efficiency of each policy by workload, with kept turns, at η = 4 or the closest η
     measured."""
     wanted = [row for row in rows if row["name"] == "efficiency" and row["mode"] == "keep"]
     workloads = list(dict.fromkeys(row["workload"] for row in wanted))
-    yield f"| policy | {' | '.join(workloads)} |"
-    yield "|---|" + "--:|" * len(workloads)
+    yield ["policy", *workloads]
     for policy in dict.fromkeys(row["policy"] for row in wanted):
         cells = []
         for workload in workloads:
@@ -133,30 +141,31 @@ def scheduling_table(rows: Rows) -> Iterator[str]:
             cells.append(
                 f"{closest_row['value']:.2f} (η={closest_row['eta']})" if closest_row else "-"
             )
-        yield f"| {policy} | {' | '.join(cells)} |"
+        yield [policy, *cells]
 
 
 def scheduling_tables(rows: Rows) -> Iterator[str]:
     """Yield every recorded figure of scheduling.jsonl, a table per workload, for the site."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
     for workload in dict.fromkeys(row["workload"] for row in rows):
         yield f"\n## {workload}\n"
-        yield f"| policy | η | pause mode | {' | '.join(names).replace('_', ' ')} |"
-        yield "|---|--:|---|" + "--:|" * len(names)
-        cases: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
-        for row in rows:
-            if row["workload"] == workload:
-                cases.setdefault((row["policy"], row["eta"], row["mode"]), {})[row["name"]] = row
-        for case, found in cases.items():
-            cells = [_number(found.get(name), "value", ".3g") for name in names]
-            yield f"| {' | '.join([*map(str, case), *cells])} |"
+        yield from shown(_workload_table(rows, workload), left=(0, 2))
 
 
-def experiments_table(rows: Rows) -> Iterator[str]:
+def _workload_table(rows: Rows, workload: str) -> Iterator[Sequence[str]]:
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    yield ["policy", "η", "pause mode", *(name.replace("_", " ") for name in names)]
+    cases: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["workload"] == workload:
+            cases.setdefault((row["policy"], row["eta"], row["mode"]), {})[row["name"]] = row
+    for case, found in cases.items():
+        yield [*map(str, case), *(_number(found.get(name), "value", ".3g") for name in names)]
+
+
+def experiments_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield each idea's median efficiency and masked share, with the lowest and highest."""
     values = {row["name"]: row["value"] for row in rows}
-    yield "| η | idea | efficiency | masked share |"
-    yield "|--:|---|--:|--:|"
+    yield ["η", "idea", "efficiency", "masked share"]
     suffix = "/efficiency"
     for case in (name.removesuffix(suffix) for name in values if name.endswith(suffix)):
         _, eta, idea = case.split("/")
@@ -165,7 +174,7 @@ def experiments_table(rows: Rows) -> Iterator[str]:
             of = f"{case}/{figure}"
             lowest, highest = values[f"{of}/lowest"], values[f"{of}/highest"]
             cells.append(f"{values[of]:.3f} ({lowest:.3f} to {highest:.3f})")
-        yield f"| {eta} | {idea} | {' | '.join(cells)} |"
+        yield [eta, idea, *cells]
 
 
 LEARNING_COLUMNS = {
@@ -182,15 +191,13 @@ LEARNING_COLUMNS = {
 """Figures of the learning benchmark that the page shows."""
 
 
-def learning_table(rows: Rows) -> Iterator[str]:
+def learning_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the figures of each configuration: median, and lowest and highest of several seeds."""
-    yield f"| configuration | seeds | {' | '.join(LEARNING_COLUMNS.values())} |"
-    yield "|---|" + "--:|" * (1 + len(LEARNING_COLUMNS))
+    yield ["configuration", "seeds", *LEARNING_COLUMNS.values()]
     for way in dict.fromkeys(row["way"] for row in rows):
         found = {row["name"]: row for row in rows if row["way"] == way}
         seeds = str(next(iter(found.values()))["seeds"])
-        cells = [_spread(found.get(name)) for name in LEARNING_COLUMNS]
-        yield f"| {' | '.join([way, seeds, *cells])} |"
+        yield [way, seeds, *(_spread(found.get(name)) for name in LEARNING_COLUMNS)]
 
 
 def _spread(row: dict[str, Any] | None) -> str:
@@ -204,12 +211,11 @@ def _spread(row: dict[str, Any] | None) -> str:
     return value if lowest == highest else f"{value} ({lowest} to {highest})"
 
 
-def audit_table(rows: Rows) -> Iterator[str]:
+def audit_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the share of wrong tags found for each task and learning rate."""
     values = {row["name"]: row for row in rows}
     kinds = {"version": "version one off", "boundary": "boundary one off", "kv": "KV history"}
-    yield f"| task, learning rate | {' | '.join(kinds.values())} | false alarms |"
-    yield "|---|--:|--:|--:|--:|"
+    yield ["task, learning rate", *kinds.values(), "false alarms"]
     for case in dict.fromkeys(name.rsplit("/", 1)[0] for name in values if "/alarms" in name):
         cells = []
         for kind in kinds:
@@ -222,38 +228,36 @@ def audit_table(rows: Rows) -> Iterator[str]:
                 found_of_differing = round(found["value"] * tried["value"]) / differing
                 cell += f"; {found_of_differing:.4f} of the {differing:,} that differ"
             cells.append(cell)
-        alarms = values[f"{case}/alarms"]["value"]
-        yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} | {alarms} |"
+        yield [case.replace("/", ", "), *cells, str(values[f"{case}/alarms"]["value"])]
 
 
-def deltas_table(rows: Rows) -> Iterator[str]:
+def deltas_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the bytes and times of a patch for each model and learning rate."""
     values = {row["name"]: row for row in rows}
-    yield (
-        "| model, learning rate | elements changed | bytes of the whole | zstd of the whole "
-        "| made at, GB/s | applying over loading |"
-    )
-    yield "|---|--:|--:|--:|--:|--:|"
+    yield [
+        *("model, learning rate", "elements changed", "bytes of the whole", "zstd of the whole"),
+        *("made at, GB/s", "applying over loading"),
+    ]
     for case in dict.fromkeys(name.rsplit("/", 1)[0] for name in values if "/bytes" in name):
         shares = (values[f"{case}/{kind}"]["value"] for kind in ("changed", "bytes", "zstd"))
         cells = [f"{share:.2%}" for share in shares]
         cells.append(f"{values[f'{case}/make']['value']:.2f}")
         cells.append(_number(values.get(f"{case}/apply"), "ratio", ".2f"))
-        yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} |"
+        yield [case.replace("/", ", "), *cells]
 
 
-def replay_table(rows: Rows) -> Iterator[str]:
+def replay_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the mismatch of each mixture without and with replay, and the cost."""
     values = {row["name"]: row for row in rows}
-    yield (
-        "| experts per token, spread of weights | diverging routers | diverging tokens | "
-        "mismatch KL | with replay | ratio | without choice | bytes per token | "
-        "decode rate, reported over not |"
-    )
-    yield "|---|" + "--:|" * 8
+    yield [
+        *("experts per token, spread of weights", "diverging routers", "diverging tokens"),
+        *("mismatch KL", "with replay", "ratio", "without choice", "bytes per token"),
+        "decode rate, reported over not",
+    ]
     for case in dict.fromkeys(name.split("/", 1)[1] for name in values):
         kl, rate = values[f"mismatch_kl/{case}"], values[f"decode_tokens_per_cpu_s/{case}"]
-        cells = [
+        yield [
+            case.replace("/", ", "),
             _number(values[f"diverging_routers/{case}"], "value", ".3f"),
             _number(values[f"diverging_tokens/{case}"], "value", ".3f"),
             _number(kl, "peer", ".2g"),
@@ -263,36 +267,32 @@ def replay_table(rows: Rows) -> Iterator[str]:
             _number(values[f"bytes_per_token/{case}"], "value", ",.0f"),
             _number(rate, "ratio", ".2f"),
         ]
-        yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} |"
 
 
-def tinker_table(rows: Rows) -> Iterator[str]:
+def tinker_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the Tinker server's figures and its peer's, a line per load."""
-    yield "| figure | clients | Tidegate | SkyRL 0.3.0 | ratio |"
-    yield "|---|--:|--:|--:|--:|"
+    yield ["figure", "clients", "Tidegate", "SkyRL 0.3.0", "ratio"]
     for row in rows:
-        cells = [f"{row['name']}, {row['unit']}", str(row["clients"])]
-        cells += [_number(row, key, ",.4g") for key in ("value", "peer_value", "ratio")]
-        yield f"| {' | '.join(cells)} |"
+        cells = (_number(row, key, ",.4g") for key in ("value", "peer_value", "ratio"))
+        yield [f"{row['name']}, {row['unit']}", str(row["clients"]), *cells]
 
 
-def tenants_table(rows: Rows) -> Iterator[str]:
+def tenants_table(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the figures of one tenant's samples beside another tenant, a line per figure."""
-    yield "| figure | alone | beside | publishing | beside / alone | publishing / beside |"
-    yield "|---|--:|--:|--:|--:|--:|"
+    yield ["figure", "alone", "beside", "publishing", "beside / alone", "publishing / beside"]
     for row in rows:
         cells = [_number(row, key, ",.4g") for key in ("alone", "beside", "publishing")]
         for ratio in ("share", "ratio"):
             lowest, highest = row[f"{ratio}_lowest"], row[f"{ratio}_highest"]
             cells.append(f"{row[ratio]:.2f} ({lowest:.2f} to {highest:.2f})")
-        yield f"| {row['name']}, {row['unit']} | {' | '.join(cells)} |"
+        yield [f"{row['name']}, {row['unit']}", *cells]
 
 
 def _number(row: dict[str, Any] | None, key: str, form: str) -> str:
     return "-" if row is None or row[key] is None else format(row[key], form)
 
 
-TABLES: dict[str, Callable[[Rows], Iterator[str]]] = {
+TABLES: dict[str, Callable[[Rows], Iterator[Sequence[str]]]] = {
     "engine.jsonl": engine_table,
     "adapters.jsonl": adapters_table,
     "scheduling.jsonl": scheduling_table,
