@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: test-slime test-prime-rl help venv demo demo-agent demo-two-agents unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device wheelhouse bench-device simulate lint format bench page docs site clean
+.PHONY: test-slime test-prime-rl help venv demo demo-agent demo-two-agents unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device wheelhouse bench-device simulate test-long lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -17,6 +17,7 @@ help:
 	@echo "make unit              quick tests that start no process and open no socket (1 min)"
 	@echo "make test-ROOM         tests of one folder: test-serving, test-core, test-scheduling, ... (up to 3 min)"
 	@echo "make test              lint, types, layers, all tests, a short demo, 2,400 simulated runs (20 min)"
+	@echo "make test-long         malformed frames by the million, processes killed at random, a soak test (hours)"
 	@echo "make coverage          line coverage of the unit tests, by folder (2 min)"
 	@echo "make lint              format, lint and types only (1 min)"
 	@echo "make docs              check the documentation: links lead somewhere, code runs (1 min)"
@@ -307,6 +308,12 @@ screenshots: venv
 	$(BIN)/python $(PIP_INSTALL) "playwright>=1.50"
 	TIDEGATE_CHROMIUM=$${TIDEGATE_CHROMIUM:-$$(command -v chromium || command -v google-chrome)} \
 	$(BIN)/python -m tests.observability.dashboard.screenshots docs/pictures
+
+# Each exits with status 1 if a promise is broken; tests of the suite run a small share of the first.
+test-long: venv
+	$(BIN)/python -m tests.fuzz
+	$(BIN)/python -m tests.long_runs.chaos
+	$(BIN)/python -m tests.long_runs.soak
 
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --crash-restart-runs 300 --adapter-runs 100

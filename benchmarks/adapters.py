@@ -6,7 +6,7 @@ with the same prompts, lengths, order, sampling options and concurrency. It prin
 unit, peer, ratio``, all medians; the ratio is the median of the per-round ratios, and each round
 runs its three ways in another order. ``SGLANG_PYTHON=PYTHON … --server sglang`` starts SGLang on a
 CPU, as ``make test-sglang`` does, with a tiny model. ``--url KIND+URL --model DIR`` uses a running
-server of either kind. A command that no module imports. Built on ``tidegate.serve`` and aiohttp.
+server of either kind.
 
 All times run from the first request to the last complete answer. The direct load is measured twice:
 with whole answers, which suffice for a batch trainer, and with streams token by token, of which a
@@ -23,10 +23,7 @@ import asyncio
 import os
 import re
 import secrets
-import signal
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
 import urllib.request
@@ -40,10 +37,9 @@ import msgspec
 
 import tidegate
 from benchmarks.engine.shapes import SHAPES, Request, requests
+from benchmarks.servers import free_port, started
 from benchmarks.table import Row, show
 from tests.models import make_model_directory
-
-START_TIMEOUT_S = 300.0
 
 ANSWER_TIMEOUT_S = 900.0
 """Timeout of a whole round, on a busy machine."""
@@ -186,53 +182,26 @@ def main() -> None:
             fields = SHAPES[MODEL_SHAPES[kind]].fields
             # An untied head, because vLLM does not update a tied one on a CPU.
             model = make_model_directory(Path(directory) / "model", tied=False, **fields)
-            with started(kind, model, options.concurrent) as (url, session):
+            with server(kind, model, options.concurrent) as (url, session):
                 show(measure(url, model, options, session), as_json=options.json)
         else:
             show(measure(options.url, options.model, options, None), as_json=options.json)
 
 
 @contextmanager
-def started(kind: str, model: Path, concurrent: int) -> Iterator[tuple[str, int]]:
-    """Start a server in its own Python; yield ``KIND+URL`` and its session id, and stop it on
-    exit."""
+def server(kind: str, model: Path, concurrent: int) -> Iterator[tuple[str, int]]:
+    """Run a server in its own Python; yield ``KIND+URL`` and its session id."""
     python = os.environ.get(f"{kind.upper()}_PYTHON")
     if python is None:
         raise SystemExit(f"{kind.upper()}_PYTHON must name a Python that has {kind}; or give --url")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     of_model, of_concurrency = NAMES_OF_OPTIONS[kind]
     command = [python, *OPTIONS[kind], "--host", "127.0.0.1", "--port", str(port)]
     command += [of_model, str(model), of_concurrency, str(concurrent)]
+    url = f"http://127.0.0.1:{port}"
     log = model.parent / "server.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command,
-            env=os.environ | ENVIRONMENTS[kind],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            wait_for(server, f"http://127.0.0.1:{port}/health", log)
-            yield f"{kind}+http://127.0.0.1:{port}", server.pid
-        finally:
-            with suppress(ProcessLookupError):  # it has ended by itself
-                os.killpg(server.pid, signal.SIGTERM)
-            server.wait(30)
-
-
-def wait_for(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    """Wait until the server answers."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s and server.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-        except OSError:
-            time.sleep(0.5)
-        else:
-            return
-    raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")
+    with started(command, f"{url}/health", log, ENVIRONMENTS[kind]) as session:
+        yield f"{kind}+{url}", session
 
 
 def measure(

@@ -1,7 +1,5 @@
 """Share of wrong tags that `tidegate audit` finds, after real steps of Adam.
 
-A command that no module imports. Built on the demo's trainer and ``observability/audit/``.
-
     python -m benchmarks.audit_power [--json]          # about 10 minutes on two cores
 
 Prints ``name, value, unit, peer, ratio``. Each run is real: engines sample while a trainer takes
@@ -15,7 +13,6 @@ Cases named ``exact`` are of deterministic engines, whose tokens ``tidegate audi
 again.
 """
 
-import argparse
 import asyncio
 import contextlib
 import io
@@ -27,7 +24,7 @@ from pathlib import Path
 import torch
 
 import tidegate
-from benchmarks.table import Row, compared, show
+from benchmarks.table import Row, compared, main
 from examples import async_grpo
 from examples.grpo import load_trainer, train_step
 from examples.worker_grpo import VOCABULARY, make_model
@@ -107,12 +104,5 @@ def rows() -> Iterator[Row]:
             yield Row(f"{about}/alarms", len(report.problems), "turns")
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true")
-    show(rows(), as_json=parser.parse_args().json)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, rows)

@@ -8,7 +8,7 @@ is cut off leaves what it has measured; the same command continues after the las
     parity: tests of every kernel, and of steps on the device against steps on the CPU
     runs: runs with weight updates, audited token by token
     ipc: weights from another process's memory on the device
-    kernels: each kernel against torch and the roofline, as benchmarks.kernels
+    kernels: each kernel against torch and the roofline
     engine: tokens/s at 32, 128 and 512 requests, beside ``transformers`` continuous batching, and
         without CUDA graphs
     stall: stall of a weight update, as benchmarks.engine.steps
@@ -29,13 +29,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.engine.shapes import SHAPES, Shape, dump, make_directory, requests
+from benchmarks.table import ERROR_CHARACTERS, Figures, sample
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "device.jsonl"
@@ -45,9 +46,6 @@ ENDED, FAILED, OUT_OF_TIME = "ended", "failed", "out of time"
 starts again."""
 
 WITHOUT_GRAPHS = "tidegate without CUDA graphs"
-
-REPORTED_CHARACTERS = 2000
-"""Length of an error in a row."""
 
 LARGE = {
     "0.5b": Shape("Qwen2", SHAPES["0.5b"].fields, median_tokens=128, longest_tokens=512),
@@ -196,7 +194,7 @@ def pytest_runtest_logreport(report: Any) -> None:
         return
     row = _row(report.nodeid, round(report.duration, 3), report.outcome)
     if report.failed:
-        row["error"] = str(report.longrepr)[-REPORTED_CHARACTERS:]
+        row["error"] = str(report.longrepr)[-ERROR_CHARACTERS:]
     elif report.skipped:
         row["error"] = str(report.longrepr[-1])
     if (write := os.environ.get("TIDEGATE_DEVICE_ROWS_FD")) is not None:
@@ -265,8 +263,7 @@ async def _run(bench: Bench, model: Path, directory: Path) -> int:
 
 def kernels(bench: Bench) -> Iterator[Row]:
     """Yield each kernel's time."""
-    from benchmarks.kernel_cases import REAL, TINY, cases
-    from benchmarks.kernels import measure, rates
+    from benchmarks.kernels import REAL, TINY, cases, measure, rates
 
     sizes = TINY if bench.device == "cpu" else REAL
     limits = rates(bench.device, sizes.dtype)
@@ -290,9 +287,9 @@ def engine(bench: Bench) -> Iterator[Row]:
                 work = [*mode, str(bench.model(name)), str(bench.requests(name, concurrent))]
                 try:
                     graphs = "0" if who == WITHOUT_GRAPHS else "1"
-                    found = _sample(bench, [module, *work], {"TIDEGATE_CUDA_GRAPHS": graphs})
+                    found = _sample(bench, [module, *work], TIDEGATE_CUDA_GRAPHS=graphs)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    yield _row(case, None, "tokens/s") | {"error": _last(str(error))}
+                    yield _row(case, None, "tokens/s") | {"error": str(error)[-ERROR_CHARACTERS:]}
                     continue
                 speeds[who] = found["tokens"] / found["wall_s"]
                 row = _row(case, speeds[who], "tokens/s") | found
@@ -313,26 +310,9 @@ def stall(bench: Bench) -> Iterator[Row]:
                 yield _row(f"{name} x{concurrent}: {measured}", value, unit)
 
 
-def _sample(
-    bench: Bench, command: Sequence[str], environment: Mapping[str, str] | None = None
-) -> dict[str, float]:
-    """Run a module that prints its measurements as JSON in its last line."""
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "--device", bench.device],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        timeout=bench.size.peer_timeout_s,
-        cwd=ROOT,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {_last(done.stderr)}")
-    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return measured
-
-
-def _last(text: str) -> str:
-    return text[-REPORTED_CHARACTERS:]
+def _sample(bench: Bench, module: Sequence[str], **environment: str) -> Figures:
+    command = [sys.executable, "-m", *module, "--device", bench.device]
+    return sample(command, bench.size.peer_timeout_s, environment)
 
 
 def _row(name: str, value: object, unit: str = "") -> Row:
@@ -422,7 +402,7 @@ def run_stage(name: str, options: argparse.Namespace, recorder: Recorder, limit_
         row = _row("stage", round(took_s, 1), "s") | {"stage": name, "how": how}
         if how != ENDED:
             errors.seek(0)
-            row["error"] = _last(errors.read())
+            row["error"] = errors.read()[-ERROR_CHARACTERS:]
         recorder.add(row)
 
 

@@ -3,8 +3,7 @@
 ``python -m benchmarks.evaluations`` simulates engines and trainer in virtual time. The real
 scheduler decides; an engine takes the same time for each step and has a limited number of slots, so
 the share shows slots and waits alone, not the cost of a larger batch. Each row compares the trained
-rollouts per second of two runs with the same lengths: with and without endless evaluations. A
-command that no module imports. Built on the simulation's ``serve``.
+rollouts per second of two runs with the same lengths: with and without endless evaluations.
 """
 
 import argparse

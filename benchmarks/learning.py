@@ -1,6 +1,6 @@
 """Effect of staleness on learning, per sample and per second, in virtual time.
 
-A command that no module imports. Trains the demo's model with the real scheduler, the real engine
+Trains the demo's model with the real scheduler, the real engine
 code (``simulation/engine/computing.py``) and the demo's trainer. Only time is modelled: steps,
 prefills, swaps and training take what ``COSTS`` and ``TRAINER_TOKENS_PER_S`` say. So each run has
 the same result on any machine, under any load.
@@ -86,45 +86,39 @@ TIME_LIMIT_S = 1e5
 """Virtual time after which a run counts as stuck, in seconds."""
 
 
-def _tis(log_ratio: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    return corrections.tis_token(log_ratio, mask)
-
-
 def _weighed_by(weight: Callable[[Tensor, Tensor], Tensor]) -> WeighTokens:
     """Return a correction that needs only log-ratios and mask."""
     return lambda log_ratio, behaviour, advantages, mask: weight(log_ratio, mask)
 
 
-def _tis_masked_by(keep: Callable[[Tensor, Tensor], Tensor]) -> WeighTokens:
-    """Return TIS by token times a mask that needs only log-ratios and mask."""
+def _tis_times(keep: WeighTokens) -> WeighTokens:
+    """Return TIS by token times a mask."""
     return lambda log_ratio, behaviour, advantages, mask: (
-        corrections.tis_token(log_ratio, mask) * keep(log_ratio, mask)
+        corrections.tis_token(log_ratio, mask) * keep(log_ratio, behaviour, advantages, mask)
     )
 
 
 def _dppo(log_ratio: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    keep = corrections.dppo_mask(log_ratio, mask, behaviour, advantages.expand(mask.shape))
-    return corrections.tis_token(log_ratio, mask) * keep
+    return corrections.dppo_mask(log_ratio, mask, behaviour, advantages.expand(mask.shape))
 
 
 def _m2po(log_ratio: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    keep = corrections.m2po_mask(log_ratio, mask, advantages.expand(mask.shape))
-    return corrections.tis_token(log_ratio, mask) * keep
+    return corrections.m2po_mask(log_ratio, mask, advantages.expand(mask.shape))
 
 
 CORRECTIONS: dict[str, WeighTokens] = {
     "none": lambda log_ratio, behaviour, advantages, mask: mask.float(),
-    "TIS by token": _tis,
+    "TIS by token": _weighed_by(corrections.tis_token),
     "TIS by sequence": _weighed_by(corrections.tis_sequence),
     "MIS by token": _weighed_by(corrections.mis_token),
     "MIS by sequence": _weighed_by(corrections.mis_sequence),
     "MIS geometric": _weighed_by(corrections.mis_geometric),
     "IcePop": _weighed_by(corrections.icepop),
-    "TIS, geometric mask": _tis_masked_by(corrections.geometric_mask),
-    "TIS, K3 mask": _tis_masked_by(corrections.k3_mask),
-    "TIS, veto mask": _tis_masked_by(corrections.veto_mask),
-    "TIS, DPPO mask": _dppo,
-    "TIS, M2PO mask": _m2po,
+    "TIS, geometric mask": _tis_times(_weighed_by(corrections.geometric_mask)),
+    "TIS, K3 mask": _tis_times(_weighed_by(corrections.k3_mask)),
+    "TIS, veto mask": _tis_times(_weighed_by(corrections.veto_mask)),
+    "TIS, DPPO mask": _tis_times(_dppo),
+    "TIS, M2PO mask": _tis_times(_m2po),
 }
 """Every correction of ``policies/corrections.py``, with its default bounds."""
 
@@ -189,16 +183,12 @@ class Curve:
     """Virtual time at which each version was published, the initial one first; in seconds."""
     rewards: list[float]
     """Expected held-out reward of each version."""
-    batch_rewards: list[float]
-    """Mean reward of each batch."""
     reward_after: float
     """Mean reward of held-out tasks that the last version played."""
     staleness_mean: float
     dropped_share: float
     """Share of the gradient-carrying tokens to which the correction gave no weight."""
     discarded_tokens: int
-    recomputed_share: float
-    """Share of context tokens whose KV was not cached."""
     engine_idle_share: float
     trainer_idle_share: float
     lengths: list[list[int]]
@@ -295,7 +285,7 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
     training = list(itertools.islice(long_tailed_tasks("train", seed), versions * GROUPS_PER_BATCH))
     policy, optimizer = load_trainer(model, LEARNING_RATE)
     weighing = _Weighing(CORRECTIONS[way.correction])
-    rewards, batch_rewards, staleness = [measure.reward(policy)], [], []
+    rewards, staleness = [measure.reward(policy)], []
     lengths: list[list[int]] = []
     turns = rollouts_trained = 0
     async with SimulatedRollouts(plan, time) as rollouts:
@@ -307,7 +297,6 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
             await rollouts.publish(policy.state_dict())
             at_s.append(time.now_s - started_s)
             rewards.append(measure.reward(policy))
-            batch_rewards.append(float(batch.rewards.mean()))
             staleness.append(float(batch.staleness.float().mean()))
             lengths += _lengths(batch)
             turns += _turns(batch)
@@ -319,12 +308,10 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
         seed=seed,
         at_s=at_s,
         rewards=rewards,
-        batch_rewards=batch_rewards,
         reward_after=evaluation.mean_reward,
         staleness_mean=statistics.fmean(staleness),
         dropped_share=weighing.dropped / max(1, weighing.tokens),
         discarded_tokens=seen.ledger.discarded_total,
-        recomputed_share=1 - seen.cached_context_tokens / max(1, seen.context_tokens),
         engine_idle_share=seen.engine_idle_share,
         trainer_idle_share=seen.trainer_idle_share,
         lengths=lengths,

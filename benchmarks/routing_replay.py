@@ -4,9 +4,7 @@
 Qwen3-MoE models in bfloat16, of 8 layers of 64 experts, sample by this engine's kernels; the same
 tokens are then computed by ``transformers``, once with its own routers and once with the engine's
 routed experts. A case is ``experts per token/standard deviation of the weights``; wider weights
-make a log-prob depend more on which experts computed it. Values are medians of three models. A
-command that no module imports. Built on the engine's runner, ``policies/routing_replay.py`` and
-transformers.
+make a log-prob depend more on which experts computed it. Values are medians of three models.
 
 * ``diverging_routers``: share of tokens and layers with another set of experts;
   ``diverging_tokens``: share of tokens with another set in some layer.
@@ -21,8 +19,10 @@ Source of the measurement: Ma et al. 2025, arXiv:2510.11370, section 3.
 """
 
 import statistics
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.small_model import show_table
-from benchmarks.table import Row, compared
+from benchmarks.table import Row, compared, main, medians
 from tidegate.engine.execution.runner import Row as EngineRow
 from tidegate.engine.execution.runner import Runner
 from tidegate.engine.execution.served_model import open_model
@@ -195,8 +194,8 @@ def decode_rate(runner: Runner, *, reports_experts: bool) -> float:
     return TURNS * (NEW_TOKENS - 1) / (process_time() - started)
 
 
-def rows(path: Path) -> Iterator[Row]:
-    """Return the whole table."""
+def rows_of(path: Path) -> Iterator[Row]:
+    """Return the whole table; models are written below ``path``."""
     for per_token, spread in CASES:
         case = f"{per_token}/{spread}"
         found = []
@@ -220,14 +219,16 @@ def rows(path: Path) -> Iterator[Row]:
             "nats",
         )
         yield Row(f"bytes_per_token/{case}", sampled.bytes_per_token, "B")
-        rates: tuple[list[float], list[float]] = ([], [])
-        for _ in range(RATE_RUNS):
-            for rate, reports in zip(rates, (True, False), strict=True):
-                rate.append(decode_rate(runner, reports_experts=reports))
-        yield compared(
-            f"decode_tokens_per_cpu_s/{case}", "1/s", *(statistics.median(rate) for rate in rates)
-        )
+        rates = (partial(decode_rate, runner, reports_experts=reports) for reports in (True, False))
+        yield compared(f"decode_tokens_per_cpu_s/{case}", "1/s", *medians(RATE_RUNS, *rates))
+
+
+def rows() -> Iterator[Row]:
+    """Return the whole table."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        yield from rows_of(Path(directory))
 
 
 if __name__ == "__main__":
-    show_table(__doc__, rows)
+    main(__doc__, rows)

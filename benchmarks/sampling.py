@@ -5,13 +5,10 @@ thread to sample a row of logits, in batches of 32 turns of 700 tokens, at two v
 Probabilities fall as ``rank ** -1.5``, so that a top-p of 0.9 keeps some 60 tokens. Each option's
 peer is the same batch without options, measured alternately; values are medians. The row
 ``plain_beside_kernel`` compares plain sampling with a call of ``kernels/sampling.py`` alone, on
-arrays (temperature, top-k, top-p, random numbers) that were made before the measurement. A command
-that no module imports. Built on ``engine/sampling/`` and ``kernels/sampling.py``.
+arrays (temperature, top-k, top-p, random numbers) that were made before the measurement.
 """
 
-import argparse
 import gc
-import statistics
 from collections.abc import Callable, Iterator
 from time import process_time
 from typing import Any
@@ -19,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.table import Row, compared, show
+from benchmarks.table import Row, compared, main, medians
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.sampling import RowSampling, sample_rows
 from tidegate.kernels.sampling import sample
@@ -98,26 +95,21 @@ def rows_of(vocab_size: int) -> Iterator[Row]:
     batches = {name: Batch(vocab_size, options) for name, options in OPTIONS.items()}
     batches["penalties_of_1_row"] = Batch(vocab_size, OPTIONS["penalties"], askers=1)
     for name, batch in {"plain": plain, **batches}.items():
-        repeats = range(RUNS * (10 if vocab_size < 50_000 else 1))
-        pairs = [(plain.us_per_row(), batch.us_per_row()) for _ in repeats]
-        peer, value = (statistics.median(column) for column in zip(*pairs, strict=True))
+        runs = RUNS * (10 if vocab_size < 50_000 else 1)
+        peer, value = medians(runs, plain.us_per_row, batch.us_per_row)
         yield compared(f"{name}_{vocab_size}", "us/row", value, peer)
-    pairs = [(plain.kernel_us_per_row(), plain.us_per_row()) for _ in range(RUNS)]
-    peer, value = (statistics.median(column) for column in zip(*pairs, strict=True))
+    peer, value = medians(RUNS, plain.kernel_us_per_row, plain.us_per_row)
     yield compared(f"plain_beside_kernel_{vocab_size}", "us/row", value, peer)
 
 
-def main() -> None:
-    """Measure all, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    as_json = parser.parse_args().json
+def rows() -> Iterator[Row]:
+    """Measure all."""
     torch.set_num_threads(1)
     gc.disable()
     with torch.inference_mode():
         for vocab_size in VOCABULARIES:
-            show(rows_of(vocab_size), as_json=as_json)
+            yield from rows_of(vocab_size)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, rows)

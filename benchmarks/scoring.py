@@ -4,15 +4,13 @@
 per CPU-second of one thread, medians of alternating rounds. Ours goes through the engine's
 scheduler in chunks, all sequences at once; the peer is a forward pass, log_softmax and gather, a
 sequence at a time. ``group`` is eight answers per prompt, scored from the prompt's end on: ours
-computes a prompt once. Random weights in float32, without the wire. A command that no module
-imports. Built on the engine's scheduler and transformers.
+computes a prompt once. Random weights in float32, without the wire.
 """
 
-import argparse
 import gc
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -22,7 +20,7 @@ import torch
 import transformers
 
 from benchmarks.engine.shapes import SHAPES, make_directory
-from benchmarks.table import Row, compared, show
+from benchmarks.table import Row, compared, main, medians
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
@@ -87,6 +85,8 @@ def theirs(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
 
 def rows() -> Iterator[Row]:
     """Measure every model and workload."""
+    torch.set_num_threads(1)
+    gc.disable()
     chance = np.random.default_rng(0)
     for name, count in MODELS.items():
         vocab = SHAPES[name].fields["vocab_size"]
@@ -115,26 +115,16 @@ def _measured(name: str, path: Path, sequences: Sequences) -> Row:
     peers = [ours(path, sequences), theirs(path, sequences)]
     for mine, other in zip(*(score() for score in peers), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-3)  # otherwise it was not the same work
-    rates: list[list[float]] = [[], []]
     tokens = sum(len(ids) - start for ids, start in sequences)
-    for _ in range(ROUNDS):
-        for score, its in zip(peers, rates, strict=True):
-            began_s = process_time()
-            score()
-            its.append(tokens / (process_time() - began_s))
-    value, peer = (statistics.median(its) for its in rates)
+
+    def rate(score: Callable[[], list[Any]]) -> float:
+        began_s = process_time()
+        score()
+        return tokens / (process_time() - began_s)
+
+    value, peer = medians(ROUNDS, *(partial(rate, score) for score in peers))
     return compared(name, "tokens/cpu-s", value, peer)
 
 
-def main() -> None:
-    """Measure all, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    as_json = parser.parse_args().json
-    torch.set_num_threads(1)
-    gc.disable()
-    show(rows(), as_json=as_json)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, rows)

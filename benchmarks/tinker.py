@@ -1,8 +1,5 @@
 """Speed of `tidegate tinker` through the SDK: samples and optimizer steps, against SkyRL's server.
 
-A command that no module imports. It starts both servers, and ``peers/tinker_client.py``, as
-processes.
-
     make test-skyrl test-tinker     # makes the Pythons of both
     .venv-tinker/bin/python -m benchmarks.tinker --skyrl .venv-skyrl/bin/python --json
     .venv-tinker/bin/python -m benchmarks.tinker --tenants-beside --json
@@ -22,7 +19,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from examples.skyrl_tinker_server import UV, end_group, wait_until_healthy
+from benchmarks.servers import free_port, started
 from examples.tiny_model import make_model
 
 CLIENT = Path(__file__).parent / "peers" / "tinker_client.py"
@@ -42,32 +38,17 @@ LOADS = (
 )
 """Operation, and number of tenants that repeat it at the same time."""
 
+HEALTH = "/api/v1/healthz"
+
 MODELS_MAX, RANK_MAX = 20, 8
 """SkyRL's server reserves memory for so many adapters, of this rank."""
 
 
 @contextlib.contextmanager
-def started(command: list[str], port: int, log: Path, **environment: str) -> Iterator[str]:
-    """Run a server until the end of the `with`; yield its URL."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_healthy(process, f"{url}/api/v1/healthz")
-            yield url
-        finally:
-            end_group(process)
-
-
-@contextlib.contextmanager
 def skyrl_server(python: Path, model: Path, folder: Path) -> Iterator[str]:
     """Run SkyRL's server with its JAX backend."""
+    from examples.skyrl_tinker_server import UV  # needs the SDK
+
     uv = folder / "uv"
     uv.write_text(UV.format(python=python.absolute()))
     uv.chmod(0o755)
@@ -77,8 +58,9 @@ def skyrl_server(python: Path, model: Path, folder: Path) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--base-model", str(model), "--backend", "jax"]
     command += ["--backend-config", config, "--checkpoints-base", f"{folder}/checkpoints"]
     command += ["--database-url", f"sqlite:///{folder}/tinker.db"]
-    path = f"{folder}:{os.environ['PATH']}"
-    with started(command, port, folder / "skyrl.log", PATH=path, JAX_PLATFORMS="cpu") as url:
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    url = f"http://127.0.0.1:{port}"
+    with started(command, url + HEALTH, folder / "skyrl.log", environment):
         yield url
 
 
@@ -89,15 +71,9 @@ def tidegate_server(model: Path, folder: Path) -> Iterator[str]:
     command = [sys.executable, "-c", "from tidegate.cli import main; main()", "tinker"]
     command += ["--model", str(model), "--engines", "2", "--port", str(port)]
     command += ["--state-directory", str(folder / "state"), "--tenant-models", str(MODELS_MAX)]
-    with started(command, port, folder / "tidegate.log") as url:
+    url = f"http://127.0.0.1:{port}"
+    with started(command, url + HEALTH, folder / "tidegate.log", {}):
         yield url
-
-
-def free_port() -> int:
-    """Return a port without a listener."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 class Client:

@@ -10,22 +10,22 @@
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from benchmarks.namespaces import Network, are_allowed
 from benchmarks.table import Row, compared, show
+from benchmarks.transport.weight_end import HOME, End
+from tests.namespaces import Network, are_allowed
 from tidegate.transport.messages import encode
 from tidegate.transport.security import ephemeral_keys
 from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
@@ -46,62 +46,6 @@ RAY_MAX = 8
 RAY_TIMEOUT_S = 300.0
 
 
-class Receivers:
-    """Receiver processes, and the sender that they fetch from."""
-
-    def __init__(self, weights: WeightSender, commands: list[list[str]]) -> None:
-        self._weights = weights
-        self._version = 0
-        self._all = [
-            subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for c in commands
-        ]
-        for process in self._all:  # one by one: the first on a host is its relay
-            self._send_line(process, encode(weights.init()).hex())
-            self._expect_line(process, "ready")
-
-    def fan_out_s(self, tensors: list[NamedBuffer]) -> float:
-        """Return the seconds from the trainer's tensors to the last engine's copy."""
-        self._version += 1
-        begun_s = time.monotonic()
-        [update] = self._weights.write(self._version, tensors)
-        for process in self._all:
-            self._send_line(process, encode(update).hex())
-        for process in self._all:
-            self._expect_line(process, "done")
-        return time.monotonic() - begun_s
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of this process and all receivers so far."""
-        return time.process_time() + sum(map(_cpu_s, (p.pid for p in self._all)))
-
-    def close(self) -> None:
-        """End all receivers."""
-        for process in self._all:
-            process.communicate()
-        self._weights.close()
-
-    @staticmethod
-    def _send_line(process: "subprocess.Popen[str]", line: str) -> None:
-        assert process.stdin is not None
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-
-    @staticmethod
-    def _expect_line(process: "subprocess.Popen[str]", word: str) -> None:
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        if line != word:
-            raise RuntimeError(f"an engine said {line!r} where {word!r} was expected")
-
-
-def _cpu_s(pid: int) -> float:
-    """Return a process's CPU seconds: fields 14 and 15 of proc(5)'s stat, whose second field may
-    contain blanks."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @dataclass(frozen=True, slots=True)
 class FanOut:
     """Cost of bringing a version to all engines."""
@@ -114,18 +58,29 @@ class FanOut:
     """Number of relays that another one took for dead, over all versions."""
 
 
-def measured(weights: WeightSender, commands: list[list[str]], nbytes: int) -> FanOut:
-    """Measure some fan-outs, once pages and connections are warm."""
-    made = Receivers(weights, commands)
-    try:
-        made.fan_out_s(tensors_of(nbytes))
-        cpu_begun_s, silent, times_s = made.cpu_s(), 0, []
-        for _ in range(REPEATS):
-            times_s.append(made.fan_out_s(tensors_of(nbytes)))
-            silent += weights.silent_relays if isinstance(weights, RelaySender) else 0
-        return FanOut(median(times_s), (made.cpu_s() - cpu_begun_s) / REPEATS, silent)
-    finally:
-        made.close()
+def measured(weights: WeightSender, ends: Sequence[Callable[[], End]], nbytes: int) -> FanOut:
+    """Measure some fan-outs from the trainer's tensors to the last engine's copy, once pages and
+    connections are warm."""
+    tensors = tensors_of(nbytes)
+    with closing(weights), ExitStack() as stack:
+        started = [stack.enter_context(end()) for end in ends]
+        for end in started:  # one by one: the first on a host is its relay
+            end.send_line(encode(weights.init()).hex())
+            end.read_seconds()
+
+        def fan_out(version: int) -> tuple[float, float, int]:
+            begun_s, cpu_begun_s = time.monotonic(), time.process_time()
+            [update] = weights.write(version, tensors)
+            for end in started:
+                end.send_line(encode(update).hex())
+            received_s = sum(end.read_seconds() for end in started)
+            wall_s, cpu_s = time.monotonic() - begun_s, time.process_time() - cpu_begun_s
+            silent = weights.silent_relays if isinstance(weights, RelaySender) else 0
+            return wall_s, cpu_s + received_s, silent
+
+        fan_out(1)
+        walls_s, cpus_s, silent = zip(*map(fan_out, range(2, 2 + REPEATS)), strict=True)
+    return FanOut(median(walls_s), sum(cpus_s) / REPEATS, sum(silent))
 
 
 def tensors_of(nbytes: int) -> list[NamedBuffer]:
@@ -148,7 +103,7 @@ def local_rows(counts: list[int]) -> Iterator[Row]:
                 )
                 line = f"{what}: relay, {hosts} hosts; peer: one by one"
                 yield compared(line, "s", relays[hosts].wall_s, naive.wall_s)
-                yield compared(f"{line}", "CPU-s", relays[hosts].cpu_s, naive.cpu_s)
+                yield compared(line, "CPU-s", relays[hosts].cpu_s, naive.cpu_s)
         if count <= GLOO_MAX:
             gloo = measured(sender("collective", address=HOME), local(count, 1), LOCAL_BYTES)
             for hosts, ours in relays.items():
@@ -160,14 +115,9 @@ def local_rows(counts: list[int]) -> Iterator[Row]:
             yield compared(line, "s", relays[1].wall_s, ray_s)
 
 
-HOME = "tcp://127.0.0.1:5555"
-"""Placeholder for the orchestrator's address; weights use a port beside it."""
-
-
-def local(count: int, hosts: int) -> list[list[str]]:
-    """Return the commands of engines spread over this many simulated hosts."""
-    engine = [sys.executable, "-m", "benchmarks.weight_engine", HOME]
-    return [[*engine, f"host{index % hosts}"] for index in range(count)]
+def local(count: int, hosts: int) -> list[Callable[[], End]]:
+    """Return engines to start, spread over this many simulated hosts."""
+    return [partial(End, "copy", HOME, f"host{index % hosts}") for index in range(count)]
 
 
 def by_ray(count: int) -> float | None:
@@ -244,9 +194,11 @@ def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender])
     orchestrator, engine = ephemeral_keys()
     address = f"tcp://{network.address}:5555"
     keys = [engine.public.decode(), engine.secret.decode(), engine.orchestrator.decode()]
-    command = [sys.executable, "-m", "benchmarks.weight_engine", address, "", *keys]
-    commands = [network.command(host, *command) for host in range(hosts)]
-    return measured(make(address, orchestrator), commands, LINK_BYTES)
+    started = [
+        partial(End, "copy", address, "", *keys, prefix=network.command(host))
+        for host in range(hosts)
+    ]
+    return measured(make(address, orchestrator), started, LINK_BYTES)
 
 
 def main() -> None:

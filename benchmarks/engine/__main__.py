@@ -5,7 +5,6 @@
 the peer. All are measured in the same run, alternately, on the same model and requests, on one
 thread each; values are medians. Ours is a worker process driven over the wire protocol, log-probs
 included. A peer that takes more than five minutes is stopped, and has no row.
-:mod:`benchmarks.engine.costs` measures the cost of an abort and of a second rank.
 
     tokens_per_cpu_s: sampled tokens per CPU-second of the whole process, prefill included
     tokens_per_s: the same per second of wall time, of little meaning on a busy machine
@@ -38,6 +37,7 @@ from pathlib import Path
 
 from benchmarks.engine.machine import Machine
 from benchmarks.engine.shapes import SHAPES, dump, make_directory, requests
+from benchmarks.table import Figures, sample
 
 DTYPES = {"tiny": ("float32",), "small": ("float32", "bfloat16"), "0.5b": ("bfloat16",)}
 """Default dtypes of each model."""
@@ -92,25 +92,6 @@ class Case:
         return Row(name, value, unit, peer, ratio, self.model, self.dtype, self.concurrent)
 
 
-Measured = dict[str, float]
-
-
-def sample(command: list[str], timeout_s: float | None = None) -> Measured:
-    """Run a process that prints its measurements as JSON in its last line.
-
-    Raises:
-        TimeoutExpired: the process took too long, and was killed.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=timeout_s
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    measured: Measured = json.loads(done.stdout.splitlines()[-1])
-    return measured
-
-
 def commands(
     case: Case, model: Path, asked: Path, peers: list[str], device: str
 ) -> dict[str, list[str]]:
@@ -151,9 +132,9 @@ def measure(case: Case, runs: int, peers: list[str], device: str) -> Iterator[Ro
         yield case.row(name, steps["without_" + name], "steps", "without an update", None)
 
 
-def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Measured]]:
+def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Figures]]:
     """Run all competitors alternately, without the peers that time out."""
-    taken: dict[str, list[Measured]] = {name: [] for name in to_run}
+    taken: dict[str, list[Figures]] = {name: [] for name in to_run}
     for _ in range(runs):
         for name in list(taken):
             try:
@@ -167,7 +148,7 @@ def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Measu
     return taken
 
 
-def speed_rows(case: Case, taken: dict[str, list[Measured]]) -> Iterator[Row]:
+def speed_rows(case: Case, taken: dict[str, list[Figures]]) -> Iterator[Row]:
     """Compare our speed with each peer's."""
     for name, clock in (("tokens_per_cpu_s", "cpu_s"), ("tokens_per_s", "wall_s")):
         speeds = {

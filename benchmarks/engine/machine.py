@@ -3,8 +3,7 @@
 A step reads every weight once and multiplies it with each row; the slower of the two is the limit.
 KV and sampling are not counted, so no engine can reach 100%. The GEMM rate is that of large
 matrices, by torch or by the engine's own kernel, whichever is faster: in float32 torch's is less
-than half of it on some processors. ``benchmarks.engine`` calls it. Built on torch and
-``kernels/weight_matrix.py``.
+than half of it on some processors.
 """
 
 import statistics

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +24,7 @@ import numpy as np
 import psutil
 
 from benchmarks.engine.shapes import Request, load
+from benchmarks.table import Figures
 from tidegate.transport.messages import (
     Ack,
     BaseVersions,
@@ -156,86 +158,89 @@ class Driver:
                 raise SystemExit(f"the engine refuses: {message}")
 
 
-def measure(model: Path, requests: Sequence[Request], device: str = "cpu") -> dict[str, float]:
-    """Start a worker, measure it, and stop it."""
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker process with its driver."""
+
+    driver: Driver
+    process: subprocess.Popen[bytes]
+    errors: IO[str]
+
+    async def until(self, event: asyncio.Event) -> None:
+        """Wait for an event, or exit with the worker's errors if it dies."""
+        while not event.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), 1.0)
+            if (status := self.process.poll()) is not None and not event.is_set():
+                self.errors.seek(0)
+                raise SystemExit(f"the worker ended with status {status}: {self.errors.read()}")
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of the worker's process and its other ranks so far."""
+        process = psutil.Process(self.process.pid)
+        all_times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        return float(sum(times.user + times.system for times in all_times))
+
+
+@contextlib.asynccontextmanager
+async def started(
+    model: Path, concurrent: int, device: str, program: Sequence[str] = ("tidegate.engine.worker",)
+) -> AsyncIterator[Worker]:
+    """Run a worker until the end of the `with`; on a GPU it has the GPU for itself."""
     socket = RouterSocket(None, name="benchmark")
+    command = [sys.executable, "-m", *program, "--connect", socket.address, "--model", str(model)]
+    command += ["--engine", "engine-0", "--threads", "1", "--device", device]
+    command += ["--max-running-turns", str(concurrent)]
+    if device != "cpu":
+        command += ["--memory-sharers", "1", "--max-step-tokens", str(GPU_STEP_TOKENS)]
     with tempfile.TemporaryFile("w+") as errors:
-        started = command(socket.address, model, len(requests), device)
-        worker = subprocess.Popen(started, stderr=errors)
+        process = subprocess.Popen(command, stderr=errors)  # noqa: ASYNC220 - the loop is idle
         try:
-            return asyncio.run(drive(socket, worker, errors, requests))
+            worker = Worker(Driver(socket), process, errors)
+            await worker.until(worker.driver.greeted)
+            yield worker
         finally:
-            worker.kill()
-            worker.wait()
+            process.kill()  # its other ranks end with it
+            process.wait()
             socket.close()
 
 
-async def drive(
-    socket: RouterSocket,
-    worker: subprocess.Popen[bytes],
-    errors: IO[str],
-    requests: Sequence[Request],
-) -> dict[str, float]:
+async def measure(model: Path, requests: Sequence[Request], device: str) -> Figures:
     """Warm up on some of the requests, then measure all of them."""
-    driver = Driver(socket)
-    await until(driver.greeted, worker, errors)
-    driver.submit(requests[: len(requests) // 4], seed=0)
-    await until(driver.finished, worker, errors)
-    driver.steps.clear()
-    driver.tokens = 0
-    cpu_before_s, began_s = cpu_s(worker), time.perf_counter()
-    driver.submit(requests, seed=1000)
-    await until(driver.finished, worker, errors)
-    measured = {
-        "tokens": float(driver.tokens),
-        "cpu_s": cpu_s(worker) - cpu_before_s,
-        "wall_s": time.perf_counter() - began_s,
-    }
-    driver.steps.clear()
-    driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=2000)
-    await until(driver.finished, worker, errors)
-    full = [step.busy_us for step in driver.steps if len(step.turns) // 4 == len(requests)]
-    return measured | {"full_step_us": statistics.median(full)}
+    async with started(model, len(requests), device) as worker:
+        driver = worker.driver
+        driver.submit(requests[: len(requests) // 4], seed=0)
+        await worker.until(driver.finished)
+        driver.steps.clear()
+        driver.tokens = 0
+        cpu_before_s, began_s = worker.cpu_s(), time.perf_counter()
+        driver.submit(requests, seed=1000)
+        await worker.until(driver.finished)
+        measured = {
+            "tokens": float(driver.tokens),
+            "cpu_s": worker.cpu_s() - cpu_before_s,
+            "wall_s": time.perf_counter() - began_s,
+        }
+        driver.steps.clear()
+        driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=2000)
+        await worker.until(driver.finished)
+        full = [step.busy_us for step in driver.steps if len(step.turns) // 4 == len(requests)]
+        return measured | {"full_step_us": statistics.median(full)}
 
 
-def command(address: str, model: Path, concurrent: int, device: str = "cpu") -> list[str]:
-    """Return the command that starts a worker; on a GPU it has the GPU for itself."""
-    started = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
-    started += ["--model", str(model), "--engine", "engine-0", "--threads", "1"]
-    started += ["--max-running-turns", str(concurrent), "--device", device]
-    if device != "cpu":
-        started += ["--memory-sharers", "1", "--max-step-tokens", str(GPU_STEP_TOKENS)]
-    return started
-
-
-async def until(event: asyncio.Event, worker: subprocess.Popen[bytes], errors: IO[str]) -> None:
-    """Wait for an event, or exit with the worker's errors if it dies."""
-    while not event.is_set():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), 1.0)
-        if worker.poll() is not None and not event.is_set():
-            errors.seek(0)
-            raise SystemExit(f"the worker ended with status {worker.returncode}: {errors.read()}")
-
-
-def cpu_s(worker: subprocess.Popen[bytes]) -> float:
-    """Return the CPU time of the worker's process and its other ranks so far."""
-    process = psutil.Process(worker.pid)
-    all_times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return float(sum(times.user + times.system for times in all_times))
-
-
-def main() -> None:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse(description: str | None, *flags: str) -> argparse.Namespace:
+    """Parse the model's directory, the requests' file and the device."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
-    parser.add_argument("requests", type=Path)
+    parser.add_argument("requests", type=lambda name: load(Path(name).read_text()))
     parser.add_argument("--device", default="cpu", help="as the worker's")
-    options = parser.parse_args()
-    requests = load(options.requests.read_text())
-    measured = measure(options.model, requests, options.device)
-    print(json.dumps(measured))
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    options = parse(__doc__)
+    print(json.dumps(asyncio.run(measure(options.model, options.requests, options.device))))

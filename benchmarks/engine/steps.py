@@ -18,29 +18,26 @@ which every turn decodes. Values are medians.
 whole sets. A step of Adam at a learning rate of 1e-6 changes as many.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from benchmarks.engine.ours import FULL_TOKENS, Driver, command, until
-from benchmarks.engine.shapes import Request, load
+from benchmarks.engine.ours import FULL_TOKENS, Worker, parse, started
+from benchmarks.engine.shapes import Request
 from benchmarks.engine.watched_worker import Mark
+from benchmarks.table import Figures
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport.messages import Shutdown
-from tidegate.transport.router import RouterSocket
 from tidegate.transport.weight_channels import NamedBuffer
 
 ROUNDS_MAX = 24
@@ -100,38 +97,23 @@ class Updates:
         return (whole, None) if patches is None else (patches, before)
 
 
-def measure(
+async def measure(
     model: Path, requests: Sequence[Request], device: str, *, has_patches: bool = False
-) -> dict[str, float]:
+) -> Figures:
     """Start a worker, run the rounds, and evaluate its marks."""
-    socket = RouterSocket(None, name="benchmark")
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryDirectory() as directory:
         noted = Path(directory) / "marks.json"
-        started = command(socket.address, model, len(requests), device)
-        started[2:3] = [WATCHED, str(noted)]
-        worker = subprocess.Popen(started, stderr=errors)
-        try:
-            updates = Updates(model, has_patches=has_patches)
-            rounds = asyncio.run(_drive(socket, worker, errors, requests, updates))
-            worker.wait()
-        finally:
-            worker.kill()
-            worker.wait()
-            socket.close()
+        async with started(model, len(requests), device, (WATCHED, str(noted))) as worker:
+            rounds = await _rounds(worker, requests, Updates(model, has_patches=has_patches))
+            worker.driver.say(Shutdown())
+            await asyncio.to_thread(worker.process.wait)
         marks = [Mark(*mark) for mark in json.loads(noted.read_text())]
     return reported([(one, full_steps(marks, one, len(requests))) for one in rounds])
 
 
-async def _drive(
-    socket: RouterSocket,
-    worker: subprocess.Popen[bytes],
-    errors: IO[str],
-    requests: Sequence[Request],
-    updates: Updates,
-) -> list[Round]:
+async def _rounds(worker: Worker, requests: Sequence[Request], updates: Updates) -> list[Round]:
     """Run the rounds after one to warm up; every other one has an update."""
-    driver = Driver(socket)
-    await until(driver.greeted, worker, errors)
+    driver = worker.driver
     for version in (1, 2):  # patches follow a whole set, and bring two buffers up to date
         await driver.publish(*_versioned(updates, version))
     rounds: list[Round] = []
@@ -146,10 +128,9 @@ async def _drive(
         if update is not None:
             await driver.publish(*update)
         is_in_time = not driver.finished.is_set()  # otherwise the update came after the answers
-        await until(driver.finished, worker, errors)
+        await worker.until(driver.finished)
         if number > 0 and is_in_time:
             rounds.append(Round(began_ns, time.monotonic_ns(), is_updated))
-    driver.say(Shutdown())
     return rounds
 
 
@@ -174,7 +155,7 @@ def full_steps(marks: Sequence[Mark], one: Round, turns: int) -> list[Step]:
     ]
 
 
-def reported(rounds: Sequence[tuple[Round, Sequence[Step]]]) -> dict[str, float]:
+def reported(rounds: Sequence[tuple[Round, Sequence[Step]]]) -> Figures:
     """Compute the figures that the module's docstring describes."""
     still = [steps for one, steps in rounds if steps and not one.is_updated]
     updated = [steps for one, steps in rounds if steps and one.is_updated]
@@ -202,18 +183,7 @@ def _stall(rounds: Sequence[Sequence[int]]) -> float:
     return statistics.median((longest - usual) / usual for longest, usual in pairs)
 
 
-def main() -> None:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("requests", type=Path)
-    parser.add_argument("--device", default="cpu", help="as the worker's")
-    parser.add_argument("--patches", action="store_true", help="publish patches of elements")
-    options = parser.parse_args()
-    requests = load(options.requests.read_text())
-    measured = measure(options.model, requests, options.device, has_patches=options.patches)
-    sys.stdout.write(json.dumps(measured) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    options = parse(__doc__, "--patches")
+    figures = measure(options.model, options.requests, options.device, has_patches=options.patches)
+    print(json.dumps(asyncio.run(figures)))

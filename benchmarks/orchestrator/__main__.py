@@ -4,8 +4,7 @@
 is the median of some runs, ours and the peers' alternately, each in its own process, so that a busy
 machine slows them alike. A rollout has a prompt of 128 tokens and one turn of 64. The trainer takes
 no time, but gets its batches of 256 as tensors and publishes after each. All CPU time of the
-measured process counts; engines are in other processes. A command that no module imports. It starts
-``subject.py`` and the peers' scripts as processes.
+measured process counts; engines are in other processes.
 
     rollouts_per_s: per CPU-second of the orchestrator's process, 512 at once, over the wire; the
         peer is AReaL over HTTP
@@ -28,15 +27,13 @@ benchmarks/peers/README.md.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.table import Row, compared, show
+from benchmarks.table import Figures, Row, compared, sample, show
 
 PEERS = Path(__file__).parent.parent / "peers"
 
@@ -57,34 +54,25 @@ GROUPS_OF_8 = ["--group-size", "8", "--batch", "32"]
 ASLEEP = [*SINGLE, "--warm-up", "48", "--batches", "128", "--turn-s", str(SLEEP_S)]
 CROWD = ["--group-size", "1", "--batch", "5000", "--rollouts", str(CROWD_ROLLOUTS)]
 
-Measured = dict[str, float]
-Sample = Callable[[], Measured]
+Sample = Callable[[], Figures]
 
 
-def subject(*options: str) -> Measured:
+def subject(*options: str) -> Figures:
     """Run :mod:`benchmarks.orchestrator.subject` once."""
     return sample([sys.executable, "-m", "benchmarks.orchestrator.subject", *options])
 
 
-def sample(command: list[str]) -> Measured:
-    """Run a process that prints its measurements as JSON in its last line."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    measured: Measured = json.loads(done.stdout.splitlines()[-1])
-    return measured
-
-
-def per_cpu_s(measured: Measured) -> float:
+def per_cpu_s(measured: Figures) -> float:
     """Return the rollouts per CPU-second."""
     return measured["rollouts"] / measured["cpu_s"]
 
 
-def ideal_share(measured: Measured) -> float:
+def ideal_share(measured: Figures) -> float:
     """Return the throughput as a share of what rollouts that only sleep would reach."""
     return measured["rollouts"] / measured["wall_s"] / (SLEEPING_ROLLOUTS / SLEEP_S)
 
 
-def cpu_us_per_event(measured: Measured) -> float:
+def cpu_us_per_event(measured: Figures) -> float:
     """Return the CPU time per event of a rollout."""
     return measured["cpu_s"] / measured["rollouts"] / EVENTS_PER_ROLLOUT * 1e6
 
@@ -106,7 +94,7 @@ class Peers:
 
 
 def compare(
-    runs: int, figure: Callable[[Measured], float], *samples: Sample | None
+    runs: int, figure: Callable[[Figures], float], *samples: Sample | None
 ) -> list[float | None]:
     """Return the median of each competitor's figure, run alternately."""
     figures: list[list[float]] = [[] for _ in samples]
@@ -206,7 +194,7 @@ def adapters(runs: int, peers: Peers) -> list[Row]:
         options = ["--adapters", str(number), "--batches", str(batches)]
         return lambda: subject("adapters", *work, *options)
 
-    def cpu_us(measured: Measured) -> float:
+    def cpu_us(measured: Figures) -> float:
         return measured["cpu_s"] / measured["rollouts"] * 1e6
 
     figures = compare(runs, cpu_us, *map(sample_of, ADAPTERS))

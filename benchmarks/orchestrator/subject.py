@@ -1,7 +1,7 @@
 """The measured process of the orchestrator benchmark; prints its CPU, wall time or memory as JSON.
 
 It runs Tidegate as users do (``serve_sync``, episodes, batches as tensors, a publish per batch),
-with engines in another process (:mod:`benchmarks.orchestrator.wire_engines`). All CPU time of this
+with engines in another process (:mod:`benchmarks.orchestrator.engines`). All CPU time of this
 process counts: event loop, trainer and ZeroMQ's I/O thread.
 """
 
@@ -25,8 +25,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 import tidegate
-from benchmarks.orchestrator.fake_engine import add_work_options
-from benchmarks.orchestrator.in_process import InProcessEngines
+from benchmarks.orchestrator.engines import InProcessEngines, add_work_options
 from tidegate.orchestrator.trainer import run
 from tidegate.orchestrator.trainer.adapters import AdapterTrainer
 from tidegate.orchestrator.trainer.rollouts import Rollouts, Scorer, SyncScorer
@@ -81,7 +80,7 @@ def settings_for(work: argparse.Namespace) -> Iterator[dict[str, Any]]:
 @contextmanager
 def engines_over(address: str, work: argparse.Namespace) -> Iterator[None]:
     """Start the engines in a process of their own."""
-    command = [sys.executable, "-m", "benchmarks.orchestrator.wire_engines", address]
+    command = [sys.executable, "-m", "benchmarks.orchestrator.engines", address]
     for option in ("engines", "slots", "steps", "tokens", "turn_s", "step_s"):
         command += [f"--{option.replace('_', '-')}", str(getattr(work, option))]
     with subprocess.Popen(command) as engines:

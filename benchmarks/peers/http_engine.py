@@ -2,7 +2,7 @@
 
 It serves as much of SGLang's ``/generate`` and vLLM's ``/inference/v1/generate`` as the clients of
 AReaL and SkyRL read. Each answer is one write of prepared bytes, so that only the client's cost is
-measured. Standard library only, so that it runs in any Python. ``peer.py`` starts it as a process.
+measured. Standard library only, so that it runs in any Python.
 """
 
 import argparse

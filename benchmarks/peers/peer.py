@@ -1,7 +1,6 @@
 """Shared parts of the peers' scripts: options, HTTP engine process, and the JSON result line.
 
-Standard library only, because it runs in a peer's Python. ``areal_rollouts.py`` and
-``skyrl_rollouts.py`` import it.
+Standard library only, because it runs in a peer's Python.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 
 Runs in a Python that has SkyRL (README.md here says how to make one) and prints one JSON line:
 ``in_process`` with an engine that answers at once or after a delay; ``http`` with SkyRL's own HTTP
-client and ``http_engine.py`` at the other end. ``benchmarks.orchestrator`` starts it. Built on
-SkyRL and ``peer.py``.
+client and ``http_engine.py`` at the other end.
 """
 
 import argparse

@@ -19,7 +19,8 @@ run, beside the figures of the published model of the same machines:
 
 All but the last are deterministic for a seed. Without options: every policy on reasoning-32k.
 ``--bounds`` runs nothing, and prints what no policy exceeds (:mod:`benchmarks.scheduling.bounds`).
-``--experiments`` prints what other ideas change (:mod:`benchmarks.scheduling.experiments`).
+``--experiments`` prints what other ideas change (:mod:`benchmarks.scheduling.experiments`), and
+``--trajectories`` the efficiency of agents by their number per engine slot.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.scheduling.experiments import EXPERIMENTS, experiment_rows
+from benchmarks.scheduling.experiments import EXPERIMENTS, experiment_rows, trajectory_rows
 from benchmarks.scheduling.policies import POLICIES, SYNC, Variant, variants
 from benchmarks.scheduling.rows import Row, bound_rows, heading, read, rows, show
 from benchmarks.scheduling.run import Outcome, run_once
@@ -44,6 +45,9 @@ BOUND_ETAS = (1, 2, 4, 8)
 def main() -> None:
     """Print the table."""
     options = _options()
+    if options.trajectories:
+        table_rows(trajectory_rows(WORKLOADS["agentic"], options.seed), as_json=options.json)
+        return
     if options.experiments is not None:
         names, etas = options.experiments or list(EXPERIMENTS), options.eta or [2, 4]
         for workload in map(WORKLOADS.__getitem__, options.workload):
@@ -117,6 +121,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--read", type=Path, nargs="+", help="show what --json wrote; run nothing")
     parser.add_argument("--bounds", action="store_true", help="print upper bounds; run nothing")
     parser.add_argument("--experiments", choices=EXPERIMENTS, nargs="*", help="these ideas, or all")
+    parser.add_argument("--trajectories", action="store_true", help="five runs of agents")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds of an experiment")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--picture", type=Path, help="draw the table into this file")

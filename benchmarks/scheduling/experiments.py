@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.scheduling --experiments`` prints, for each idea and η, the median of
 ``efficiency`` and ``masked_share`` over seeds, with the lowest and highest; the peer is plain
-``split`` with the same seeds. Virtual time, so nothing depends on the machine. Built on ``run.py``;
-the ideas are engines and policies that exist here only, unless docs/scheduling.md says otherwise.
+``split`` with the same seeds. Virtual time, so nothing depends on the machine. The ideas
+are engines and policies that exist here only, unless docs/scheduling.md says otherwise.
 
 **Lengths.** The logarithms of a group's lengths have standard deviation s and correlation c
 (:data:`~benchmarks.scheduling.workloads.GROUP_CORRELATION`). Given n siblings' lengths, the best
@@ -24,7 +24,7 @@ from functools import partial
 
 from benchmarks.scheduling.policies import POLICIES, Make, Variant
 from benchmarks.scheduling.run import MakeSpec, Outcome, run_once
-from benchmarks.scheduling.workloads import GROUP_CORRELATION, Workload
+from benchmarks.scheduling.workloads import GROUP_CORRELATION, ROLLOUT_MACHINES, Workload
 from benchmarks.table import Row, compared
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.migration import LongTailLane, MigrationPolicy
@@ -42,6 +42,14 @@ DRAFT_TOKENS = 2
 
 EARLY_SHARE = 0.75
 """Share of a group that must have ended for a split before the group is due."""
+
+EFFICIENCY_BY_TRAJECTORIES: dict[float | None, float | None] = {
+    1: 0.52,
+    1.5: 0.71,
+    2: 0.88,
+    3: 0.95,
+}
+"""The published model's efficiency by trajectories per slot, at a bound of 4 versions."""
 
 
 def prediction_error(correlation: float, siblings: int | None, sigma: float = 1.0) -> float:
@@ -173,14 +181,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     BASELINE: Experiment(),
     "longest first, known": _longest_first(0.0),
     "longest first, from siblings": _longest_first(prediction_error(GROUP_CORRELATION, 15)),
-    "longest first, correlation .9": _longest_first(prediction_error(0.9, 15)),
     "one engine of 32 for stragglers": Experiment(
         migration_policy=LongTailLane(min_tokens=STRAGGLER_TOKENS, engines=1, slots=32)
     ),
     "early splits": Experiment(make=_split(EarlySplits)),
     "at most 128 stragglers": Experiment(make=_split(limit=128)),
     "4 batches per version": Experiment(make=_split(batches=4)),
-    "drafts, .3 accepted": _drafts(0.3),
     "drafts, .5 accepted": _drafts(0.5),
     "drafts, .7 accepted": _drafts(0.7),
 }
@@ -194,9 +200,12 @@ def experiment_rows(
     for eta in etas:
         peers: dict[str, float] = {}
         for name in dict.fromkeys([BASELINE, *names]):
-            outcomes = [_run(EXPERIMENTS[name], workload, eta, seed) for seed in range(seeds)]
-            for figure, of in (("efficiency", _efficiency), ("masked_share", _masked_share)):
-                values = [of(workload, outcome) for outcome in outcomes]
+            runs = [_run(EXPERIMENTS[name], workload, eta, seed).tally for seed in range(seeds)]
+            figures = {
+                "efficiency": [tally.efficiency(workload) for tally in runs],
+                "masked_share": [tally.masked_tokens / tally.trained_tokens for tally in runs],
+            }
+            for figure, values in figures.items():
                 median = statistics.median(values)
                 prefix = f"{workload.name}/{eta}/{name}/{figure}"
                 yield compared(prefix, "of 1", median, peers.setdefault(figure, median))
@@ -216,11 +225,17 @@ def _run(idea: Experiment, workload: Workload, eta: int, seed: int) -> Outcome:
     )
 
 
-def _efficiency(workload: Workload, outcome: Outcome) -> float:
-    tally = outcome.tally
-    used_tokens = tally.trained_tokens - tally.masked_tokens
-    return used_tokens / tally.at_s / workload.bound_tokens_per_s
+def trajectory_rows(workload: Workload, seed: int) -> Iterator[Row]:
+    """Yield an agentic run's efficiency by the ratio of trajectories to engine slots, in the order
+    of admission.
 
-
-def _masked_share(_: Workload, outcome: Outcome) -> float:
-    return outcome.tally.masked_tokens / outcome.tally.trained_tokens
+    A trajectory that waits for its tool frees its slot, so engines are busy only if there are more
+    trajectories than slots. The last row has as many as admission allows.
+    """
+    variant = Variant("admission", POLICIES["admission"], 4)
+    for per_slot, peer in {**EFFICIENCY_BY_TRAJECTORIES, None: None}.items():
+        slots = ROLLOUT_MACHINES * workload.costs.slots
+        at_once = None if per_slot is None else round(per_slot * slots)
+        outcome = run_once(workload, variant, mode="keep", seed=seed, trajectories=at_once)
+        name = "unlimited" if per_slot is None else f"{per_slot:g}x"
+        yield compared(f"efficiency_{name}", "of 1", outcome.tally.efficiency(workload), peer)

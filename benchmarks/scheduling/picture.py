@@ -1,8 +1,4 @@
-"""Plot of efficiency over the largest staleness, one panel per workload.
-
-``python -m benchmarks.scheduling --picture`` calls :func:`draw` with the rows of
-:mod:`benchmarks.scheduling.rows`. Built on matplotlib.
-"""
+"""Plot of efficiency over the largest staleness, one panel per workload."""
 
 from collections.abc import Sequence
 from pathlib import Path

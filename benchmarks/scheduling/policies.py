@@ -1,7 +1,6 @@
 """The compared staleness policies, by the name that the table shows.
 
-``benchmarks.scheduling`` reads them; they are built from ``policies/``. To add a policy to the
-table, add an entry to :data:`POLICIES`.
+To add a policy to the table, add an entry to :data:`POLICIES`.
 """
 
 from collections.abc import Callable
@@ -73,6 +72,10 @@ def _bounded(order: Order = "admission", deadline_policy: DeadlinePolicy = "wait
     )
 
 
+def _colocated(make: Make) -> Policy:
+    return Policy(make, (0,), is_colocated=True, is_barrier=True, takes_eta=False)
+
+
 def _window(batches: int) -> Make:
     return lambda batch, eta: BoundedStaleness(
         max_staleness=eta, groups_per_batch=batch, consumption_order=Window(batches * batch)
@@ -80,33 +83,15 @@ def _window(batches: int) -> Make:
 
 
 POLICIES: dict[str, Policy] = {
-    SYNC: Policy(
-        lambda batch, _: Synchronous(groups_per_batch=batch),
-        (0,),
-        is_colocated=True,
-        is_barrier=True,
-        takes_eta=False,
-    ),
+    SYNC: _colocated(lambda batch, _: Synchronous(groups_per_batch=batch)),
     "sync": Policy(
         lambda batch, _: Synchronous(groups_per_batch=batch), (0,), is_barrier=True, takes_eta=False
     ),
     "one-step": Policy(
         lambda batch, _: OneStepOffPolicy(groups_per_batch=batch), (1,), takes_eta=False
     ),
-    "april": Policy(
-        lambda batch, _: OverSampling(groups_per_batch=batch),
-        (0,),
-        is_colocated=True,
-        is_barrier=True,
-        takes_eta=False,
-    ),
-    "tail-packing": Policy(
-        lambda batch, _: TailPacking(groups_per_batch=batch),
-        (0,),
-        is_colocated=True,
-        is_barrier=True,
-        takes_eta=False,
-    ),
+    "april": _colocated(lambda batch, _: OverSampling(groups_per_batch=batch)),
+    "tail-packing": _colocated(lambda batch, _: TailPacking(groups_per_batch=batch)),
     "admission": Policy(_bounded(), (1, 2, 4, 8)),
     "window-B": Policy(_window(1), (3, 4)),
     "window-2B": Policy(_window(2), (2, 4)),

@@ -1,6 +1,6 @@
 """One run of a policy on a workload: real orchestrator, all else simulated in virtual time.
 
-``benchmarks.scheduling`` and ``trajectories.py`` call :func:`run_once`. Real: scheduler, core,
+Real: scheduler, core,
 fleet, weight coordinator, policy, episodes and the codec on both ends of the wire. Simulated:
 engines, the wire, the trainer and the clock.
 """
@@ -10,10 +10,9 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from benchmarks.scheduling.policies import Variant
-from benchmarks.scheduling.stopwatch import Stopwatch
 from benchmarks.scheduling.workloads import (
     MACHINES,
     PROMPT_TOKENS,
@@ -45,6 +44,20 @@ SLOWEST_STEPS = 60.0
 """Time limit of a step, as a multiple of the bound."""
 
 
+class Stopwatch:
+    """Adds up the wall time spent in ``with`` blocks, the simulated parts; not reentrant."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._since_s = 0.0
+
+    def __enter__(self) -> None:
+        self._since_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.total_s += time.perf_counter() - self._since_s
+
+
 @dataclass(slots=True)
 class Tally:
     """Cumulative counters at the time of a version."""
@@ -74,22 +87,15 @@ class Tally:
         clock at each engine message would cost more than the message."""
         return self.cpu_s * (1.0 - self.simulated_s / self.wall_s)
 
+    def efficiency(self, workload: Workload) -> float:
+        """Return the unmasked tokens per second, over those of machines that are never idle."""
+        used_tokens = self.trained_tokens - self.masked_tokens
+        return used_tokens / self.at_s / workload.bound_tokens_per_s
+
     def since(self, start: "Tally") -> "Tally":
         """Return the difference to an earlier tally."""
-        return Tally(
-            self.at_s - start.at_s,
-            self.cpu_s - start.cpu_s,
-            self.wall_s - start.wall_s,
-            self.simulated_s - start.simulated_s,
-            self.rollouts - start.rollouts,
-            self.trained_tokens - start.trained_tokens,
-            self.masked_tokens - start.masked_tokens,
-            self.tail_rollouts - start.tail_rollouts,
-            self.mixed_rollouts - start.mixed_rollouts,
-            self.generated_tokens - start.generated_tokens,
-            self.discarded_tokens - start.discarded_tokens,
-            self.staleness - start.staleness,
-        )
+        names = [each.name for each in fields(self)]
+        return Tally(**{name: getattr(self, name) - getattr(start, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +112,6 @@ class Outcome:
     """Staleness bound that the policy guarantees."""
     oldest_ever: int
     """Largest staleness of the whole run."""
-
-    @property
-    def step_s(self) -> float:
-        """Mean time between two versions."""
-        return self.tally.at_s / self.steps
 
 
 class Trainer:

@@ -1,6 +1,6 @@
 """Workloads of the scheduling benchmark, from the published model: lengths, costs and bounds.
 
-``benchmarks.scheduling`` runs them. Symbols: B groups per batch, G rollouts per group, L tokens of
+Symbols: B groups per batch, G rollouts per group, L tokens of
 a rollout, C slots of an engine; N_r and N_t machines that roll out and that train. A step is the
 time between two versions.
 """

@@ -2,14 +2,13 @@
 
 ``python -m benchmarks.transport [--json] [messages] [tokens] [weights]`` prints ``name, value,
 unit, peer, ratio``, with the peer's name and the spread of ours. Figures per core use the CPU time
-of the receiving process, its I/O threads included, because the machine may be busy otherwise. A
-command that no module imports. Built on the other modules of this folder.
+of the receiving process, its I/O threads included, because the machine may be busy otherwise.
 """
 
 import argparse
 
+from benchmarks.table import show
 from benchmarks.transport import messages, tokens, weights
-from benchmarks.transport.rows import show
 
 SECTIONS = {"messages": messages.rows, "tokens": tokens.rows, "weights": weights.rows}
 

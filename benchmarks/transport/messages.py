@@ -1,7 +1,7 @@
 """Receive rate of messages, against zmq.asyncio, and the cost of CURVE encryption.
 
 ``python -m benchmarks.transport messages`` calls :func:`rows`. Receives with the run's own
-``RouterSocket``; ``flood.py`` and ``dealer.py`` are the senders.
+``RouterSocket``; ``message_sender.py`` sends.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from benchmarks.transport.rows import Row, by_turns, row
+from benchmarks.table import Figures, Row, by_turns, spread_row
 from tidegate.transport.router import RouterSocket
 from tidegate.transport.security import ENGINE_DEFAULT, make_keys, read_orchestrator_keys
 
@@ -29,8 +29,6 @@ CURVE_MESSAGES = 100_000
 CHUNK_BYTES = 1024 * 1024
 CHUNKS = 400
 TIMEOUT_S = 120.0
-
-Figures = dict[str, float]
 
 
 class Meter:
@@ -58,9 +56,9 @@ class Meter:
             )
 
 
-def sender(module: str, address: str, count: int, size: int, keys: Path | None = None) -> list[str]:
+def sender(kind: str, address: str, count: int, size: int, keys: Path | None = None) -> list[str]:
     """Return the command of a sending process."""
-    command = [sys.executable, "-m", f"benchmarks.transport.{module}"]
+    command = [sys.executable, "-m", "benchmarks.transport.message_sender", kind]
     return [*command, address, str(count), str(size), *([str(keys)] if keys else [])]
 
 
@@ -109,8 +107,8 @@ def rows() -> Iterator[Row]:
         }
     )
     ours, peer = figures["ours"], figures["zmq.asyncio"]
-    yield row("recv_msgs_per_s", "messages/s", ours["per_s"], peer["per_s"], "zmq.asyncio")
-    yield row(
+    yield spread_row("recv_msgs_per_s", "messages/s", ours["per_s"], peer["per_s"], "zmq.asyncio")
+    yield spread_row(
         "recv_msgs_per_cpu_s",
         "messages/s per core",
         ours["per_cpu_s"],
@@ -142,7 +140,7 @@ def _curve(keys: Path) -> Iterator[Row]:
             [unit_size * figure for figure in figures[f"{what} {which}"]["per_cpu_s"]]
             for which in ("with", "without")
         )
-        yield row(name, unit, ours, plain, "without keys")
+        yield spread_row(name, unit, ours, plain, "without keys")
 
 
 def _received(count: int, size: int, keys: Path | None) -> Figures:

@@ -22,8 +22,8 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from benchmarks.table import Figures, Row, by_turns, spread_row
 from benchmarks.transport.engine import GRPC_METHOD, NAME, hello
-from benchmarks.transport.rows import Row, by_turns, row, skipped
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rules import Rules
@@ -85,7 +85,7 @@ class Subject:
         self._steps_left = self._waves_left = 0
         self._started_s = self._started_cpu_s = 0.0
         self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[dict[str, float]] = self._loop.create_future()
+        self.done: asyncio.Future[Figures] = self._loop.create_future()
 
     def take(self, frames: list[tuple[bytes, bytes]]) -> None:
         """Process frames as the scheduler does."""
@@ -139,7 +139,7 @@ class Subject:
 # ---------------------------------------------------------------------------------- transports
 
 
-async def ours(work: Work, directory: Path) -> dict[str, float]:
+async def ours(work: Work, directory: Path) -> Figures:
     """Receive with the run's own socket."""
     router = RouterSocket(None, name="benchmark")
     subject = Subject(work, router.send)
@@ -151,7 +151,7 @@ async def ours(work: Work, directory: Path) -> dict[str, float]:
         router.close()
 
 
-async def zmq_asyncio(work: Work, directory: Path) -> dict[str, float]:
+async def zmq_asyncio(work: Work, directory: Path) -> Figures:
     """Receive with ``await recv_multipart()`` of zmq.asyncio."""
     address = f"ipc://{directory}/socket"
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
@@ -173,7 +173,7 @@ async def zmq_asyncio(work: Work, directory: Path) -> dict[str, float]:
             return subject.done.result()
 
 
-async def grpc_aio(work: Work, directory: Path) -> dict[str, float]:
+async def grpc_aio(work: Work, directory: Path) -> Figures:
     """Receive a gRPC stream whose messages are the frames."""
     import grpc.aio
 
@@ -186,7 +186,7 @@ async def grpc_aio(work: Work, directory: Path) -> dict[str, float]:
         return subject.done.result()
 
 
-async def aiohttp_chunks(work: Work, directory: Path) -> dict[str, float]:
+async def aiohttp_chunks(work: Work, directory: Path) -> Figures:
     """Receive a chunked HTTP response whose chunks are the frames."""
     import aiohttp
 
@@ -230,12 +230,10 @@ async def engine(transport: str, address: str, work: Work) -> AsyncIterator[None
             process.kill()
 
 
-def measured(
-    transport: Callable[[Work, Path], Awaitable[dict[str, float]]], work: Work
-) -> dict[str, float]:
+def measured(transport: Callable[[Work, Path], Awaitable[Figures]], work: Work) -> Figures:
     """Measure one run."""
 
-    async def run() -> dict[str, float]:
+    async def run() -> Figures:
         with tempfile.TemporaryDirectory() as directory:
             return await transport(work, Path(directory))
 
@@ -257,19 +255,20 @@ def rows() -> Iterator[Row]:
         if importlib.util.find_spec(PEERS.get(name, "zmq")):
             names.append(name)
         else:
-            skipped(name, PEERS[name])
+            missing = f"{PEERS[name]} is not installed (pip install 'tidegate[bench]')"
+            print(f"# {name} is omitted: {missing}")
     for suffix, work in (("", BULK), ("_single", SINGLE)):
         figures = by_turns({name: partial(measured, TRANSPORTS[name], work) for name in names})
         own = figures["ours"]
         for peer in names[1:]:
-            yield row(
+            yield spread_row(
                 f"tokens_per_s_end_to_end{suffix}{VERSUS.get(peer, '')}",
                 f"tokens/s per core, {work.tokens} per chunk",
                 own["tokens_per_cpu_s"],
                 figures[peer]["tokens_per_cpu_s"],
                 peer,
             )
-        yield row(
+        yield spread_row(
             f"cpu_us_per_chunk{suffix}",
             f"us, {work.tokens} tokens per chunk",
             own["cpu_us_per_chunk"],
@@ -279,7 +278,7 @@ def rows() -> Iterator[Row]:
     figures = by_turns(
         {n: partial(measured, TRANSPORTS[n], PACED) for n in ("ours", "zmq.asyncio")}
     )
-    yield row(
+    yield spread_row(
         "paced_core_share",
         f"of a core, {PACED.steps_per_s:.0f} steps/s of {TURNS} tokens",
         figures["ours"]["core_share"],

@@ -1,33 +1,69 @@
 """Process at one end of a weight transfer, which reports its CPU time after each one.
 
 ``python -m benchmarks.transport.weight_end fetch HOME`` fetches what the messages on its standard
-input say, and ``… copy HOME`` also copies it to its own memory. ``… gloo RANK RANKS FILE 'SHAPES'``
-takes part in a broadcast for each line, and ``… plain DESCRIPTOR RANK BYTES`` moves that many bytes
-over a socket by system calls alone. After each transfer it prints the CPU seconds that this process
-spent since the one before.
+input say, and ``… copy HOME [HOST [KEY…]]`` also copies it to its own memory. ``… gloo RANK RANKS
+FILE 'SHAPES'`` takes part in a broadcast for each line, and ``… plain DESCRIPTOR RANK BYTES`` moves
+that many bytes over a socket by system calls alone. After each transfer, and once a channel is
+open, it prints the CPU seconds that it spent since the one before. :class:`End` starts it.
 """
 
 import json
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tidegate.transport.messages import InitWeights, UpdateWeights, decode_from_orchestrator
+from tidegate.transport.security import EngineKeys
 from tidegate.transport.weight_channels import WeightReceiverConfig, receiver
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
+
+HOME = "tcp://127.0.0.1:5555"
+"""Placeholder for the orchestrator's address; weights use a port beside it."""
+
+
+class End:
+    """A process that takes part in transfers; ``prefix`` is the command that it runs below."""
+
+    def __init__(self, *arguments: str, prefix: Sequence[str] = (), descriptor: int | None = None):
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "benchmarks.transport.weight_end", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=() if descriptor is None else (descriptor,),
+        )
+
+    def __enter__(self) -> "End":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def send_line(self, line: str) -> None:
+        """Start its part of a transfer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def read_seconds(self) -> float:
+        """Wait for the end of its part; return the CPU seconds that it took."""
+        assert self._process.stdout is not None
+        return float(self._process.stdout.readline())
 
 
 def fetch(home: str) -> None:
     """Receive weights as an engine does."""
-    _receive(home, lambda tensor: None)
+    _receive(WeightReceiverConfig(home), lambda tensor: None)
 
 
-def copy(home: str) -> None:
+def copy(home: str, host: str = "", *keys: str) -> None:
     """Receive weights and copy them, because engines of one host share what one of them fetches."""
+    engine_keys = EngineKeys(*(key.encode() for key in keys)) if keys else None
     own = np.empty(0, np.uint8)
 
     def take(tensor: npt.NDArray[np.uint8]) -> None:
@@ -36,20 +72,23 @@ def copy(home: str) -> None:
             own = np.ones(len(tensor), np.uint8)
         np.copyto(own[: len(tensor)], tensor)
 
-    _receive(home, take)
+    _receive(WeightReceiverConfig(home, engine_keys, host), take)
 
 
-def _receive(home: str, take: Callable[[npt.NDArray[np.uint8]], None]) -> None:
-    spent_s = time.process_time()
+def _receive(config: WeightReceiverConfig, take: Callable[[npt.NDArray[np.uint8]], None]) -> None:
+    spent_s, end = time.process_time(), None
     for line in sys.stdin:
         match decode_from_orchestrator(bytes.fromhex(line)):
             case InitWeights() as init:
-                end = receiver(init, WeightReceiverConfig(home))
+                end = receiver(init, config)
             case UpdateWeights() as update:
+                assert end is not None
                 for _, view in end.tensors(update):
                     take(np.frombuffer(view, np.uint8))
-                print(time.process_time() - spent_s, flush=True)
-                spent_s = time.process_time()
+        print(time.process_time() - spent_s, flush=True)
+        spent_s = time.process_time()
+    if end is not None:
+        end.close()
 
 
 def broadcast(rank: str, ranks: str, file: str, shapes: str) -> None:

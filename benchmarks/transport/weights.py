@@ -1,7 +1,6 @@
 """CPU cost of transferring a version of weights, by shared memory and by ZeroMQ, against gloo.
 
-``python -m benchmarks.transport weights`` calls :func:`rows`, which starts ``weight_end.py``
-processes. Built on ``transport/weight_channels/`` and torch.
+``python -m benchmarks.transport weights`` calls :func:`rows`.
 """
 
 import contextlib
@@ -10,8 +9,6 @@ import math
 import mmap
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.transport.rows import Row, by_turns, row
+from benchmarks.table import Figures, Row, by_turns, spread_row
+from benchmarks.transport.weight_end import HOME, End
 from tidegate.transport.messages import encode
 from tidegate.transport.weight_channels import NamedBuffer, receiver, sender
 from tidegate.transport.weight_channels.zmq import SEND_BUFFER_BYTES
@@ -39,9 +37,6 @@ SIBLINGS = 4
 """Number of engines on one host."""
 SIBLINGS_UNIT = f"GB/s per core to {SIBLINGS} engines of a host, all ends, each with a copy"
 GLOO_TO_SIBLINGS = f"gloo, a broadcast per tensor to {SIBLINGS}"
-
-HOME = "tcp://127.0.0.1:5555"
-"""Placeholder for the orchestrator's address; weights use a port beside it."""
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -95,7 +90,7 @@ def _shared_memory() -> Iterator[Row]:
     out.close()
     memcpy = figures["memcpy"]["gb_per_s"]
     for name, what in (("shm_weights_gb_per_s", "write"), ("shm_weights_read_gb_per_s", "read")):
-        yield row(name, "GB/s", figures[what]["gb_per_s"], memcpy, "memcpy")
+        yield spread_row(name, "GB/s", figures[what]["gb_per_s"], memcpy, "memcpy")
 
 
 def _memory() -> npt.NDArray[np.uint8]:
@@ -106,7 +101,7 @@ def _memory() -> npt.NDArray[np.uint8]:
     return memory
 
 
-def _gb_per_s(copy: Callable[[], object]) -> dict[str, float]:
+def _gb_per_s(copy: Callable[[], object]) -> Figures:
     """Return the speed of moving the weights once; the best of four, because other processes run
     too."""
     times_s = []
@@ -150,7 +145,7 @@ def _network() -> Iterator[Row]:
             PER_TENSOR,
         ),
     ):
-        yield row(name, unit, ours, speed[against]["sent"], against)
+        yield spread_row(name, unit, ours, speed[against]["sent"], against)
 
 
 def _siblings() -> Iterator[Row]:
@@ -165,10 +160,10 @@ def _siblings() -> Iterator[Row]:
         seconds = by_turns({"ours": relay, "gloo": gloo})
     ours, peer = ([gb / cpu_s for cpu_s in seconds[name]["sent"]] for name in ("ours", "gloo"))
     name = f"zmq_weights_gb_per_cpu_s_to_{SIBLINGS}"
-    yield row(name, SIBLINGS_UNIT, ours, peer, GLOO_TO_SIBLINGS)
+    yield spread_row(name, SIBLINGS_UNIT, ours, peer, GLOO_TO_SIBLINGS)
 
 
-Run = Callable[[], dict[str, float]]
+Run = Callable[[], Figures]
 """One transfer; returns the CPU seconds of both ends, by what is counted."""
 
 
@@ -183,11 +178,12 @@ def _channel(
     ]
     out = sender(name, address=home)
     with contextlib.ExitStack() as stack:
-        ends = [stack.enter_context(_end(role, home or "")) for role in roles]
+        ends = [stack.enter_context(End(role, home or "")) for role in roles]
         for end in ends:
             end.send_line(encode(out.init()).hex())
+            end.read_seconds()
 
-        def run() -> dict[str, float]:
+        def run() -> Figures:
             before_s = time.process_time()
             [update] = out.write(0, tensors)
             written_s = time.process_time()
@@ -212,7 +208,7 @@ def _gloo(file: Path, every: list[tuple[int, ...]], ranks: int = 2) -> Iterator[
         yield _together(
             [
                 stack.enter_context(
-                    _end("gloo", str(rank), str(ranks), str(file), json.dumps(every))
+                    End("gloo", str(rank), str(ranks), str(file), json.dumps(every))
                 )
                 for rank in range(ranks)
             ]
@@ -224,8 +220,8 @@ def _plain(pair: tuple[socket.socket, socket.socket], nbytes: int) -> Iterator[R
     """Set up two processes that only make system calls."""
     sending, receiving = (one.detach() for one in pair)
     with (
-        _end("plain", str(sending), "0", str(nbytes), descriptor=sending) as one,
-        _end("plain", str(receiving), "1", str(nbytes), descriptor=receiving) as other,
+        End("plain", str(sending), "0", str(nbytes), descriptor=sending) as one,
+        End("plain", str(receiving), "1", str(nbytes), descriptor=receiving) as other,
     ):
         os.close(sending)
         os.close(receiving)
@@ -240,41 +236,13 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
         return sending, listener.accept()[0]
 
 
-def _together(ends: "list[_End]") -> Run:
+def _together(ends: list[End]) -> Run:
     """Return a function that runs all ends once; run it once to touch all pages."""
 
-    def run() -> dict[str, float]:
+    def run() -> Figures:
         for end in ends:
             end.send_line("go")
         return {"sent": sum(end.read_seconds() for end in ends)}
 
     run()
     return run
-
-
-class _End:
-    """A process that takes part in transfers."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._stdin, self._stdout = process.stdin, process.stdout
-
-    def send_line(self, line: str) -> None:
-        """Start its part of a transfer."""
-        self._stdin.write(line + "\n")
-        self._stdin.flush()
-
-    def read_seconds(self) -> float:
-        """Return the CPU seconds that its part took."""
-        return float(self._stdout.readline())
-
-
-@contextlib.contextmanager
-def _end(*arguments: str, descriptor: int | None = None) -> Iterator[_End]:
-    command = [sys.executable, "-m", "benchmarks.transport.weight_end", *arguments]
-    passed = () if descriptor is None else (descriptor,)
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=passed
-    ) as process:
-        yield _End(process)

@@ -552,7 +552,7 @@ def scheduling_results_page() -> str:
         "",
         "From `benchmarks/results/scheduling.jsonl`. Policies: "
         "[Cost of scheduling policies](../scheduling.md). Brackets: the published event-driven "
-        "model of the same machines (`benchmarks/scheduling/published.py`), which has no overhead "
+        "model of the same machines (`benchmarks/scheduling/published.csv`), which has no overhead "
         "between engines and trainer; the difference is the orchestrator's cost.",
         "",
         "| column | meaning |",

@@ -12,6 +12,7 @@ from benchmarks.scheduling.experiments import (
     Drafting,
     experiment_rows,
     prediction_error,
+    trajectory_rows,
 )
 from benchmarks.scheduling.policies import POLICIES, SYNC, Variant
 from benchmarks.scheduling.rows import NAMES, rows
@@ -164,6 +165,13 @@ def test_an_experiments_rows_compare_medians_with_plain_splits() -> None:
     assert (plain.ratio, early.peer) == (1.0, plain.value)
     lowest, highest = (row.value for row in rows_[7:9])
     assert lowest <= early.value <= highest
+
+
+def test_engines_are_busier_with_more_trajectories_than_slots_while_agents_wait_for_tools() -> None:
+    found = {row.name: row.value for row in trajectory_rows(AGENT, seed=0)}
+    ratios = ("1x", "1.5x", "2x", "3x", "unlimited")
+    assert list(found) == [f"efficiency_{ratio}" for ratio in ratios]
+    assert found["efficiency_1x"] < found["efficiency_unlimited"]
 
 
 def test_lengths_of_siblings_predict_a_rollouts_length_as_far_as_they_are_correlated() -> None:

@@ -1,4 +1,4 @@
-"""Fuzz tests of the decoders, a small share of what ``benchmarks/fuzz.py`` sends."""
+"""Fuzz tests of the decoders, a small share of what ``python -m tests.fuzz`` sends."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz_engine import FuzzedEngine
-from benchmarks.fuzz_fleet import FuzzedFleet
-from benchmarks.fuzz_frames import (
+from tests.fuzz.frames import (
     ENGINE_EXAMPLES,
     ODD_VALUES,
     ORCHESTRATOR_EXAMPLES,
     Examples,
     LiveState,
 )
-from benchmarks.fuzz_wire import FuzzedRun
+from tests.fuzz.fuzzed_engine import FuzzedEngine
+from tests.fuzz.fuzzed_fleet import FuzzedFleet
+from tests.fuzz.fuzzed_run import FuzzedRun
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.fleet import fleet
 from tidegate.transport import limits

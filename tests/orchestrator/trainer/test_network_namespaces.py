@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from zmq.utils.monitor import recv_monitor_message
 
 import tidegate
-from benchmarks.namespaces import Network, are_allowed
 from tests.models import make_model_directory
+from tests.namespaces import Network, are_allowed
 from tidegate.observability.audit.audit import audit_run
 from tidegate.transport.security import make_keys
 from tidegate.transport.zeromq import new_socket

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz_http import FuzzedGateway
+from tests.fuzz.fuzzed_http import FuzzedGateway
 from tests.serving.gateway.gateway_clients import CHAT, END, session_of
 from tidegate.serving.gateway.gateway import Gateway
 

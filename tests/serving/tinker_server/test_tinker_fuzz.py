@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
-from benchmarks.fuzz_tinker import FuzzedTinker
+from tests.fuzz.fuzzed_tinker import FuzzedTinker
 
 pytestmark = [
     pytest.mark.wire,

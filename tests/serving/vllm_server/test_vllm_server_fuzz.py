@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz_http import FuzzedServer
+from tests.fuzz.fuzzed_http import FuzzedServer
 
 pytestmark = pytest.mark.wire
 

@@ -1,8 +1,7 @@
 """Fuzzing of the Tinker server over HTTP: JSON and protobuf bodies, and a start after them.
 
-A hostile tenant's requests are those of :mod:`benchmarks.fuzz_http`; another tenant trains and
+A hostile tenant's requests are those of :mod:`tests.fuzz.fuzzed_http`; another tenant trains and
 samples in between. At the end the server is started again from its journals, and must serve both.
-:mod:`benchmarks.fuzz` runs it where the SDK ``tinker`` is installed.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
 import tidegate
-from benchmarks.fuzz_http import (
+from tests.fuzz.fuzzed_http import (
     ANSWER_TIMEOUT_S,
     BODIES_PER_SESSION,
     PROTOBUF_TYPE,

@@ -1,7 +1,7 @@
 """Fuzz target: a whole run over its real socket, with one healthy engine and a flooding process.
 
 The flood never joins the run and never reads; it reconnects under ever new names. As a program
-(``python -m benchmarks.fuzz_wire ADDRESS FRAMES SEED``) this module is that flood.
+(``python -m tests.fuzz.fuzzed_run ADDRESS FRAMES SEED``) this module is that flood.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 from tokenizers import Tokenizer, models
 
-from benchmarks.fuzz_frames import ENGINE_EXAMPLES, FrameMaker, LiveState, hello_of, step_of
+from tests.fuzz.frames import ENGINE_EXAMPLES, FrameMaker, LiveState, hello_of, step_of
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.settings.config import run_settings
 from tidegate.orchestrator.trainer.run import Run
@@ -76,8 +76,8 @@ class FuzzedRun:
         """Start to send that many malformed frames."""
         arguments = [self._address, str(frames), str(seed)]
         self._flood = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.fuzz_wire", *arguments],
-            cwd=Path(__file__).parent.parent,
+            [sys.executable, "-m", "tests.fuzz.fuzzed_run", *arguments],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
         )
 

@@ -2,8 +2,6 @@
 
 The model has one tiny layer of random weights; everything else, the socket included, is a worker's
 code. The engine may exit by design, for example on Shutdown; then it is restarted.
-:mod:`benchmarks.fuzz` runs it. Built on ``benchmarks/fuzz_frames.py``, which makes the frames, and
-on the engine's ``loop.py``, ``link.py``, ``execution/runner.py`` and ``weights/staging.py``.
 """
 
 import threading
@@ -15,7 +13,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from benchmarks.fuzz_frames import ORCHESTRATOR_EXAMPLES, FrameMaker, LiveState
+from tests.fuzz.frames import ORCHESTRATOR_EXAMPLES, FrameMaker, LiveState
 from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.link import OrchestratorLink

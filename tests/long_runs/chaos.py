@@ -1,9 +1,9 @@
 """Crash-restart test: kills a run's processes at random and checks its promises.
 
-``python -m benchmarks.chaos [--seconds 180] [--seed 0] [--json]`` trains the demo's model with real
-processes: four engines, and one process with trainer and orchestrator. Every 2 to 5 seconds one of
-the five, drawn from the seed, is killed with SIGKILL and restarted a little later. At the end it
-prints ``name, value, unit, limit, holds`` and exits with 1 if any check fails.
+``python -m tests.long_runs.chaos [--seconds 180] [--seed 0] [--json]`` trains the demo's model with
+real processes: four engines, and one process with trainer and orchestrator. Every 2 to 5 seconds
+one of the five, drawn from the seed, is killed with SIGKILL and restarted a little later. At the
+end it prints ``name, value, unit, limit, holds`` and exits with 1 if any check fails.
 
 The trainer is forked from a process that has torch and transformers imported, because it would
 otherwise spend most of its time importing them. The checks compare the trainer's own record of the
@@ -32,7 +32,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from benchmarks.chaos_trainer import (
+from examples.tiny_model import make_model
+from tests.long_runs.chaos_trainer import (
     EVENTS_FILE,
     RESULT_FILE,
     STOP_FILE,
@@ -40,8 +41,7 @@ from benchmarks.chaos_trainer import (
     TrainedBatch,
     live,
 )
-from benchmarks.checks import Row, show
-from examples.tiny_model import make_model
+from tests.long_runs.checks import Row, show
 
 ENGINES = 4
 TRAINER = "trainer"
@@ -359,7 +359,7 @@ def main() -> int:
             if options.keep:
                 shutil.copytree(directory, options.keep, dirs_exist_ok=True, ignore=sockets)
     if chaos.trainer.ends != [0]:
-        print(f"trainer ended with {chaos.trainer.ends}; --keep keeps its log", file=sys.stderr)
+        sys.stderr.write(f"trainer ended with {chaos.trainer.ends}; --keep keeps its log\n")
     return show(table, as_json=options.json)
 
 

@@ -1,9 +1,9 @@
-"""Tests that the chaos and soak benchmarks detect a broken promise."""
+"""Tests that the crash-restart test and the soak test notice a broken promise."""
 
-from benchmarks.chaos import check_ledger, check_reward, check_staleness, check_tasks
-from benchmarks.chaos_trainer import TrainedBatch
-from benchmarks.checks import Row
-from benchmarks.soak import Samples, rows
+from tests.long_runs.chaos import check_ledger, check_reward, check_staleness, check_tasks
+from tests.long_runs.chaos_trainer import TrainedBatch
+from tests.long_runs.checks import Row
+from tests.long_runs.soak import Samples, rows
 
 
 def batch(number: int, tasks: list[int], *, oldest: int = 0, reward: float = 0.0) -> TrainedBatch:

@@ -1,13 +1,13 @@
 """Fuzz target: the orchestrator's fleet and core, without sockets or threads, fed frame by frame.
 
 Deterministic for a seed. One healthy engine has its turns answered; a hostile engine and strangers
-send what :mod:`fuzz_frames` generates. :mod:`benchmarks.fuzz` runs it.
+send what :mod:`tests.fuzz.frames` generates.
 """
 
 import random
 from collections import deque
 
-from benchmarks.fuzz_frames import ENGINE_EXAMPLES, FrameMaker, LiveState, hello_of, step_of
+from tests.fuzz.frames import ENGINE_EXAMPLES, FrameMaker, LiveState, hello_of, step_of
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout

@@ -2,7 +2,7 @@
 
 Bodies are valid ones with a part replaced, garbled text, endless nesting, bodies up to their size
 limits, endless headers, half requests, and requests that are not HTTP. A healthy client sends
-requests in between, and must be answered correctly. :mod:`benchmarks.fuzz` runs it.
+requests in between, and must be answered correctly.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ import json
 import random
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tidegate
 from tests.models import make_model_directory
 from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template, chat_tokenizer
+from tests.orchestrator.episodes.talking import Engine
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
@@ -138,60 +138,18 @@ ODD: tuple[Callable[[random.Random], Any], ...] = (
 """Generators of values that replace a part of a body."""
 
 
-class FixedEngine:
-    """Turn source that returns fixed text, at once or after a delay."""
-
-    def __init__(self, model: ModelFiles, words: str, latency_s: float = 0.0) -> None:
-        self._latency_s = latency_s
-        self._ids = model.tokenizer.encode(words + ENDS["chatml"], add_special_tokens=False).ids
-        self._rows = 10**9
+class FixedEngine(Engine):
+    """Generates the same text in each turn, and forgets it."""
 
     async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Turn:
         """Return a whole turn."""
-        turn = Turn(rollout, sampling)
-        rollout.turns.append(turn)
-        if self._latency_s:
-            await asyncio.sleep(self._latency_s)
-        for token in self._ids:
-            turn.append(token, -1.0, 0, "engine-0")
-        turn.finish_reason = "stop"
-        return turn
-
-    async def rejoin(self, rollout: Rollout) -> Turn:
-        """Not used here."""
-        raise AssertionError("nothing is resumed here")
+        self.words, self.received = [WORDS + self.end], []
+        return await super().generate(rollout, sampling, media)
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        """No-op."""
-
-    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
-        """No-op."""
-
-    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
-        """No-op: phases are not counted."""
-        return nullcontext()
-
-    def is_over_budget(self, rollout: Rollout) -> bool:
-        """Always False."""
-        return False
-
-    async def park(self, rollout: Rollout) -> None:
-        """Not used here."""
-        raise AssertionError("no agent waits for newer weights here")
-
-    async def score(self, rollout: Rollout, queries: object) -> NoReturn:
-        """Not used here."""
-        raise AssertionError("no agent requests scores here")
-
-    def fork(self, rollout: Rollout, reason: str) -> Rollout:
-        """Create another row."""
-        self._rows += 1
-        branch = Rollout(self._rows, rollout.group_id, rollout.index)
-        branch.branch_of, branch.fork_reason = rollout, reason
-        rollout.branches = (*rollout.branches, branch)
-        return branch
+        """No-op: turns end at once."""
 
 
 class Client:
@@ -328,10 +286,8 @@ class FuzzedGateway:
         tokenizer = read_tokenizer(path / "tokenizer.json")
         stop = tokenizer.token_to_id(ENDS["chatml"]) or 0
         model = ModelFiles(path, tokenizer, (0, stop))
-        engine, defaults = (
-            FixedEngine(model, WORDS),
-            SamplingSettings(max_tokens=64, temperature=1.0, seed=0),
-        )
+        engine = FixedEngine(model, ENDS["chatml"], rollouts=10**9)
+        defaults = SamplingSettings(max_tokens=64, temperature=1.0, seed=0)
         gateway, done = Gateway(), 0
         client = Client(int(gateway.url.rpartition(":")[2]))
 

@@ -1,6 +1,6 @@
 """Soak test: checks that a long run leaks no memory, asyncio tasks, threads or file descriptors.
 
-``python -m benchmarks.soak [--minutes 30] [--json]`` trains the demo's model with real engine
+``python -m tests.long_runs.soak [--minutes 30] [--json]`` trains the demo's model with real engine
 processes, journal and records included, and samples every process every few seconds. It fits a line
 over the last two thirds, when caches and pools are full: ``name, value, unit, limit, holds`` report
 the line's gain.
@@ -25,10 +25,10 @@ import psutil
 import torch
 
 import tidegate
-from benchmarks.checks import Row, show
 from examples.calculator import Episode, Task, solve, tasks
 from examples.grpo import load_trainer, train_step
 from examples.tiny_model import make_model
+from tests.long_runs.checks import Row, show
 
 SAMPLE_INTERVAL_S = 5.0
 WARM_SHARE = 1 / 3

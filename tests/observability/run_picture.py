@@ -1,6 +1,6 @@
 """SVG picture of recorded runs: engines and trainer over time, coloured by weight version.
 
-    python -m benchmarks.run_picture runs/latest/sync runs/latest/async --picture run.svg
+    python -m tests.observability.run_picture runs/latest/sync runs/latest/async --picture run.svg
 
 Drawn for README (docs/pictures/run.svg) from two runs of ``tidegate demo``. Bars come from each
 run's ``trace.json``, the token strips below them from the last run's ``trajectories.parquet``.

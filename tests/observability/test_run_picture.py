@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks.run_picture import Canvas, colour_of, draw_run, joined
+from tests.observability.run_picture import Canvas, colour_of, draw_run, joined
 from tidegate.observability.records.trace import TRACE_FILE, Trace
 from tidegate.orchestrator.telemetry.recorder import EngineStep
 

@@ -2,8 +2,7 @@
 
 Asynchronous GRPO on the demo's task. Weights, optimizer, the record of trained batches and the
 run's ``state_dict()`` are saved in one file before the weights are published; a restart resumes
-from it. It ends after the batch during which DIR/stop appears. :mod:`benchmarks.chaos` starts and
-kills it.
+from it. It ends after the batch during which DIR/stop appears.
 """
 
 import asyncio

@@ -1,10 +1,7 @@
-"""Result table of the benchmarks that check a run's promises, with an exit status.
-
-``benchmarks.chaos`` and ``benchmarks.soak`` print their :class:`Row` objects by it. Standard
-library only.
-"""
+"""Result table of the tests that run for long, with an exit status."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -25,8 +22,10 @@ def show(table: Sequence[Row], *, as_json: bool) -> int:
     """Print the table; return exit status 1 if any condition fails."""
     for row in table:
         if as_json:
-            print(json.dumps(asdict(row)))
+            line = json.dumps(asdict(row))
         else:
             verdict = ("holds" if row.holds else "DOES NOT HOLD") if row.limit else ""
-            print(f"{row.name}, {row.value:.4g}, {row.unit}, {row.limit}, {verdict}")
+            line = f"{row.name}, {row.value:.4g}, {row.unit}, {row.limit}, {verdict}"
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()
     return 0 if all(row.holds for row in table) else 1

@@ -1,16 +1,22 @@
-"""Simulated engine that speaks the wire protocol but computes nothing.
+"""Simulated engines that speak the wire protocol but compute nothing.
 
-It has slots, a queue, steps in columns, credits and weight updates like a real engine. A turn is
-answered with the same tokens each time, after a configured time. ``wire_engines.py`` and
-``in_process.py`` run it. Sans-IO: no socket and no clock, so one process, or the orchestrator's
-own, can run a thousand of them. Built on the wire's messages and ``transport/streams.py``.
+An engine has slots, a queue, steps in columns, credits and weight updates like a real one. A turn
+is answered with the same tokens each time, after a configured time. :class:`FakeEngine` opens no
+socket and reads no clock, so one process can run a thousand: ``python -m
+benchmarks.orchestrator.engines ADDRESS`` over ZeroMQ, :class:`InProcessEngines` in the
+orchestrator's own loop.
 """
 
 import argparse
+import asyncio
+import math
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+
+import zmq
 
 from tidegate.transport.messages import (
     LENGTH,
@@ -34,11 +40,16 @@ from tidegate.transport.messages import (
     WeightsLive,
     WeightsStaged,
     Welcome,
+    decode_from_orchestrator,
     encode,
 )
 from tidegate.transport.streams import SendWindow
 
 VOCAB_SIZE = 4096
+HEARTBEAT_S = 5.0
+
+OnFrames = Callable[[list[tuple[bytes, bytes]]], None]
+Socket = zmq.Socket[bytes]
 
 
 def add_work_options(parser: argparse.ArgumentParser) -> None:
@@ -205,3 +216,128 @@ class FakeEngine:
         frame = encode(message)
         self._send_frame(frame)
         return frame
+
+
+class InProcessEngines:
+    """Implements :class:`~tidegate.orchestrator.fleet.wire.Wire` with engines behind it, without a
+    socket: messages are still encoded and decoded."""
+
+    def __init__(self, work: argparse.Namespace) -> None:
+        self.address = "in-process"
+        self._work = work
+        self._engines: dict[bytes, FakeEngine] = {}
+        self._frames: list[tuple[bytes, bytes]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_frames: OnFrames = lambda frames: None
+        self._is_due = False
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Deliver a message to an engine now; it steps before the loop's next turn."""
+        assert self._loop is not None
+        engine = self._engines[peer]
+        assert isinstance(message, FromOrchestrator)
+        engine.receive(message, self._loop.time())
+        self._schedule()
+        return True
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_frames: OnFrames) -> None:
+        """Start the engines, which send their hellos."""
+        self._loop, self._on_frames = loop, on_frames
+        for number in range(self._work.engines):
+            peer = f"engine-{number}".encode()
+            engine = FakeEngine(number, self._work, partial(self._say, peer))
+            self._engines[peer] = engine
+            engine.start()
+        self._schedule()
+
+    def _say(self, peer: bytes, frame: bytes) -> None:
+        self._frames.append((peer, frame))
+
+    def detach(self) -> None:
+        """Stop delivering frames."""
+        self._on_frames = lambda frames: None
+
+    def close(self) -> None:
+        """No-op."""
+
+    def _schedule(self) -> None:
+        assert self._loop is not None
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        assert self._loop is not None
+        self._is_due = False
+        now_s = self._loop.time()
+        for engine in self._engines.values():
+            if (due_s := engine.due_s) is not None and due_s <= now_s:
+                engine.step(now_s)
+                self._schedule()
+        frames, self._frames = self._frames, []
+        if frames:
+            self._on_frames(frames)
+
+
+def connect(address: str, work: argparse.Namespace) -> dict[Socket, FakeEngine]:
+    """Create the engines, each with its own socket."""
+    context: zmq.Context[Socket] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, max(1024, 2 * work.engines))
+    engines = {}
+    for number in range(work.engines):
+        socket = context.socket(zmq.DEALER)
+        engine = FakeEngine(number, work, socket.send)
+        socket.setsockopt(zmq.IDENTITY, engine.name.encode())
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(address)
+        engine.start()
+        engines[socket] = engine
+    return engines
+
+
+def serve(engines: dict[Socket, FakeEngine]) -> None:
+    """Run all engines until they receive ``Shutdown``."""
+    poller = zmq.Poller()
+    for socket in engines:
+        poller.register(socket, zmq.POLLIN)
+    next_heartbeat_s = time.monotonic() + HEARTBEAT_S
+    while not all(engine.has_ended for engine in engines.values()):
+        due = min(
+            (s for e in engines.values() if (s := e.due_s) is not None), default=next_heartbeat_s
+        )
+        wait_s = min(due, next_heartbeat_s) - time.monotonic()
+        for socket, _ in poller.poll(max(0, math.ceil(wait_s * 1000))):
+            read(socket, engines[socket])
+        now_s = time.monotonic()
+        for engine in engines.values():
+            if (due_s := engine.due_s) is not None and due_s <= now_s:
+                engine.step(now_s)
+        if now_s >= next_heartbeat_s:
+            next_heartbeat_s = now_s + HEARTBEAT_S
+            for engine in engines.values():
+                engine.send_heartbeat()
+
+
+def read(socket: Socket, engine: FakeEngine) -> None:
+    """Deliver all arrived messages to an engine."""
+    now_s = time.monotonic()
+    while True:
+        try:
+            frame = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        engine.receive(decode_from_orchestrator(frame), now_s)
+
+
+def main() -> None:
+    """Connect, and run until ``Shutdown``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    add_work_options(parser)
+    work = parser.parse_args()
+    serve(connect(work.address, work))
+
+
+if __name__ == "__main__":
+    main()

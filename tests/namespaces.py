@@ -1,6 +1,6 @@
 """Simulated hosts on one machine: network namespaces on a bridge, with rate-limited links.
 
-Needs root and the command ``ip``. The weight benchmark and the tests of broken links use it.
+Needs root and the command ``ip``.
 """
 
 import os
