@@ -221,9 +221,6 @@ class SimulatedRun:
     def hide(self, error: BaseException | None = None) -> None:
         """Do nothing: a simulated run has no dashboard."""
 
-    def refuse_own_thread(self) -> None:
-        """Do nothing: :meth:`submit` refuses calls from episodes."""
-
     def stop(self) -> None:
         """End the run. Does nothing on a running loop, where :meth:`end` was awaited before."""
         if not self._is_async:

@@ -7,13 +7,12 @@ are read by ``weight_sync/adapter_files.py``, and published by the scheduler's
 :class:`AdapterManager`.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidegate.errors import ConfigError, ResumeMismatch
-from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rules import (
@@ -31,10 +30,11 @@ from tidegate.orchestrator.trainer.batch_handle import (
     BatchesOfPublish,
     BatchHandle,
     Evaluation,
+    SyncBatchHandle,
     numbers_of,
 )
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
-from tidegate.orchestrator.trainer.handle import blocking, in_thread, run_blocking
+from tidegate.orchestrator.trainer.handle import blocking, in_thread
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.orchestrator.weight_sync.adapter_files import (
     LoadedAdapter,
@@ -455,26 +455,13 @@ class SyncAdapterHandle:
         """As :attr:`AdapterHandle.version`."""
         return self._handle.version
 
-    def publish(
-        self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
-    ) -> int:
-        """As :meth:`AdapterHandle.publish`."""
-        return run_blocking(self._handle.publish(adapter, config=config))
-
-    def pin(self, version: int | None = None) -> int:
-        """As :meth:`AdapterHandle.pin`."""
-        return run_blocking(self._handle.pin(version))
-
-    def unpin(self, version: int) -> None:
-        """As :meth:`AdapterHandle.unpin`."""
-        run_blocking(self._handle.unpin(version))
-
-    def unload(self) -> None:
-        """As :meth:`AdapterHandle.unload`."""
-        run_blocking(self._handle.unload())
+    publish = blocking(AdapterHandle.publish)
+    pin = blocking(AdapterHandle.pin)
+    unpin = blocking(AdapterHandle.unpin)
+    unload = blocking(AdapterHandle.unload)
 
 
-class SyncAdapterTrainer(SyncAdapterHandle):
+class SyncAdapterTrainer(SyncBatchHandle, SyncAdapterHandle):
     """Sync variant of :class:`AdapterTrainer`, whose calls block."""
 
     _handle: AdapterTrainer
@@ -482,41 +469,7 @@ class SyncAdapterTrainer(SyncAdapterHandle):
     def __init__(self, handle: AdapterTrainer) -> None:
         super().__init__(handle)
 
-    @property
-    def batches_received(self) -> int:
-        """As :attr:`AdapterTrainer.batches_received`."""
-        return self._handle.batches_received
-
-    @property
-    def is_resumed(self) -> bool:
-        """As :attr:`AdapterTrainer.is_resumed`."""
-        return self._handle.is_resumed
-
-    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
-        """As :meth:`AdapterTrainer.state_dict`."""
-        return self._handle.state_dict(trained=trained)
-
-    def statistics(self) -> RunStatistics:
-        """As :meth:`AdapterTrainer.statistics`."""
-        return self._handle.statistics()
-
-    def batches(
-        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
-    ) -> Iterator["Batch"]:
-        """As :meth:`AdapterTrainer.batches`."""
-        call = self._handle._begin_batches()
-        self.offer(tasks, episode=episode, agents=agents)
-        while (batch := run_blocking(self._handle._next_batch_of(call))) is not None:
-            yield batch
-
     publish = blocking(AdapterTrainer.publish)
-    offer = blocking(AdapterTrainer.offer)
-    next_batch = blocking(AdapterTrainer.next_batch)
-    return_batch = blocking(AdapterTrainer.return_batch)
-    discard = blocking(AdapterTrainer.discard)
-    report_off_policyness = blocking(AdapterTrainer.report_off_policyness)
-    ack = blocking(AdapterTrainer.ack)
-    evaluate = blocking(AdapterTrainer.evaluate)
     rollback = blocking(AdapterTrainer.rollback)
     pause = blocking(AdapterTrainer.pause)
     resume = blocking(AdapterTrainer.resume)

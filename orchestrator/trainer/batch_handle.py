@@ -14,7 +14,15 @@ import operator
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
 
@@ -47,7 +55,14 @@ from tidegate.orchestrator.trainer.batch_metrics import (
     tokens_by_lag,
 )
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
-from tidegate.orchestrator.trainer.handle import in_thread, result_of
+from tidegate.orchestrator.trainer.handle import (
+    SyncTrainerHandle,
+    TrainerHandle,
+    blocking,
+    forwarded,
+    in_thread,
+    result_of,
+)
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.policies.staleness import OffPolicyness
 
@@ -222,8 +237,8 @@ class MeasuredHandle(ABC):
         )
 
 
-class BatchHandle(MeasuredHandle):
-    """Async handle of one trainer's batches, tasks and evaluations."""
+class BatchHandle(MeasuredHandle, TrainerHandle):
+    """Async handle of one trainer in this process: its batches, tasks and evaluations."""
 
     def __init__(self, on_batch: OnBatch | None = None) -> None:
         MeasuredHandle.__init__(self)
@@ -248,10 +263,6 @@ class BatchHandle(MeasuredHandle):
         self._waiting_calls = 0
         """Number of ``batches()`` calls that wait for a batch now."""
         self._has_checked_threads = False
-
-    def refuse_blocking_call(self) -> None:
-        """Raise RuntimeError on the run's own thread, which would wait for itself."""
-        self._running.refuse_own_thread()
 
     @abstractmethod
     async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
@@ -715,6 +726,37 @@ class BatchHandle(MeasuredHandle):
             usage=self._timekeeper.usage(),
             engines=scheduler.fleet.statistics() if scheduler is not None else (),
         )
+
+
+class SyncBatchHandle(SyncTrainerHandle):
+    """Sync variant of :class:`BatchHandle`."""
+
+    _handle: BatchHandle
+
+    @property
+    def batches_received(self) -> int:
+        """Number of batches handed to the trainer, those before a resume included."""
+        return self._handle.batches_received
+
+    def batches(
+        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
+    ) -> Iterator["Batch"]:
+        """As :meth:`Rollouts.batches`."""
+        call = self._handle._begin_batches()
+        self.offer(tasks, episode=episode, agents=agents)
+        while (batch := self._next_batch_of(call)) is not None:
+            yield batch
+
+    statistics = forwarded(BatchHandle.statistics)
+    offer = blocking(BatchHandle.offer)
+    next_batch = blocking(BatchHandle.next_batch)
+    _next_batch_of = blocking(BatchHandle._next_batch_of)
+    return_batch = blocking(BatchHandle.return_batch)
+    discard = blocking(BatchHandle.discard)
+    ack = blocking(BatchHandle.ack)
+    report_off_policyness = blocking(BatchHandle.report_off_policyness)
+    evaluate = blocking(BatchHandle.evaluate)
+    evaluate_every = forwarded(BatchHandle.evaluate_every)
 
 
 def numbers_of(

@@ -2,9 +2,10 @@
 
 :class:`RunHandle` is written once, against :class:`RunRequests`: a run in this process answers them
 on its event loop (``rollouts.py``), a run in another process over ZeroMQ (``remote/rollouts.py``).
-A sync handle is a :class:`SyncHandle`: it runs the coroutines of an async one to their end. Handles
-of adapters are of these classes, too. Built on asyncio and a thread, and on ``fleet/scores.py`` for
-scoring.
+:class:`TrainerHandle` is what all trainers' handles have in common, those of adapters included.
+
+A sync handle holds the async one as ``_handle``. Each of its methods is a line that names the async
+method: :func:`blocking` runs a coroutine to its end, :func:`forwarded` calls what does not wait.
 """
 
 import asyncio
@@ -115,9 +116,6 @@ class RunHandle(ABC):
         Raises:
             RuntimeError: the run has not been entered.
         """
-
-    def refuse_blocking_call(self) -> None:  # noqa: B027 - most handles refuse nobody
-        """Raise RuntimeError if the calling thread must not wait for the run, e.g. is its own."""
 
     async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
         """Return the scores of prepared queries, of any kind, in their order."""
@@ -262,8 +260,8 @@ class RunHandle(ABC):
         await self._requests.scale(engines, within_s)
 
 
-class TrainerHandle(RunHandle):
-    """Async handle of a run's trainer: adds the trainer's weight version and checkpoint state."""
+class TrainerHandle(ABC):
+    """Async handle of a trainer, of a run's weights or of an adapter: its version and state."""
 
     @property
     @abstractmethod
@@ -365,12 +363,23 @@ Owner = TypeVar("Owner")
 def blocking(
     method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, P], Result]:
-    """Return a sync handle's method that runs the async handle's ``method`` to its end."""
+    """Return a sync handle's method that runs the async handle's, of this name, to its end."""
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
-        self._handle.refuse_blocking_call()
-        return run_blocking(method(self._handle, *args, **kwargs))
+        return run_blocking(getattr(self._handle, method.__name__)(*args, **kwargs))
+
+    return cast("Callable[Concatenate[Any, P], Result]", call)
+
+
+def forwarded(
+    method: Callable[Concatenate[Owner, P], Result],
+) -> Callable[Concatenate[Any, P], Result]:
+    """Return a sync handle's method that calls the async handle's, of this name."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
+        return cast(Result, getattr(self._handle, method.__name__)(*args, **kwargs))
 
     return cast("Callable[Concatenate[Any, P], Result]", call)
 
@@ -406,7 +415,7 @@ class SyncHandle(Generic[HandleT]):
 
 
 class SyncTrainerHandle:
-    """Mixin of sync handles: the version and state of the trainer's async handle."""
+    """Sync variant of :class:`TrainerHandle`."""
 
     _handle: TrainerHandle
 
@@ -420,6 +429,4 @@ class SyncTrainerHandle:
         """Whether the trainer must publish its checkpoint's weights first."""
         return self._handle.is_resumed
 
-    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
-        """Return the trainer's position in the run, to be saved in its checkpoint."""
-        return self._handle.state_dict(trained=trained)
+    state_dict = forwarded(TrainerHandle.state_dict)

@@ -22,7 +22,6 @@ import threading
 from collections.abc import (
     Awaitable,
     Callable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -32,9 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed, check_not_forked
-from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core.weight_control import PublishWait
-from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.scheduler.loop_watch import CHECK_INTERVAL_S
@@ -54,6 +51,7 @@ from tidegate.orchestrator.trainer.batch_handle import (
     BatchesOfPublish,
     BatchHandle,
     MeasuredHandle,
+    SyncBatchHandle,
     numbers_of,
 )
 from tidegate.orchestrator.trainer.batch_metrics import (
@@ -63,9 +61,8 @@ from tidegate.orchestrator.trainer.handle import (
     RunHandle,
     RunRequests,
     SyncHandle,
-    SyncTrainerHandle,
-    TrainerHandle,
     blocking,
+    forwarded,
     result_of,
     run_blocking,
 )
@@ -84,15 +81,11 @@ from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 if TYPE_CHECKING:
     import torch
 
-    from tidegate.orchestrator.batches.batches import Batch
 
 Result = TypeVar("Result")
 
 MakeParts = Callable[[RunSettings], RunParts]
 """Chooses a run's observers, and where its engines run, by its settings."""
-
-HELD_OUT = "held_out"
-"""Name of an evaluation, unless given; reports and comparisons show it."""
 
 log = logging.getLogger("tidegate")
 
@@ -216,11 +209,6 @@ class Scorer(MeasuredHandle, RunHandle):
                 figures["dashboard"] = self.dashboard_url or "none"
         return html_table(type(self).__name__, figures)
 
-    def refuse_blocking_call(self) -> None:
-        """Raise RuntimeError on the run's own thread, which would wait for itself."""
-        if self._run is not None:
-            self._run.refuse_own_thread()
-
     # ------------------------------------------------------------ the run
 
     @property
@@ -304,7 +292,7 @@ class Scorer(MeasuredHandle, RunHandle):
         return future.result()
 
 
-class Rollouts(Scorer, BatchHandle, TrainerHandle):
+class Rollouts(Scorer, BatchHandle):
     """Async handle of a run in this process, for its trainer."""
 
     def __init__(
@@ -558,24 +546,13 @@ class SyncScorer(SyncHandle[Scorer]):
         """As :attr:`Scorer.dashboard_url`."""
         return self._handle.dashboard_url
 
-    def statistics(self) -> RunStatistics:
-        """As :meth:`Scorer.statistics`."""
-        return self._handle.statistics()
-
-    def raise_if_ended(self) -> None:
-        """As :meth:`Scorer.raise_if_ended`."""
-        self._handle.raise_if_ended()
-
-    def record_facts(self, **facts: object) -> None:
-        """As :meth:`Scorer.record_facts`."""
-        self._handle.record_facts(**facts)
-
-    async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
-        """As :meth:`RunHandle.score_queries`; code on any event loop may await it."""
-        return await self._handle.score_queries(queries)
+    statistics = forwarded(Scorer.statistics)
+    raise_if_ended = forwarded(Scorer.raise_if_ended)
+    record_facts = forwarded(Scorer.record_facts)
+    score_queries = forwarded(Scorer.score_queries)  # a coroutine, for code on any event loop
 
 
-class SyncRollouts(SyncTrainerHandle, SyncScorer):
+class SyncRollouts(SyncBatchHandle, SyncScorer):
     """Sync variant of :class:`Rollouts`, whose calls block."""
 
     _handle: Rollouts
@@ -583,41 +560,10 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
     def __init__(self, handle: Rollouts) -> None:
         super().__init__(handle)
 
-    @property
-    def batches_received(self) -> int:
-        """As :attr:`Rollouts.batches_received`."""
-        return self._handle.batches_received
-
-    def batches(
-        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
-    ) -> Iterator["Batch"]:
-        """As :meth:`Rollouts.batches`."""
-        call = self._handle._begin_batches()
-        self.offer(tasks, episode=episode, agents=agents)
-        while (batch := self._next_batch_of(call)) is not None:
-            yield batch
-
-    offer = blocking(Rollouts.offer)
-    next_batch = blocking(Rollouts.next_batch)
-    _next_batch_of = blocking(Rollouts._next_batch_of)
-    discard = blocking(Rollouts.discard)
-    report_off_policyness = blocking(Rollouts.report_off_policyness)
-    ack = blocking(Rollouts.ack)
-    evaluate = blocking(Rollouts.evaluate)
-
-    def evaluate_every(
-        self,
-        versions: int,
-        tasks: Sequence[Any],
-        *,
-        episode: EpisodeFunction,
-        name: str = HELD_OUT,
-    ) -> None:
-        """As :meth:`Rollouts.evaluate_every`."""
-        self._handle.evaluate_every(versions, tasks, episode=episode, name=name)
-
     publish = blocking(Rollouts.publish)
     rollback = blocking(Rollouts.rollback)
+    publish_adapter = blocking(Rollouts.publish_adapter)
+    unload_adapter = blocking(Rollouts.unload_adapter)
 
     def adapter(self, name: str) -> SyncAdapterHandle:
         """As :meth:`Rollouts.adapter`."""
@@ -627,12 +573,8 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
         self, name: str, *, on_batch: OnBatch | None = None, **staleness: Any
     ) -> SyncAdapterTrainer:
         """As :meth:`Rollouts.train_adapter`."""
-        self._handle.refuse_blocking_call()
         start = self._handle.train_adapter(name, on_batch=on_batch, **staleness)
         return SyncAdapterTrainer(run_blocking(start))
-
-    publish_adapter = blocking(Rollouts.publish_adapter)
-    unload_adapter = blocking(Rollouts.unload_adapter)
 
 
 def _figures_of(s: RunStatistics) -> dict[str, object]:

@@ -188,9 +188,14 @@ class Run:
         Raises:
             RunClosed: the run has ended; if it failed, its failure is raised instead.
             RunForked: this process was forked from the run's.
+            RuntimeError: the caller is the run itself.
         """
         check_not_forked(self.owner_pid)
-        self.refuse_own_thread()
+        if self.is_own_thread:
+            raise RuntimeError(
+                "a blocking call of a run from its own episode or task iterator would deadlock; "
+                "use the Episode's methods, or another run"
+            )
         loop, scheduler = self._loop, self._scheduler
         if loop is None or scheduler is None:
             raise self.failure()
@@ -212,14 +217,6 @@ class Run:
             self._submitted.add(future)
         future.add_done_callback(self._submitted.discard)
         return future
-
-    def refuse_own_thread(self) -> None:
-        """Raise RuntimeError if the caller is the run itself: an episode, or a task iterator."""
-        if self.is_own_thread:
-            raise RuntimeError(
-                "a blocking call of a run from its own episode or task iterator would deadlock; "
-                "use the Episode's methods, or another run"
-            )
 
     @property
     def is_own_thread(self) -> bool:

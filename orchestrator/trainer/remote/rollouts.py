@@ -38,6 +38,7 @@ from tidegate.orchestrator.trainer.batch_handle import (
 )
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
+    RunHandle,
     RunRequests,
     SyncHandle,
     SyncTrainerHandle,
@@ -45,7 +46,6 @@ from tidegate.orchestrator.trainer.handle import (
     blocking,
     in_thread,
     result_of,
-    run_blocking,
 )
 from tidegate.orchestrator.trainer.remote.columns import from_frames
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
@@ -120,7 +120,7 @@ class RemoteRequests(RunRequests):
         await self.control("scale", engines=engines, within_s=within_s)
 
 
-class RemoteRollouts(TrainerHandle):
+class RemoteRollouts(RunHandle, TrainerHandle):
     """Async handle of a run in another process, for one rank of its trainer."""
 
     def __init__(
@@ -529,10 +529,7 @@ class SyncRemoteRollouts(SyncTrainerHandle, SyncHandle[RemoteRollouts]):
     statistics = blocking(RemoteRollouts.statistics)
     publish = blocking(RemoteRollouts.publish)
     rollback = blocking(RemoteRollouts.rollback)
-
-    def train_adapter(self, name: str, **staleness: Any) -> None:
-        """As :meth:`RemoteRollouts.train_adapter`."""
-        run_blocking(self._handle.train_adapter(name, **staleness))
+    train_adapter = blocking(RemoteRollouts.train_adapter)
 
 
 class TaskFeeder:
