@@ -145,7 +145,6 @@ class SimulatedRun:
     observers = None
     has_ended = False
     run_id = ""
-    newest_version = 0
     is_own_thread = True
     """Always true: there is only one thread, so any caller may read the run's state."""
 

@@ -254,13 +254,11 @@ class Simulation:
         """Make the real scheduler with a core whose invariants are checked."""
         settings = self._scenario.settings
         init = InitWeights(channel="shm")
-        scheduler = Scheduler(
-            settings, empty_model_files(), self._context.router, init, recorder=None
-        )
-        core = scheduler.core = CheckedCore(settings.rules())
+        core = CheckedCore(settings.rules())
         core.on_event = functools.partial(self._checker.check_event, core)
         core.on_failure = self._fail
-        return scheduler
+        router = self._context.router
+        return Scheduler(settings, empty_model_files(), router, init, recorder=None, core=core)
 
     async def _watch_for_deadlock(self) -> None:
         """Raise when the run makes no progress for a long time or takes too long; never return."""

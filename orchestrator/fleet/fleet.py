@@ -6,7 +6,7 @@ of steps are resumed by ``transport/streams.py`` and checked by ``core/step_chec
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -547,7 +547,7 @@ class Heartbeats:
     def __init__(
         self,
         fleet: Fleet,
-        handle: Callable[[Iterable[ev.Event]], None],
+        handle: Callable[[ev.Event], None],
         on_silent: Callable[[str], None],
         *,
         interval_s: float,
@@ -571,7 +571,8 @@ class Heartbeats:
         loop = asyncio.get_running_loop()
         while True:
             silent = self._fleet.tick(loop.time())
-            self._handle(silent)
+            for event in silent:
+                self._handle(event)
             for event in silent:
                 if isinstance(event, ev.EngineLeft):
                     self._on_silent(event.engine)

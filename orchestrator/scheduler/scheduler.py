@@ -73,19 +73,23 @@ class Scheduler:
         init_weights: InitWeights,
         *,
         recorder: Recorder | None,
+        core: Core | None = None,
         journal: RunJournal | None = None,
         resume: ev.RunResumed | None = None,
         tracer: EpisodeTracer | None = None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
-        """With a ``journal``, the run uses the journal's core and survives a crash; ``resume``: the
-        point at which it continues. ``tracer`` logs how episodes spend their time. ``now_s``: a
-        clock that advances within one iteration of the loop, if the loop's own clock does not."""
+        """``core``: one that decides; None: the journal's, or a new one. With a ``journal``, the
+        run survives a crash; ``resume``: the point at which it continues. ``tracer`` logs how
+        episodes spend their time. ``now_s``: a clock that advances within one iteration of the
+        loop, if the loop's own clock does not."""
         self._settings = settings
         self._router = router
         self._journal = journal
         self._resume = resume
-        self.core = journal.core if journal is not None else Core(settings.rules())
+        if core is None:
+            core = journal.core if journal is not None else Core(settings.rules())
+        self.core = core
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group: asyncio.TaskGroup | None = None
         self._is_ending = False
@@ -127,8 +131,8 @@ class Scheduler:
 
     def _new_trainer(self, adapter: str) -> TrainerSide:
         return TrainerSide(
-            (lambda: self.core.of(adapter)) if adapter else (lambda: self.core),
-            self.handle_event,
+            self.core.of(adapter),
+            self.handle,
             self._pending,
             self.when_safe,
             (lambda: None) if adapter else self.control.state.take_failure,
@@ -143,7 +147,7 @@ class Scheduler:
             self._settings.sampling,
             model,
             self._pending,
-            self.handle_event,
+            self.handle,
             self.fail,
             self.engines.sessions.rollout_ended,
             parking=lambda rollout: self.trainers[rollout.adapter].parking,
@@ -231,14 +235,14 @@ class Scheduler:
         self.fleet.newest_version = self.core.trainer_version
         if self._resume is None:
             return
-        self.handle_event(self._resume)
+        self.handle(self._resume)
         self.fleet.newest_version = self.core.trainer_version
         now_s = asyncio.get_running_loop().time()
         self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
         if self._settings.records.resume_partial_rollouts:
             return
         for rollout in self.core.running_rollouts:
-            self.handle_event(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
+            self.handle(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
 
     async def _wait_resume_durable(self) -> None:
         """Return once ``RunResumed`` is committed, or the journal has failed.
@@ -247,7 +251,7 @@ class Scheduler:
         handles: after a crash before the commit, the next process would give the same handles to
         other turns, and apply old steps to them.
         """
-        safe = asyncio.ensure_future(self.wait_until_safe())
+        safe = asyncio.ensure_future(self.trainer.wait_until_safe())
         try:
             await asyncio.wait((safe, self._failure), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -277,18 +281,14 @@ class Scheduler:
         """Discard everything unfinished; no call may follow."""
         self.stop_journal()
         self.engines.sessions.close()
-        self.handle_event(ev.RunEnded())
+        self.handle(ev.RunEnded())
         self.engines.send(())
 
     # ------------------------------------------------------------ events and commands
 
-    def handle(self, events: Iterable[ev.Event], episode: EpisodeFunction | None = None) -> None:
-        """Feed events to the core and carry out its commands, in order."""
-        for event in events:
-            self.handle_event(event, episode)
-
-    def handle_event(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
-        """Feed one event to the core and carry out its commands."""
+    def handle(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
+        """Feed an event to the core and carry out its commands, in order. ``episode`` is the
+        function of the episode that the event starts."""
         core, trainer, journal = self.core, self.trainer, self._journal
         is_rare = type(event) not in FREQUENT_EVENTS
         if is_rare:
@@ -448,7 +448,7 @@ class Scheduler:
         of it that is under way has ended."""
         async with self.engines.adapters.publishing(name):
             self.core.policy_classes |= set(classes_of(rules))
-            self.handle_event(ev.AdapterTrainingStarted(name, record_of(rules)))
+            self.handle(ev.AdapterTrainingStarted(name, record_of(rules)))
             self.trainers[name] = self._new_trainer(name)
 
     def halt_adapter(self, name: str, is_halted: bool) -> None:
@@ -470,12 +470,7 @@ class Scheduler:
                     f"without it and train the groups that have begun, or close {whose} first"
                 )
         self.trainers.pop(name).close()
-        self.handle_event(ev.AdapterTrainingEnded(name))
-
-    async def wait_until_safe(self) -> None:
-        """Return once no crash can undo the events handled so far."""
-        if self._journal is not None:
-            await self._journal.wait_until_safe()
+        self.handle(ev.AdapterTrainingEnded(name))
 
     def offer(
         self,

@@ -503,9 +503,9 @@ class Rollouts(Scorer, BatchHandle):
     @override
     async def _enter(self) -> None:
         await super()._enter()
-        if self._running.resumed is not None:
-            self._batches = self._running.resumed.batches
-            self._version = self._running.newest_version
+        resumed, scheduler = self._running.resumed, self._running.scheduler
+        if resumed is not None and scheduler is not None:
+            self._batches, self._version = resumed.batches, scheduler.core.trainer_version
 
     def _published(self, call: WeightPublish) -> None:
         """Update version, time statistics and records after a publish, successful or failed."""

@@ -240,12 +240,6 @@ class Run:
         return journal.header.run_id if journal is not None else ""
 
     @property
-    def newest_version(self) -> int:
-        """Newest weight version in the journal, published by an earlier process; 0 if none."""
-        journal = self._journal.journal
-        return journal.core.trainer_version if journal is not None else 0
-
-    @property
     def has_ended(self) -> bool:
         """Whether the run accepts no more requests; :meth:`failure` returns the reason."""
         return self._is_ending
