@@ -1,8 +1,7 @@
 """Message exchange with engines: fleet, outbox, sessions, scoring and weight control of one run.
 
-The scheduler owns one :class:`EngineSide`, which dispatches engines' messages to these parts and
-notifies each of them when an engine joins or leaves. The parts are ``fleet/``'s and
-``weight_sync/``'s.
+Dispatches engines' messages to these parts, and notifies each of them when an engine joins or
+leaves.
 """
 
 import asyncio

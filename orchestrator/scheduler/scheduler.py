@@ -1,9 +1,7 @@
 """Asyncio shell around the core: feeds it events and carries out its commands in order.
 
-`trainer/run.py` makes one :class:`Scheduler` per run and uses it only on the run's event loop.
-Engines' messages, ends of episodes and the trainer's requests become events. `engine_side.py`
-exchanges messages with engines. `run_journal.py` applies events to the core, `runner.py` runs
-episodes.
+A run uses its :class:`Scheduler` on its own event loop only. Engines' messages, ends of episodes
+and the trainer's requests become events.
 """
 
 import asyncio

@@ -3,8 +3,7 @@
 :class:`BatchHandle` is the part of a trainer's handle that does not depend on what is published.
 ``rollouts.py`` adds the run's weights to it, ``adapters.py`` an adapter's. It submits requests to
 the run's thread, keeps the trainer's time, and turns what the core hands over into tensors on the
-trainer's thread. Built on :class:`Run` (``run.py``), :class:`TrainerSide` of the scheduler, and
-``batches/batches.py``.
+trainer's thread.
 """
 
 import concurrent.futures

@@ -1,7 +1,6 @@
 """Rows of a batch that the trainer did not train on, for ``Rollouts.discard``.
 
-Local and remote handles check the rows here and report them to the core as one event. Built on
-``scheduler/trainer_side.py``.
+Local and remote handles check the rows here and report them to the core as one event.
 """
 
 import operator

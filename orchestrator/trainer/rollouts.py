@@ -7,8 +7,7 @@
 
 The run has a thread of its own (:mod:`tidegate.orchestrator.trainer.run`), so a train step that
 blocks stalls no rollout. A handle submits requests to that thread, keeps the trainer's time, and
-turns what the core hands over into tensors on the trainer's thread. Depends on :class:`Run` (the
-thread), ``batches.py`` (tensors) and ``weight_updates.py`` (publishing).
+turns what the core hands over into tensors on the trainer's thread.
 """
 
 import asyncio

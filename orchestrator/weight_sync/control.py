@@ -1,9 +1,7 @@
 """Asyncio shell around :class:`tidegate.orchestrator.core.weight_control.WeightControl`.
 
-The engine side creates one :class:`EngineControl`. It feeds trainers' calls and engines' messages
-to the state machine, carries out the commands, and returns to each caller when its call is
-resolved. Built on asyncio, :class:`PendingFutures` and the messages of
-``transport/weight_messages.py``.
+Feeds trainers' calls and engines' messages to the state machine, carries out the commands, and
+returns to each caller when its call is resolved.
 """
 
 import asyncio

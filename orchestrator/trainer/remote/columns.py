@@ -1,8 +1,7 @@
 """Codec of named arrays: bytes laid end to end, cut into frames of limited size.
 
-Called by the remote trainer's service and handle for batches and scores, which travel beside a
-header message over ZeroMQ. Arrays are numpy's or torch's. Built on
-``transport/trainer_messages.py``.
+Batches and scores of remote trainers travel so, beside a header message. Arrays are numpy's or
+torch's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
