@@ -241,7 +241,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         """Whether the run continues an earlier one; then publish the checkpoint's tensors first."""
         return self._is_resumed
 
-    async def begin(self) -> None:
+    async def _start(self) -> None:
         """Start training the adapter, or continue after a resume.
 
         Raises:
@@ -284,7 +284,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
                 recorder.engine_dtype(engine.hello.engine, engine.hello.dtype)
         return recorder
 
-    def end_records(self, statistics: RunStatistics | None) -> None:
+    def _end_records(self, statistics: RunStatistics | None) -> None:
         """Write the adapter's last records. Harmless if repeated.
 
         Raises:
@@ -414,7 +414,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
 
         final: list[RunStatistics] = []
         await self._do(work)
-        await in_thread(self.end_records, final[0])
+        await in_thread(self._end_records, final[0])
 
 
 def adapter_settings(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:

@@ -402,6 +402,7 @@ class SyncHandle(Generic[HandleT]):
     ) -> None:
         self._handle._exit(error)
 
+    score_queries = forwarded(RunHandle.score_queries)  # a coroutine, for code on any event loop
     score = blocking(RunHandle.score)
     embed = blocking(RunHandle.embed)
     reward = blocking(RunHandle.reward)

@@ -316,7 +316,7 @@ class Rollouts(Scorer, BatchHandle):
             if isinstance(trainer, AdapterTrainer) and not trainer.is_closed:
                 final = None if scheduler is None else trainer._statistics_of(scheduler)
                 try:
-                    trainer.end_records(final)
+                    trainer._end_records(final)
                 except RecordingFailed as failure:
                     log.error("adapter=%s records are incomplete: %s", trainer.name, failure)
         super()._close_recorder(error)
@@ -393,7 +393,7 @@ class Rollouts(Scorer, BatchHandle):
         first_bad = self._version if first_bad is None else first_bad
         return await self._publish(WeightRollback(self._running, state_dict, first_bad=first_bad))
 
-    async def publish_parts(
+    async def _publish_parts(
         self,
         collect: CollectParts,
         *,
@@ -485,7 +485,7 @@ class Rollouts(Scorer, BatchHandle):
             raise ConfigError(f"adapter {name!r} is trained already; use the handle of that call")
         own = adapter_settings(self.settings, staleness)
         trainer = AdapterTrainer(self._running, name, self._requests.do, own, on_batch=on_batch)
-        await trainer.begin()
+        await trainer._start()
         self._adapters[name] = trainer
         return trainer
 
@@ -548,7 +548,6 @@ class SyncScorer(SyncHandle[Scorer]):
     statistics = forwarded(Scorer.statistics)
     raise_if_ended = forwarded(Scorer.raise_if_ended)
     record_facts = forwarded(Scorer.record_facts)
-    score_queries = forwarded(Scorer.score_queries)  # a coroutine, for code on any event loop
 
 
 class SyncRollouts(SyncBatchHandle, SyncScorer):

@@ -442,7 +442,7 @@ class TrainerService:
         """Publish the parts of all ranks, which have announced them; return the version."""
         async with self._publishing:
             await self._give_back_orphans(ask.batch_number)
-            version = await self._rollouts.publish_parts(
+            version = await self._rollouts._publish_parts(
                 collect,
                 batches=await self._batches_of(ask),
                 wait=ask.wait,
