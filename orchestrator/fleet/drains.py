@@ -119,7 +119,7 @@ class Drains:
     def _must_hurry(self, engine: str) -> bool:
         """Whether an engine must not sample on: engines pause, or it lacks released weights."""
         record = self._fleet.engines.get(engine)
-        is_old = record is not None and record.weight_version < self._fleet.newest_version
+        is_old = record is not None and record.weight_version < self._shell.core.trainer_version
         return self._shell.is_pausing or (is_old and not self._is_for_evaluation(engine))
 
     def _is_for_evaluation(self, engine: str) -> bool:

@@ -69,8 +69,8 @@ class EngineSide:
             quantization=settings.engine.quantization or "",
             kv_policy=settings.weights.kv_policy,
             weight_channel=init_weights.channel,
+            newest_version=shell.core.newest_version,
         )
-        self.fleet.adapter_versions = self.core.adapters
         timeout_s = settings.fleet.engine_timeout_s
         self.drains = Drains(self.fleet, pending, self, answer_timeout_s=timeout_s)
         self.control = EngineControl(

@@ -230,11 +230,9 @@ class Scheduler:
 
     def _resume_from_checkpoint(self) -> None:
         """Return the core to the trainer's checkpoint, and expect the engines known before."""
-        self.fleet.newest_version = self.core.trainer_version
         if self._resume is None:
             return
         self.handle(self._resume)
-        self.fleet.newest_version = self.core.trainer_version
         now_s = asyncio.get_running_loop().time()
         self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
         if self._settings.records.resume_partial_rollouts:
@@ -352,7 +350,6 @@ class Scheduler:
     def _before_event(self, event: ev.Event) -> None:
         """Update the parts outside the core for an event; not called for the most frequent ones."""
         if type(event) is ev.VersionPublished:
-            self.fleet.newest_version = event.version
             self.trainer.published.record(asyncio.get_running_loop().time(), event.version)
             self.engines.drains.released()
         elif type(event) is ev.AdapterReleased:
