@@ -1,6 +1,6 @@
-"""Methods of a run's shell that the parts for its engines call: decisions are the core's.
+"""Methods of a run's shell that drains, weight control and adapters call.
 
-Drains, weight control and adapters are below the scheduler, and are used and tested without it.
+These parts are in rooms below the scheduler's, and do not import it.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +35,8 @@ class RunShell(Protocol):
         """End the run with this error."""
 
 
-class EngineShell(RunShell, Protocol):
-    """Methods of :class:`EngineSide`, which passes those of the run on."""
+class EngineShell(Protocol):
+    """Methods of :class:`EngineSide`."""
 
     def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
         """Send messages to engines, after all messages posted before."""

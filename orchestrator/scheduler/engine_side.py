@@ -51,7 +51,7 @@ class EngineSide:
         send: Callable[[bytes, Message], bool],
         pending: PendingFutures,
         recorder: Recorder | None,
-        shell: RunShell,
+        run: RunShell,
         *,
         weights_dtype: str = "",
     ) -> None:
@@ -59,9 +59,7 @@ class EngineSide:
         self._weights_dtype = weights_dtype
         self._settings = settings
         self._recorder = recorder
-        self.core, self.handle, self.when_safe = shell.core, shell.handle, shell.when_safe
-        self.hold_batches, self.suspend_deadlines = shell.hold_batches, shell.suspend_deadlines
-        self.fail = shell.fail
+        self._run, self._core = run, run.core
         self.fleet = Fleet(
             settings.fleet,
             send,
@@ -69,12 +67,18 @@ class EngineSide:
             quantization=settings.engine.quantization or "",
             kv_policy=settings.weights.kv_policy,
             weight_channel=init_weights.channel,
-            newest_version=shell.core.newest_version,
+            newest_version=run.core.newest_version,
         )
         timeout_s = settings.fleet.engine_timeout_s
-        self.drains = Drains(self.fleet, pending, self, answer_timeout_s=timeout_s)
+        self.drains = Drains(self.fleet, pending, run, self, answer_timeout_s=timeout_s)
         self.control = EngineControl(
-            settings.weights, init_weights, pending, self.drains, self, pause_timeout_s=timeout_s
+            settings.weights,
+            init_weights,
+            pending,
+            self.drains,
+            run,
+            self,
+            pause_timeout_s=timeout_s,
         )
         self._pending = pending
         self.adapters = AdapterManager(
@@ -82,6 +86,7 @@ class EngineSide:
             init_weights.channel,
             pending,
             self.control.state,
+            run,
             self,
             archive=self._archive_adapter,
         )
@@ -89,13 +94,13 @@ class EngineSide:
             self.fleet.send,
             supports_submit_turns=self.fleet.supports_submit_turns,
             on_refused=self._refuse_unsendable,
-            on_error=self.fail,
+            on_error=run.fail,
         )
         self.sessions = OpenSessions(self.outbox.post)
         self.scores = ScoreDispatcher(
             self.fleet,
             pending=pending.scores,
-            live_version=lambda: self.core.turns.live_version,
+            live_version=lambda: self._core.turns.live_version,
             post=self.outbox.post,
         )
         self.launched: Engines | None = None
@@ -113,7 +118,7 @@ class EngineSide:
         """Make the task that sends heartbeats and notices silent engines."""
         return Heartbeats(
             self.fleet,
-            self.handle,
+            self._run.handle,
             lambda engine: self.on_silent(engine),  # may be replaced later
             interval_s=self._settings.fleet.heartbeat_interval_s,
             join_timeout_s=self._settings.fleet.engine_start_timeout_s,
@@ -131,7 +136,7 @@ class EngineSide:
             refusal = ScoreFailed(request_id=message.request_id, message=str(error))
             self.scores.received(engine, refusal)
         else:
-            self.handle(ev.TurnRejected(engine, message.turn, str(error)))
+            self._run.handle(ev.TurnRejected(engine, message.turn, str(error)))
 
     # ------------------------------------------------------------ messages received
 
@@ -142,9 +147,9 @@ class EngineSide:
                 self._on_item(item)
             self.drains.check()
             if acks := self.fleet.take_acks():
-                self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines drop these
+                self._run.when_safe(lambda: self.fleet.acknowledge(acks))  # engines drop these
         except Exception as error:  # noqa: BLE001 - a bug ends the run, not only this callback
-            self.fail(error)
+            self._run.fail(error)
 
     def _on_item(self, item: ev.Event | EngineReply) -> None:
         if isinstance(item, EngineReply):
@@ -161,7 +166,7 @@ class EngineSide:
             return
         if type(item) is ev.EngineJoined and item.engine not in self.fleet.engines:
             return  # it said hello again, and an earlier message of the same read let it leave
-        self.handle(item)
+        self._run.handle(item)
         if self._recorder is not None and isinstance(item, ev.StepArrived):
             self._recorder.engine_step(
                 EngineStep(
@@ -187,20 +192,20 @@ class EngineSide:
             version=message.version,
             stall_us=message.stall_us,
         )
-        self.handle(ev.EngineSwapped(engine, message.version))
+        self._run.handle(ev.EngineSwapped(engine, message.version))
         self.scores.advance()
 
     def adapter_live(self, engine: str, message: AdapterLive) -> None:
         """Record that an engine serves an adapter's version from now on."""
         self._record(engine, "adapter_swap", at_us=message.swapped_us, version=message.version)
-        if message.name in self.core.trained_adapters:
-            self.handle(ev.AdapterServed(engine, message.name, message.version))
+        if message.name in self._core.trained_adapters:
+            self._run.handle(ev.AdapterServed(engine, message.name, message.version))
 
     def _archive_adapter(self, name: str, version: int, adapter: LoadedAdapter) -> None:
         """Add an adapter's version to the run's records, if there are any. Blocks."""
         if self._recorder is not None:
             # The base can't be published while engines hold the adapter, so that this stays true.
-            base = self.core.trainer_version
+            base = self._core.trainer_version
             adapters = {name: ArchivedAdapter(version, adapter.scale)}
             parts = WeightParts(over=base, is_adapter=True, adapters=adapters)
             self._recorder.adapter_weights(name, version, adapter.tensors, parts)
@@ -218,7 +223,7 @@ class EngineSide:
         if isinstance(event, ev.EngineJoined):
             self._check_dtype(engine)
             self._pending.notify()
-            known = self.core.turns.engines.get(engine)
+            known = self._core.turns.engines.get(engine)
             if known is not None and known.is_draining and known.epoch == event.epoch:
                 self.drains.joined(engine)
                 return
@@ -270,11 +275,11 @@ class EngineSide:
     def keep_for_evaluation(self) -> None:
         """Keep as many engines for evaluations as the settings say, but one at least for training;
         the newest joined first."""
-        here = {n: e for n, e in self.core.turns.engines.items() if not e.is_draining}
+        here = {n: e for n, e in self._core.turns.engines.items() if not e.is_draining}
         kept = sum(engine.is_for_evaluation for engine in here.values())
         training = [n for n, e in here.items() if not (e.is_for_evaluation or e.is_away)]
         while kept < self._settings.fleet.evaluation_engines and len(training) > 1:
-            self.handle(ev.EvaluationEngineChosen(training.pop(), True))
+            self._run.handle(ev.EvaluationEngineChosen(training.pop(), True))
             kept += 1
         self._pending.notify()  # an evaluation may wait for the engine
 
@@ -296,9 +301,9 @@ class EngineSide:
         for name in names:
             if not self._pins.get(name):
                 self.control.left(name)
-                if not self.core.turns.engines[name].is_for_evaluation:
+                if not self._core.turns.engines[name].is_for_evaluation:
                     self._lent.add(name)
-                    self.handle(ev.EvaluationEngineChosen(name, True))
+                    self._run.handle(ev.EvaluationEngineChosen(name, True))
             self._pins[name] = self._pins.get(name, 0) + 1
         return names
 
@@ -311,18 +316,18 @@ class EngineSide:
             if self._pins[name]:
                 continue
             del self._pins[name]
-            engine = self.core.turns.engines.get(name)
+            engine = self._core.turns.engines.get(name)
             if engine is None or engine.is_draining:
                 continue
             self.control.joined(name, engine.weight_version, self._hello_of(name))
             if name in self._lent:
                 self._lent.discard(name)
-                self.handle(ev.EvaluationEngineChosen(name, False))
+                self._run.handle(ev.EvaluationEngineChosen(name, False))
         self._pending.notify()
 
     def _pinnable(self, version: int) -> list[str]:
         """Return the engines that may be pinned to ``version`` now."""
-        turns, has_own = self.core.turns.engines, self._settings.fleet.evaluation_engines > 0
+        turns, has_own = self._core.turns.engines, self._settings.fleet.evaluation_engines > 0
         able = [
             name
             for name, engine in turns.items()
@@ -342,18 +347,18 @@ class EngineSide:
     def _may_come(self, version: int) -> bool:
         """Whether an engine may be pinned to ``version`` later: it is the newest, or newer."""
         state = self.control.state
-        if version < self.core.trainer_version or not self._kept_or_spare():
+        if version < self._core.trainer_version or not self._kept_or_spare():
             return False
-        return version == self.core.trainer_version or (
+        return version == self._core.trainer_version or (
             state.staging_version is not None and state.staging_version >= version
         )
 
     def _kept_or_spare(self) -> bool:
         """Whether the run has engines for evaluations: kept ones, or more than one for training."""
-        return self._settings.fleet.evaluation_engines > 0 or len(self.core.turns.engines) > 1
+        return self._settings.fleet.evaluation_engines > 0 or len(self._core.turns.engines) > 1
 
     def _versions_served(self) -> set[int]:
-        turns = self.core.turns.engines
+        turns = self._core.turns.engines
         has_own = self._settings.fleet.evaluation_engines > 0
         return (
             {e.weight_version for e in turns.values() if e.is_for_evaluation or not has_own}
@@ -443,7 +448,7 @@ class EngineSide:
 
     def _lose(self, engine: str, why: str, *, is_crash: bool = True) -> None:
         for event in self.fleet.lose(engine, why, is_crash=is_crash):
-            self.handle(event)
+            self._run.handle(event)
 
     def _record(self, engine: str, name: str, at_us: int = 0, **about: int) -> None:
         if self._recorder is not None:

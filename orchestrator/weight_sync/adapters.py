@@ -16,7 +16,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.adapter_control import AdapterControl
 from tidegate.orchestrator.core.weight_control import WeightControl
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, resolve
-from tidegate.orchestrator.fleet.shell import EngineShell
+from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
@@ -52,12 +52,13 @@ class AdapterManager:
         channel: str,
         pending: PendingFutures,
         weights: WeightControl,
-        shell: EngineShell,
+        run: RunShell,
+        engines: EngineShell,
         *,
         archive: Archive,
     ) -> None:
         """``channel``: name of the run's weight channel, in which ``weights`` has buffers, too."""
-        self._shell = shell
+        self._run, self._engines = run, engines
         self._weights = weights
         self._archive = archive
         self._channel = channel
@@ -66,7 +67,7 @@ class AdapterManager:
             pause_mode=settings.pause_mode,
             kv_policy=settings.kv_policy,
             update_timeout_s=settings.weight_update_timeout_s,
-            released=shell.core.adapters,
+            released=run.core.adapters,
         )
         """The state machine. Other code may read it, but only this class feeds it events."""
         self._calls = itertools.count()
@@ -134,7 +135,7 @@ class AdapterManager:
         self._refuse_unable(name)
         async with self.publishing(name):
             version = self._assigned[name] = self._next_version(name)
-            self._shell.hold_batches(True, name)
+            self._run.hold_batches(True, name)
             call, buffer = next(self._calls), next(self._buffers)
             result = self._results[call] = asyncio.get_running_loop().create_future()
             self._pending.others.add(result)
@@ -162,15 +163,15 @@ class AdapterManager:
 
     def _next_version(self, name: str) -> int:
         """Return the number of an adapter's next publish; those of failed ones are not reused."""
-        core = self._shell.core
+        core = self._run.core
         trained = core.trained_adapters.get(name)
         after_newest = core.adapters.get(name, 0) + 1 if trained is None else trained.next_version
         return max(self._assigned.get(name, 0) + 1, after_newest)
 
     def _publish_ended(self, name: str) -> None:
         """Let a trained adapter's trainer get batches again, after a publish or its failure."""
-        if name in self._shell.core.trained_adapters:
-            self._shell.hold_batches(False, name)
+        if name in self._run.core.trained_adapters:
+            self._run.hold_batches(False, name)
 
     def publishing(self, name: str) -> asyncio.Lock:
         """Return the lock that publishes of an adapter hold."""
@@ -238,10 +239,10 @@ class AdapterManager:
             self._carry_out(command)
 
     def _carry_out(self, command: ac.Command) -> None:
-        shell = self._shell
+        run, engines = self._run, self._engines
         match command:
             case ac.SendAdapterMessage(engine=engine, message=message):
-                shell.send([(engine, message)])
+                engines.send([(engine, message)])
             case ac.ResolveAdapterPublish(call=call, error=error):
                 if (timer := self._timers.pop(call, None)) is not None:
                     timer.cancel()
@@ -255,13 +256,13 @@ class AdapterManager:
                     seconds, lambda: self._handle(ac.PublishTimerFired(call))
                 )
             case ac.ReleaseAdapter(name=name, version=version):
-                shell.handle(ev.AdapterReleased(name, version))
-                shell.hold_batches(False, name)
-                shell.when_safe(lambda: self._handle(ac.ReleaseDurable(name, version)))
+                run.handle(ev.AdapterReleased(name, version))
+                run.hold_batches(False, name)
+                run.when_safe(lambda: self._handle(ac.ReleaseDurable(name, version)))
             case ac.RecordLive(engine=engine, message=live):
-                shell.adapter_live(engine, live)
+                engines.adapter_live(engine, live)
             case ac.GiveUpAdapterEngine(engine=engine, why=why):
-                shell.give_up_engine(engine, why)
+                engines.give_up_engine(engine, why)
 
 
 def _refuse_too_large(chunks: Sequence[UpdateWeights]) -> None:

@@ -17,7 +17,7 @@ from tidegate.orchestrator.core.weight_content import Change, replace_all
 from tidegate.orchestrator.core.weight_control import PublishWait, Reserved, WeightControl
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
-from tidegate.orchestrator.fleet.shell import EngineShell
+from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 from tidegate.transport.messages import (
@@ -48,13 +48,14 @@ class EngineControl:
         init_weights: InitWeights,
         pending: PendingFutures,
         drains: Drains,
-        shell: EngineShell,
+        run: RunShell,
+        engines: EngineShell,
         *,
         pause_timeout_s: float,
     ) -> None:
         """``drains``: engines that have left weight control, and may sample on.
         ``pause_timeout_s``: time for an engine to confirm a pause."""
-        self._shell = shell
+        self._run, self._engines = run, engines
         self._drains = drains
         self._pending = pending
         self._call_ids = itertools.count()
@@ -95,7 +96,7 @@ class EngineControl:
             log.warning("engine=%s can't sleep or wake: %s", engine, message.message)
         self._handle(wc.ControlReplyReceived(engine, message))
         if isinstance(message, WeightsStaged):
-            self._shell.staged(engine, message.version)
+            self._engines.staged(engine, message.version)
         return True
 
     # ------------------------------------------------------------ weights
@@ -117,7 +118,7 @@ class EngineControl:
             TidegateError: an earlier publish failed after its call had returned.
         """
         call_id = next(self._call_ids)
-        next_version = self._shell.core.next_version
+        next_version = self._run.core.next_version
         request = wc.ReserveRequested(call_id, next_version, is_part, has_deltas, first_bad)
         return cast(Reserved, await self._run_call(request))
 
@@ -237,7 +238,7 @@ class EngineControl:
                 self._handle(event)
                 if call_id not in self._outcomes:
                     await woken
-                event = wc.CallWoken(call_id, self._shell.core.next_version)
+                event = wc.CallWoken(call_id, self._run.core.next_version)
         finally:
             self._pending.calls.pop(call_id, None)
             outcome = self._outcomes.pop(call_id, None)
@@ -253,12 +254,12 @@ class EngineControl:
             self._carry_out(command)
 
     def _carry_out(self, command: wc.Command) -> None:
-        shell = self._shell
+        run, engines = self._run, self._engines
         match command:
             case wc.Send(outgoing=outgoing):
-                shell.send(outgoing)
+                engines.send(outgoing)
             case wc.HoldBatches(is_held=is_held):
-                shell.hold_batches(is_held)
+                run.hold_batches(is_held)
                 self._pending.notify()
             case wc.WakeCall(call=call):
                 resolve(self._pending.calls.get(call), None)
@@ -272,20 +273,20 @@ class EngineControl:
             case wc.StopTimer(timer=timer):
                 self._stop_timer(timer)
             case wc.ReportWhenDurable():
-                shell.when_safe(lambda: self._handle(wc.VersionsDurable()))
+                run.when_safe(lambda: self._handle(wc.VersionsDurable()))
             case wc.RecordSwap(engine=engine, message=message):
-                shell.swapped(engine, message)
+                engines.swapped(engine, message)
             case wc.ReleaseVersion(version=version):
-                shell.handle(ev.VersionPublished(version))
+                run.handle(ev.VersionPublished(version))
             case wc.RetractVersions(first_bad=first_bad):
                 self._drains.cut()
-                shell.handle(ev.VersionRetracted(first_bad))
+                run.handle(ev.VersionRetracted(first_bad))
             case wc.SuspendDeadlines(is_halted=is_halted):
-                shell.suspend_deadlines(is_halted)
+                run.suspend_deadlines(is_halted)
             case wc.GiveUp(engine=engine, why=why):
-                shell.give_up_engine(engine, why)
+                engines.give_up_engine(engine, why)
             case wc.RefuseEngine(engine=engine, why=why):
-                shell.refuse_engine(engine, why)
+                engines.refuse_engine(engine, why)
 
     def _on_timer(self, timer: int) -> None:
         del self._timers[timer]

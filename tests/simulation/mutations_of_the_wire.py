@@ -171,7 +171,7 @@ def a_failed_version_reserves_its_number_for_ever(patch: pytest.MonkeyPatch) -> 
         try:
             await right(self, version, chunks, wait, change, is_rollback=is_rollback)
         except WeightsRefused:
-            self._shell.handle(ev.VersionPublished(version))
+            self._run.handle(ev.VersionPublished(version))
             raise
 
     patch.setattr(EngineControl, "publish", publish)
