@@ -25,16 +25,16 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import SET_BY_POLICY, RunSettings, StalenessSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import (
+from tidegate.orchestrator.trainer.batch_handle import BatchHandle, SyncBatchHandle
+from tidegate.orchestrator.trainer.batch_metrics import OnBatch
+from tidegate.orchestrator.trainer.handle import (
     HELD_OUT,
     BatchesOfPublish,
-    BatchHandle,
     Evaluation,
-    SyncBatchHandle,
+    blocking,
+    in_thread,
     numbers_of,
 )
-from tidegate.orchestrator.trainer.batch_metrics import OnBatch
-from tidegate.orchestrator.trainer.handle import blocking, in_thread
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.orchestrator.weight_sync.adapter_files import (
     LoadedAdapter,

@@ -9,7 +9,6 @@ trainer's thread.
 import concurrent.futures
 import contextlib
 import logging
-import operator
 import re
 import time
 from abc import ABC, abstractmethod
@@ -17,13 +16,12 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,7 +40,6 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 from tidegate.orchestrator.settings.config import RunSettings, cores
 from tidegate.orchestrator.telemetry.forecast import Forecaster, window_groups
-from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.orchestrator.telemetry.off_policy import off_policy
 from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
@@ -55,12 +52,15 @@ from tidegate.orchestrator.trainer.batch_metrics import (
 )
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
+    HELD_OUT,
+    Evaluation,
     SyncTrainerHandle,
     TrainerHandle,
     blocking,
     forwarded,
     in_thread,
     result_of,
+    trained_batches,
 )
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.policies.staleness import OffPolicyness
@@ -71,44 +71,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-BatchesOfPublish: TypeAlias = "Iterable[Batch | int] | None"
-"""Batches that weights were made from, or their numbers; None: those that the trainer holds."""
-
-HELD_OUT = "held_out"
-"""Name of an evaluation, unless given; reports and comparisons show it."""
-
 log = logging.getLogger("tidegate")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Evaluation:
-    """Rewards of one episode per task, outside training."""
-
-    rewards: list[float | None]
-    """Reward of each task, in the order of the tasks; None where the episode failed."""
-
-    @property
-    def mean_reward(self) -> float:
-        """Mean over all tasks; failed episodes count as 0."""
-        return sum(reward or 0.0 for reward in self.rewards) / max(1, len(self.rewards))
-
-    @property
-    def failures(self) -> int:
-        """Number of episodes that raised or timed out."""
-        return sum(reward is None for reward in self.rewards)
-
-    def __repr__(self) -> str:
-        return line("Evaluation", self._figures())
-
-    def _repr_html_(self) -> str:
-        return html_table("Evaluation", self._figures())
-
-    def _figures(self) -> dict[str, object]:
-        return {
-            "mean reward": f"{self.mean_reward:.3f}",
-            "tasks": len(self.rewards),
-            "failures": self.failures,
-        }
 
 
 @dataclass(slots=True)
@@ -756,55 +719,6 @@ class SyncBatchHandle(SyncTrainerHandle):
     report_off_policyness = blocking(BatchHandle.report_off_policyness)
     evaluate = blocking(BatchHandle.evaluate)
     evaluate_every = forwarded(BatchHandle.evaluate_every)
-
-
-def numbers_of(
-    batches: "Iterable[Batch | int] | None", default: tuple[int, ...] | None
-) -> tuple[int, ...] | None:
-    """Return the numbers of batches that a publish names; ``default`` if it names none.
-
-    Raises:
-        ConfigError: they are no batches or numbers.
-    """
-    if batches is None:
-        return default
-    numbers: list[int] = []
-    try:
-        for each in batches:
-            number: Any = getattr(each, "number", each)
-            numbers.append(operator.index(number))
-    except TypeError:
-        raise ConfigError(
-            f"batches must be a list of batches or of their numbers, got {batches!r:.200}; for one "
-            f"batch write batches=[batch]"
-        ) from None
-    return tuple(dict.fromkeys(numbers))
-
-
-def trained_batches(
-    trained: "Batch | int | None", *, received: int, named: int, is_ahead: bool
-) -> int:
-    """Return how many batches a checkpoint contains: up to ``trained``, or all ``received``.
-
-    Raises:
-        ConfigError: ``trained`` was not received; or it is left out, and the batch received last
-            ``is_ahead`` and not ``named`` by a publish, so it may be untrained.
-    """
-    if trained is None:
-        if is_ahead and received > named:
-            raise ConfigError(
-                f"batch {received}, received last, was asked for ahead, and state_dict() can't "
-                f"know whether the checkpoint contains it; pass the batch that you trained last: "
-                f"state_dict(trained=batch)"
-            )
-        return received
-    number = trained if isinstance(trained, int) else trained.number
-    if not 0 <= number <= received:
-        raise ConfigError(
-            f"state_dict(trained={number}) names a batch that was not received; the newest is "
-            f"{received}"
-        )
-    return number
 
 
 def warn_if_oversubscribed(settings: RunSettings) -> None:

@@ -12,10 +12,12 @@ import asyncio
 import concurrent.futures
 import functools
 import math
+import operator
 import threading
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -24,6 +26,7 @@ from typing import (
     Generic,
     ParamSpec,
     Self,
+    TypeAlias,
     TypeVar,
     cast,
     get_args,
@@ -40,14 +43,52 @@ from tidegate.orchestrator.fleet.scores import (
     logprob_queries,
     reward_queries,
 )
+from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
+BatchesOfPublish: TypeAlias = "Iterable[Batch | int] | None"
+"""Batches that weights were made from, or their numbers; None: those that the trainer holds."""
+
+HELD_OUT = "held_out"
+"""Name of an evaluation, unless given; reports and comparisons show it."""
+
 Result = TypeVar("Result")
 P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluation:
+    """Rewards of one episode per task, outside training."""
+
+    rewards: list[float | None]
+    """Reward of each task, in the order of the tasks; None where the episode failed."""
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean over all tasks; failed episodes count as 0."""
+        return sum(reward or 0.0 for reward in self.rewards) / max(1, len(self.rewards))
+
+    @property
+    def failures(self) -> int:
+        """Number of episodes that raised or timed out."""
+        return sum(reward is None for reward in self.rewards)
+
+    def __repr__(self) -> str:
+        return line("Evaluation", self._figures())
+
+    def _repr_html_(self) -> str:
+        return html_table("Evaluation", self._figures())
+
+    def _figures(self) -> dict[str, object]:
+        return {
+            "mean reward": f"{self.mean_reward:.3f}",
+            "tasks": len(self.rewards),
+            "failures": self.failures,
+        }
 
 
 class RunRequests(ABC):
@@ -276,6 +317,55 @@ class TrainerHandle(ABC):
     @abstractmethod
     def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
         """Return the trainer's position in the run, to be saved in its checkpoint."""
+
+
+def numbers_of(
+    batches: "Iterable[Batch | int] | None", default: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Return the numbers of batches that a publish names; ``default`` if it names none.
+
+    Raises:
+        ConfigError: they are no batches or numbers.
+    """
+    if batches is None:
+        return default
+    numbers: list[int] = []
+    try:
+        for each in batches:
+            number: Any = getattr(each, "number", each)
+            numbers.append(operator.index(number))
+    except TypeError:
+        raise ConfigError(
+            f"batches must be a list of batches or of their numbers, got {batches!r:.200}; for one "
+            f"batch write batches=[batch]"
+        ) from None
+    return tuple(dict.fromkeys(numbers))
+
+
+def trained_batches(
+    trained: "Batch | int | None", *, received: int, named: int, is_ahead: bool
+) -> int:
+    """Return how many batches a checkpoint contains: up to ``trained``, or all ``received``.
+
+    Raises:
+        ConfigError: ``trained`` was not received; or it is left out, and the batch received last
+            ``is_ahead`` and not ``named`` by a publish, so it may be untrained.
+    """
+    if trained is None:
+        if is_ahead and received > named:
+            raise ConfigError(
+                f"batch {received}, received last, was asked for ahead, and state_dict() can't "
+                f"know whether the checkpoint contains it; pass the batch that you trained last: "
+                f"state_dict(trained=batch)"
+            )
+        return received
+    number = trained if isinstance(trained, int) else trained.number
+    if not 0 <= number <= received:
+        raise ConfigError(
+            f"state_dict(trained={number}) names a batch that was not received; the newest is "
+            f"{received}"
+        )
+    return number
 
 
 def checked_mode(mode: PauseMode) -> PauseMode:

@@ -47,21 +47,21 @@ from tidegate.orchestrator.trainer.adapters import (
     adapter_settings,
 )
 from tidegate.orchestrator.trainer.batch_handle import (
-    BatchesOfPublish,
     BatchHandle,
     MeasuredHandle,
     SyncBatchHandle,
-    numbers_of,
 )
 from tidegate.orchestrator.trainer.batch_metrics import (
     OnBatch,
 )
 from tidegate.orchestrator.trainer.handle import (
+    BatchesOfPublish,
     RunHandle,
     RunRequests,
     SyncHandle,
     blocking,
     forwarded,
+    numbers_of,
     result_of,
     run_blocking,
 )

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.telemetry.statistics import RunStatistics
     from tidegate.orchestrator.telemetry.watchdog import Stuck
     from tidegate.orchestrator.trainer.adapters import AdapterTrainer, SyncAdapterTrainer
-    from tidegate.orchestrator.trainer.batch_handle import Evaluation
     from tidegate.orchestrator.trainer.dataset import RolloutDataset
+    from tidegate.orchestrator.trainer.handle import Evaluation
     from tidegate.orchestrator.trainer.remote.listener import listen
     from tidegate.orchestrator.trainer.remote.rollouts import (
         RemoteRollouts,

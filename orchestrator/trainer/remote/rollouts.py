@@ -29,15 +29,11 @@ from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.fleet.scores import Readout, Score, ScoreQuery, TokenScores
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import (
+from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
+from tidegate.orchestrator.trainer.handle import (
     HELD_OUT,
     BatchesOfPublish,
     Evaluation,
-    numbers_of,
-    trained_batches,
-)
-from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
-from tidegate.orchestrator.trainer.handle import (
     RunHandle,
     RunRequests,
     SyncHandle,
@@ -45,7 +41,9 @@ from tidegate.orchestrator.trainer.handle import (
     TrainerHandle,
     blocking,
     in_thread,
+    numbers_of,
     result_of,
+    trained_batches,
 )
 from tidegate.orchestrator.trainer.remote.columns import from_frames
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
