@@ -27,7 +27,7 @@ from typing_extensions import override
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, RunLost, TidegateError
 from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.weight_control import PublishWait
-from tidegate.orchestrator.fleet.scores import Readout, Score, ScoreQuery, TokenScores
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
@@ -45,7 +45,7 @@ from tidegate.orchestrator.trainer.handle import (
     result_of,
     trained_batches,
 )
-from tidegate.orchestrator.trainer.remote.columns import from_frames
+from tidegate.orchestrator.trainer.remote.columns import scores_from_wire
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
 from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
 from tidegate.transport import trainer_messages as wire
@@ -92,7 +92,9 @@ class RemoteRequests(RunRequests):
     @override
     async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
         request = wire.ScoreSequences(requests=[list(astuple(query)) for query in queries])
-        return _scores_of(await result_of(self._link.request(request)))
+        received = await result_of(self._link.request(request))
+        assert isinstance(received.reply, wire.ScoresReply)
+        return scores_from_wire(received.reply, received.frames)
 
     @override
     async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
@@ -585,34 +587,6 @@ def _state(state: Mapping[str, Any]) -> RemoteState:
         raise ResumeMismatch(
             f"resume must be a result of a remote run's state_dict(), got {state!r:.200}: {error}"
         ) from None
-
-
-def _scores_of(received: ReceivedReply) -> list[Score]:
-    """Return the scores in an answer, in the order of the request."""
-    message = received.reply
-    assert isinstance(message, wire.ScoresReply)
-    arrays = iter(from_frames(message.columns, received.frames))
-    names = iter(message.columns)
-    scores: list[Score] = []
-    for (
-        version,
-        engine,
-        number,
-    ) in message.metadata:  # number: rows of a Readout, start of TokenScores
-        column = next(names)
-        values: Any = next(arrays)
-        if column.name == "values":
-            rows = values.reshape(number, -1) if number else values
-            scores.append(Readout(version, engine, rows))
-            continue
-        next(names), next(names)
-        ids: Any = next(arrays)
-        top: Any = next(arrays)
-        shape = (len(values), ids.size // max(1, len(values)))
-        scores.append(
-            TokenScores(version, engine, number, values, ids.reshape(shape), top.reshape(shape))
-        )
-    return scores
 
 
 def connect(

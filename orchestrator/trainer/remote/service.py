@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.hand_over import batches_of_publish
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, TokenScores
+from tidegate.orchestrator.fleet.scores import ScoreQuery
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.trainer.remote.columns import to_frames
+from tidegate.orchestrator.trainer.remote.columns import scores_to_wire
 from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
 from tidegate.orchestrator.trainer.remote.ranks import Barrier, RankRegistry
 from tidegate.orchestrator.trainer.remote.sharded_publish import ShardedPublishes
@@ -182,7 +180,7 @@ class TrainerService:
                 return wire.EvaluateReply(rewards=evaluation.rewards), ()
             case wire.ScoreSequences():
                 queries = [ScoreQuery(*fields) for fields in ask.requests]
-                return _scores(await self._rollouts.score_queries(queries))
+                return scores_to_wire(await self._rollouts.score_queries(queries))
             case wire.ControlRun():
                 return wire.ResultReply(value=await self._control(ask)), ()
         raise ConfigError(
@@ -509,23 +507,3 @@ class TrainerService:
             case "statistics":
                 return await asyncio.to_thread(run.statistics)
         return None
-
-
-def _scores(scores: Sequence[Score]) -> AnswerAndFrames:
-    """Return an answer with the scores: arrays as frames, all other fields in the message."""
-    metadata: list[Any] = []
-    arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
-    for score in scores:
-        if isinstance(score, TokenScores):
-            metadata.append([score.version, score.engine, score.start])
-            arrays += [
-                ("logprobs", score.logprobs),
-                ("top_ids", score.top_ids.reshape(-1)),
-                ("top_logprobs", score.top_logprobs.reshape(-1)),
-            ]
-        else:
-            rows = score.values.shape[0] if score.values.ndim > 1 else 0
-            metadata.append([score.version, score.engine, rows])
-            arrays.append(("values", score.values.reshape(-1)))
-    columns, frames = to_frames(arrays)
-    return wire.ScoresReply(metadata=metadata, columns=columns), frames
