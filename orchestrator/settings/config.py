@@ -75,7 +75,7 @@ SET_BY_POLICY = frozenset(
         "deadline_policy",
     }
 )
-"""Settings that ``staleness_policy`` replaces."""
+"""Settings that ``staleness_policy`` replaces: fields of the default, :class:`BoundedStaleness`."""
 
 
 def cores() -> int:
@@ -140,13 +140,7 @@ class StalenessSettings(SettingsRecord):
         """
         if self.staleness_policy is not None:
             return self.staleness_policy
-        return BoundedStaleness(
-            max_staleness=self.max_staleness,
-            groups_per_batch=self.groups_per_batch,
-            outstanding_groups_limit=self.outstanding_groups_limit,
-            consumption_order=self.consumption_order,
-            deadline_policy=self.deadline_policy,
-        )
+        return BoundedStaleness(**{name: getattr(self, name) for name in SET_BY_POLICY})
 
     @model_validator(mode="after")
     def _check(self) -> Self:
