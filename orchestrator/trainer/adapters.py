@@ -270,14 +270,14 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
                     f"{changed[0]}={describe(now[changed[0]])}; set the old value"
                 )
             self._is_resumed = True
-            self._version, self._batches = known.trainer_version, known.handed.count
+            self._version, self._received = known.trainer_version, known.handed.count
 
         await self._do(work)
 
     def _new_recorder(self, scheduler: Scheduler) -> Recorder | None:
         if self._run.observers is None:
             return None
-        batches = self._batches if self._is_resumed else None
+        batches = self._received if self._is_resumed else None
         recorder = self._run.observers.open_adapter(self.name, self._settings, batches)
         if recorder is not None:
             for engine in scheduler.fleet.engines.values():

@@ -60,7 +60,6 @@ from tidegate.orchestrator.trainer.handle import (
     forwarded,
     in_thread,
     result_of,
-    trained_batches,
 )
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.policies.staleness import OffPolicyness
@@ -204,6 +203,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
 
     def __init__(self, on_batch: OnBatch | None = None) -> None:
         MeasuredHandle.__init__(self)
+        TrainerHandle.__init__(self)
         if on_batch is not None:
             check_callback(on_batch)
         self._on_batch = on_batch
@@ -212,12 +212,6 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         batch. They are added to the next batch's metrics."""
         self._evaluations: dict[str, _RepeatedEvaluation] = {}
         """Evaluations that the run repeats, by their names."""
-        self._version = 0
-        self._batches = 0
-        self._is_ahead = False
-        """Whether the batch received last was requested ahead."""
-        self._named = 0
-        """Highest number of a batch that a publish has named."""
         self._begun: dict[str, tuple[_BegunEvaluation, concurrent.futures.Future[Evaluation]]] = {}
         """Evaluations of :meth:`evaluate_every` that run beside training, by name."""
         self._batches_call = 0
@@ -256,14 +250,9 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
             recorder.sync()
 
     @property
-    def version(self) -> int:
-        """The newest weight version published; 0 is the model directory's."""
-        return self._version
-
-    @property
     def batches_received(self) -> int:
         """Number of batches handed to the trainer, those before a resume included."""
-        return self._batches
+        return self._received
 
     @property
     def is_resumed(self) -> bool:
@@ -289,9 +278,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
             )
         scheduler = self._running.scheduler
         offer = self._side(scheduler).core.tasks.offer if scheduler is not None else 0
-        batches = trained_batches(
-            trained, received=self._batches, named=self._named, is_ahead=self._is_ahead
-        )
+        batches = self._batches_of_checkpoint(trained)
         token = ResumeToken(self._running.run_id, batches, self._version, max(0, offer))
         return msgspec.structs.asdict(token)
 
@@ -377,7 +364,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
 
         if not await self._do(work):
             return False
-        self._batches = number - 1
+        self._received = number - 1
         return True
 
     async def discard(
@@ -471,7 +458,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         pinned = version
         if pinned is None and self._has_evaluation_engines:
             pinned = self._version
-        begun = _BegunEvaluation(name, self._version if pinned is None else pinned, self._batches)
+        begun = _BegunEvaluation(name, self._version if pinned is None else pinned, self._received)
         evaluation = await self._do(begun.work(tasks, episode, pinned, self._adapter))
         self._record_evaluation(begun, evaluation)
         return evaluation
@@ -525,7 +512,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
                 await self._end_evaluation(name)
             if name in self._begun or not each.is_due(self._version, is_last=is_last):
                 continue
-            begun = _BegunEvaluation(name, self._version, self._batches)
+            begun = _BegunEvaluation(name, self._version, self._received)
             work = begun.work(each.tasks, each.episode, self._version, self._adapter)
             self._begun[name] = begun, self._running.submit(work)
             each.evaluated_version = self._version
@@ -619,7 +606,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         batch = batch_of_rows(rows, handover.groups, version, handover.number)
         if not request.take(handover):
             return None
-        self._batches, self._is_ahead = handover.number, handover.is_ahead
+        self._received, self._is_ahead = handover.number, handover.is_ahead
         self._forecast_from(batch)
         self._record_batch(handover, batch, rows)
         self._post(lambda scheduler: self._side(scheduler).batch_requests.acknowledge(request))
@@ -628,7 +615,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
     def _close_request(self, request: BatchRequest) -> None:
         """End a request without a batch; give back a batch that was offered or taken."""
         if (handover := request.batch) is not None:
-            self._batches = min(self._batches, handover.number - 1)
+            self._received = min(self._received, handover.number - 1)
         self._post(lambda scheduler: self._side(scheduler).batch_requests.close(request))
 
     def _post(self, action: Callable[[Scheduler], object]) -> None:

@@ -302,12 +302,21 @@ class RunHandle(ABC):
 
 
 class TrainerHandle(ABC):
-    """Async handle of a trainer, of a run's weights or of an adapter: its version and state."""
+    """Async handle of a trainer, of a run's weights or of an adapter: its position in the run."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._received = 0
+        """Number of the batch received last."""
+        self._is_ahead = False
+        """Whether that batch was requested ahead."""
+        self._named = 0
+        """Highest number of a batch that a publish has named."""
 
     @property
-    @abstractmethod
     def version(self) -> int:
         """Newest version that the trainer has published or received; 0 is the model directory's."""
+        return self._version
 
     @property
     @abstractmethod
@@ -317,6 +326,29 @@ class TrainerHandle(ABC):
     @abstractmethod
     def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
         """Return the trainer's position in the run, to be saved in its checkpoint."""
+
+    def _batches_of_checkpoint(self, trained: "Batch | int | None") -> int:
+        """Return how many batches a checkpoint contains: up to ``trained``, or all received.
+
+        Raises:
+            ConfigError: ``trained`` was not received; or it is left out, and the batch received
+                last was asked for ahead and is not named by a publish, so it may be untrained.
+        """
+        if trained is None:
+            if self._is_ahead and self._received > self._named:
+                raise ConfigError(
+                    f"batch {self._received}, received last, was asked for ahead, and state_dict() "
+                    f"can't know whether the checkpoint contains it; pass the batch that you "
+                    f"trained last: state_dict(trained=batch)"
+                )
+            return self._received
+        number = trained if isinstance(trained, int) else trained.number
+        if not 0 <= number <= self._received:
+            raise ConfigError(
+                f"state_dict(trained={number}) names a batch that was not received; the newest is "
+                f"{self._received}"
+            )
+        return number
 
 
 def numbers_of(
@@ -340,32 +372,6 @@ def numbers_of(
             f"batch write batches=[batch]"
         ) from None
     return tuple(dict.fromkeys(numbers))
-
-
-def trained_batches(
-    trained: "Batch | int | None", *, received: int, named: int, is_ahead: bool
-) -> int:
-    """Return how many batches a checkpoint contains: up to ``trained``, or all ``received``.
-
-    Raises:
-        ConfigError: ``trained`` was not received; or it is left out, and the batch received last
-            ``is_ahead`` and not ``named`` by a publish, so it may be untrained.
-    """
-    if trained is None:
-        if is_ahead and received > named:
-            raise ConfigError(
-                f"batch {received}, received last, was asked for ahead, and state_dict() can't "
-                f"know whether the checkpoint contains it; pass the batch that you trained last: "
-                f"state_dict(trained=batch)"
-            )
-        return received
-    number = trained if isinstance(trained, int) else trained.number
-    if not 0 <= number <= received:
-        raise ConfigError(
-            f"state_dict(trained={number}) names a batch that was not received; the newest is "
-            f"{received}"
-        )
-    return number
 
 
 def checked_mode(mode: PauseMode) -> PauseMode:

@@ -326,7 +326,7 @@ class Rollouts(Scorer, BatchHandle):
         return {
             **super()._figures(),
             "weight version": self._version,
-            "batches": self._batches,
+            "batches": self._received,
         }
 
     # ------------------------------------------------------------ weights
@@ -504,7 +504,7 @@ class Rollouts(Scorer, BatchHandle):
         await super()._enter()
         resumed, scheduler = self._running.resumed, self._running.scheduler
         if resumed is not None and scheduler is not None:
-            self._batches, self._version = resumed.batches, scheduler.core.trainer_version
+            self._received, self._version = resumed.batches, scheduler.core.trainer_version
 
     def _published(self, call: WeightPublish) -> None:
         """Update version, time statistics and records after a publish, successful or failed."""

@@ -43,7 +43,6 @@ from tidegate.orchestrator.trainer.handle import (
     in_thread,
     numbers_of,
     result_of,
-    trained_batches,
 )
 from tidegate.orchestrator.trainer.remote.columns import scores_from_wire
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
@@ -134,6 +133,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         connect_timeout_s: float = 60.0,
         run_timeout_s: float = 60.0,
     ) -> None:
+        TrainerHandle.__init__(self)
         self.address = address
         self.rank = rank
         self.world_size = world_size
@@ -144,22 +144,9 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         self._link_or_none: TrainerLink | None = None
         self._weights = WeightUpload()
         self._welcome: wire.TrainerWelcome | None = None
-        self._number = 0
-        """Number of the batch received last."""
-        self._is_ahead = False
-        """Whether that batch was requested ahead."""
-        self._named = 0
-        """Highest number of a batch that a publish has named."""
         self._publish_index = 0
-        """Number of publishes since that batch."""
-        self._version = 0
+        """Number of publishes since the batch received last."""
         self._journal: dict[str, Any] | None = None
-
-    @property
-    @override
-    def version(self) -> int:
-        """Newest weight version that this trainer has published, or received from the run."""
-        return self._version
 
     @property
     @override
@@ -177,9 +164,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         ``trained``: as of :meth:`tidegate.Rollouts.state_dict`. If the run itself must be
         restarted, pass the state's ``journal`` to ``serve(resume=…)``.
         """
-        batches = trained_batches(
-            trained, received=self._number, named=self._named, is_ahead=self._is_ahead
-        )
+        batches = self._batches_of_checkpoint(trained)
         journal = None if self._journal is None else {**self._journal, "batches": batches}
         return msgspec.structs.asdict(RemoteState(self._welcomed.run_id, batches, journal))
 
@@ -242,7 +227,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
     def _take_welcome(self, answer: wire.AnyTrainerReply) -> None:
         assert isinstance(answer, wire.TrainerWelcome)
         self._welcome = answer
-        self._number, self._version = answer.last_batch, answer.version
+        self._received, self._version = answer.last_batch, answer.version
         self._journal = answer.journal
         self._weights.reads_shared_memory = answer.reads_shared_memory
 
@@ -265,14 +250,14 @@ class RemoteRollouts(RunHandle, TrainerHandle):
             return None
         assert isinstance(received.reply, wire.BatchReply)
         batch = batch_from_wire(received.reply, received.frames)
-        self._number, self._publish_index = batch.number, 0
+        self._received, self._publish_index = batch.number, 0
         self._is_ahead = received.reply.is_ahead
         self._version = max(self._version, received.reply.version)
         self._journal = received.reply.journal
         return batch
 
     def _next_batch(self) -> wire.NextBatch:
-        return wire.NextBatch(after_batch=self._number)
+        return wire.NextBatch(after_batch=self._received)
 
     def _publish(
         self,
@@ -286,7 +271,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
     ) -> "concurrent.futures.Future[ReceivedReply]":
         """Bring the weights to the run, which blocks, and request their publish."""
         publish = wire.PublishWeights(
-            batch_number=self._number,
+            batch_number=self._received,
             publish_index=self._publish_index,
             wait=wait,
             partial=partial,
@@ -305,7 +290,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
 
     def _prepare(self, **how: Any) -> wire.PrepareParts:
         return wire.PrepareParts(
-            batch_number=self._number,
+            batch_number=self._received,
             publish_index=self._publish_index,
             held=self._weights.held_plan,
             **how,
