@@ -25,7 +25,7 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import SET_BY_POLICY, RunSettings, StalenessSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import BatchHandle, SyncBatchHandle
+from tidegate.orchestrator.trainer.batch_handle import BatchHandle, LocalRequests, SyncBatchHandle
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.handle import (
     HELD_OUT,
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-Do = Callable[[Callable[[Scheduler], Awaitable[Any]]], Awaitable[Any]]
-"""Runs work on the run's loop, and waits for it."""
-
 
 class AdapterHandle:
     """One adapter of a run, for its trainer. Turns select it by ``generate(adapter=name)``."""
@@ -64,9 +61,8 @@ class AdapterHandle:
     _is_archived_by_run = True
     """Whether the run's records have its versions, instead of records of its own."""
 
-    def __init__(self, run: Run, name: str, do: Do) -> None:
+    def __init__(self, run: Run, name: str) -> None:
         self._run = run
-        self._work = do
         self.name = checked_name(name)
         """Name of the adapter in its run."""
         self._version = 0
@@ -75,6 +71,10 @@ class AdapterHandle:
     def version(self) -> int:
         """Number of the newest version that this handle published; 0 before the first."""
         return self._version
+
+    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
+        """As :meth:`LocalRequests.do`."""
+        return await LocalRequests(self._run).do(work)
 
     async def publish(
         self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
@@ -122,7 +122,7 @@ class AdapterHandle:
                 is_archived=self._is_archived_by_run,
             )
 
-        version: int = await self._work(work)
+        version = await self._do(work)
         self._version = max(self._version, version)
         self._published(version, loaded)
         return version
@@ -143,8 +143,7 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> int:
             return scheduler.engines.adapters.pin(self.name, version)
 
-        pinned: int = await self._work(work)
-        return pinned
+        return await self._do(work)
 
     async def unpin(self, version: int) -> None:
         """Undo one :meth:`pin`. Engines drop the version once they need the memory."""
@@ -152,7 +151,7 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> None:
             scheduler.engines.adapters.unpin(self.name, version)
 
-        await self._work(work)
+        await self._do(work)
 
     async def unload(self) -> None:
         """Have engines drop the adapter, pinned versions included. Turns that use it are refused.
@@ -166,7 +165,7 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> None:
             await scheduler.engines.adapters.unload(self.name)
 
-        await self._work(work)
+        await self._do(work)
 
 
 class AdapterTrainer(AdapterHandle, BatchHandle):
@@ -183,13 +182,12 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         self,
         run: Run,
         name: str,
-        do: Do,
         settings: RunSettings,
         *,
         on_batch: OnBatch | None = None,
     ) -> None:
         """``settings``: the run's, with the adapter's own of batches and staleness."""
-        AdapterHandle.__init__(self, run, name, do)
+        AdapterHandle.__init__(self, run, name)
         BatchHandle.__init__(self, on_batch)
         self._adapter = self.name
         self._settings = settings
@@ -206,10 +204,6 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
     @property
     def _recorder(self) -> Recorder | None:
         return self._records
-
-    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        result: Result = await self._work(work)
-        return result
 
     @property
     def _has_evaluation_engines(self) -> bool:

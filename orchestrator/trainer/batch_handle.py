@@ -6,6 +6,7 @@ the run's thread, keeps the trainer's time, and turns what the core hands over i
 trainer's thread.
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from tidegate.errors import ConfigError, VersionUnavailable
 from tidegate.orchestrator.batches.ages import BatchAges
@@ -34,6 +36,7 @@ from tidegate.orchestrator.core.failure_counts import failure_statistics
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -54,6 +57,7 @@ from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_
 from tidegate.orchestrator.trainer.handle import (
     HELD_OUT,
     Evaluation,
+    RunRequests,
     SyncTrainerHandle,
     TrainerHandle,
     blocking,
@@ -63,6 +67,8 @@ from tidegate.orchestrator.trainer.handle import (
 )
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.policies.staleness import OffPolicyness
+from tidegate.transport.messages import PauseMode
+from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
@@ -118,6 +124,50 @@ class _BegunEvaluation:
             return Evaluation([rollout.reward for rollout in rollouts])
 
         return evaluate
+
+
+class LocalRequests(RunRequests):
+    """Request interface of a run in this process: carries requests to its event loop."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
+        """Run ``work`` on the run's loop, and wait for it on the caller's."""
+        future = self._run.submit(work)
+        try:
+            return await result_of(future)
+        except concurrent.futures.CancelledError:  # the run's loop ended during the work
+            raise self._run.failure() from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and task is not None and not task.cancelling():
+                raise self._run.failure() from None  # the run's loop ended during the work
+            raise
+
+    @override
+    async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
+        return await self.do(lambda scheduler: scheduler.score(queries))
+
+    @override
+    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
+        await self.do(lambda scheduler: scheduler.control.pause(mode, clear_cache=clear_cache))
+
+    @override
+    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
+        return await self.do(lambda scheduler: scheduler.control.sleep(level, tags, mode))
+
+    @override
+    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
+        await self.do(lambda scheduler: scheduler.control.wake(tags))
+
+    @override
+    async def drain(self, engine: str, within_s: float) -> int:
+        return await self.do(lambda scheduler: scheduler.engines.drains.drain(engine, within_s))
+
+    @override
+    async def scale(self, engines: int, within_s: float) -> None:
+        await self.do(lambda scheduler: scheduler.engines.scale(engines, within_s))
 
 
 class MeasuredHandle(ABC):
@@ -220,9 +270,9 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         """Number of ``batches()`` calls that wait for a batch now."""
         self._has_checked_threads = False
 
-    @abstractmethod
     async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        """Run ``work`` on the run's loop, and wait for it."""
+        """As :meth:`LocalRequests.do`."""
+        return await LocalRequests(self._running).do(work)
 
     @abstractmethod
     def statistics(self) -> RunStatistics:

@@ -10,7 +10,6 @@ blocks stalls no rollout. A handle submits requests to that thread, keeps the tr
 turns what the core hands over into tensors on the trainer's thread.
 """
 
-import asyncio
 import concurrent.futures
 import contextlib
 import logging
@@ -18,12 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +25,6 @@ from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed, check_not_forked
 from tidegate.orchestrator.core.weight_control import PublishWait
-from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.scheduler.loop_watch import CHECK_INTERVAL_S
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -48,16 +41,14 @@ from tidegate.orchestrator.trainer.adapters import (
 )
 from tidegate.orchestrator.trainer.batch_handle import (
     BatchHandle,
+    LocalRequests,
     MeasuredHandle,
     SyncBatchHandle,
 )
-from tidegate.orchestrator.trainer.batch_metrics import (
-    OnBatch,
-)
+from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.handle import (
     BatchesOfPublish,
     RunHandle,
-    RunRequests,
     SyncHandle,
     blocking,
     forwarded,
@@ -74,12 +65,9 @@ from tidegate.orchestrator.trainer.weight_updates import (
     WeightPublish,
     WeightRollback,
 )
-from tidegate.transport.messages import PauseMode
-from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
     import torch
-
 
 Result = TypeVar("Result")
 
@@ -87,50 +75,6 @@ MakeParts = Callable[[RunSettings], RunParts]
 """Chooses a run's observers, and where its engines run, by its settings."""
 
 log = logging.getLogger("tidegate")
-
-
-class LocalRequests(RunRequests):
-    """Request interface of a run in this process: carries requests to its event loop."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    async def do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        """Run ``work`` on the run's loop, and wait for it on the caller's."""
-        future = self._run.submit(work)
-        try:
-            return await result_of(future)
-        except concurrent.futures.CancelledError:  # the run's loop ended during the work
-            raise self._run.failure() from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if future.cancelled() and task is not None and not task.cancelling():
-                raise self._run.failure() from None  # the run's loop ended during the work
-            raise
-
-    @override
-    async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
-        return await self.do(lambda scheduler: scheduler.score(queries))
-
-    @override
-    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
-        await self.do(lambda scheduler: scheduler.control.pause(mode, clear_cache=clear_cache))
-
-    @override
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        return await self.do(lambda scheduler: scheduler.control.sleep(level, tags, mode))
-
-    @override
-    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        await self.do(lambda scheduler: scheduler.control.wake(tags))
-
-    @override
-    async def drain(self, engine: str, within_s: float) -> int:
-        return await self.do(lambda scheduler: scheduler.engines.drains.drain(engine, within_s))
-
-    @override
-    async def scale(self, engines: int, within_s: float) -> None:
-        await self.do(lambda scheduler: scheduler.engines.scale(engines, within_s))
 
 
 class Scorer(MeasuredHandle, RunHandle):
@@ -306,9 +250,6 @@ class Rollouts(Scorer, BatchHandle):
         BatchHandle.__init__(self, on_batch)
         self._adapters: dict[str, AdapterHandle] = {}
 
-    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        return await self._requests.do(work)
-
     @override
     def _close_recorder(self, error: BaseException | None) -> None:
         scheduler = self._running.scheduler
@@ -463,7 +404,7 @@ class Rollouts(Scorer, BatchHandle):
         own turns.
         """
         if name not in self._adapters:
-            self._adapters[name] = AdapterHandle(self._running, name, self._requests.do)
+            self._adapters[name] = AdapterHandle(self._running, name)
         return self._adapters[name]
 
     async def train_adapter(
@@ -484,7 +425,7 @@ class Rollouts(Scorer, BatchHandle):
         if isinstance(known, AdapterTrainer) and not known.is_closed:
             raise ConfigError(f"adapter {name!r} is trained already; use the handle of that call")
         own = adapter_settings(self.settings, staleness)
-        trainer = AdapterTrainer(self._running, name, self._requests.do, own, on_batch=on_batch)
+        trainer = AdapterTrainer(self._running, name, own, on_batch=on_batch)
         await trainer._start()
         self._adapters[name] = trainer
         return trainer
@@ -492,7 +433,7 @@ class Rollouts(Scorer, BatchHandle):
     async def _publish(self, call: WeightPublish) -> int:
         self._mark("train")
         try:
-            return await self._requests.do(call.run)
+            return await self._do(call.run)
         finally:
             self._named = max(self._named, *call.named, 0)
             self._published(call)
