@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tidegate.errors import ConfigError, JournalError, TurnRefused
 from tidegate.orchestrator.batches.tasks import Tasks
@@ -87,7 +87,7 @@ class Scheduler:
         self._resume = resume
         if core is None:
             core = journal.core if journal is not None else Core(settings.rules())
-        self.core = core
+        self.core: Final = core  # the parts below hold it, too
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group: asyncio.TaskGroup | None = None
         self._is_ending = False
