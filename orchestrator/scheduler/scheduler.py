@@ -349,16 +349,13 @@ class Scheduler:
 
     def _before_event(self, event: ev.Event) -> None:
         """Update the parts outside the core for an event; not called for the most frequent ones."""
-        if type(event) is ev.VersionPublished:
-            self.trainer.published.record(asyncio.get_running_loop().time(), event.version)
-            self.engines.drains.released()
-        elif type(event) is ev.AdapterReleased:
-            if event.name in self.trainers:
-                published = self.trainers[event.name].published
-                published.record(asyncio.get_running_loop().time(), event.version)
-            self.engines.drains.released()
-        elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
+        if type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
             self.engines.membership_changed(event)
+        elif type(event) is ev.VersionPublished or type(event) is ev.AdapterReleased:
+            trainer = self.trainers.get(event.name if type(event) is ev.AdapterReleased else "")
+            if trainer is not None:  # the adapter is trained
+                trainer.published.record(asyncio.get_running_loop().time(), event.version)
+            self.engines.drains.released()
 
     def _carry_out(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
         """Carry out one command; ``episode`` is the function of an episode that it starts."""
