@@ -164,7 +164,7 @@ class ScoreSequences(TrainerRequest, frozen=True, kw_only=True, tag="score_seque
 
 
 class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):
-    """A small request without a message type of its own, such as pause, resume or statistics."""
+    """A call of a method of the run's handle, ``action``, with its keyword arguments."""
 
     action: Literal[
         "pause",

@@ -482,28 +482,9 @@ class TrainerService:
 
     async def _control(self, ask: wire.ControlRun) -> Any:
         run, values = self._rollouts, ask.arguments
-        match ask.action:
-            case "pause":
-                await run.pause(values["mode"], clear_cache=bool(values["clear_cache"]))
-            case "resume":
-                await run.resume()
-            case "sleep":
-                return await run.sleep(values["level"], tags=values["tags"], mode=values["mode"])
-            case "wake":
-                await run.wake(values["tags"])
-            case "drain":
-                return await run.drain(str(values["engine"]), within_s=float(values["within_s"]))
-            case "scale":
-                await run.scale(engines=int(values["engines"]), within_s=float(values["within_s"]))
-            case "report_off_policyness":
-                await run.report_off_policyness(**values)
-            case "ack":
-                self.progress.acknowledge(int(values["batches"]))
-                if values["journal"] is not None:
-                    await run.ack(values["journal"])
-            case "discard":
-                rows, reason = values["rows"], str(values["reason"])
-                await run.discard(int(values["batch"]), rows, reason=reason)
-            case "statistics":
-                return await asyncio.to_thread(run.statistics)
-        return None
+        if ask.action == "statistics":
+            return await asyncio.to_thread(run.statistics)
+        if ask.action == "ack":
+            self.progress.acknowledge(int(values["batches"]))
+            return None if values["journal"] is None else await run.ack(values["journal"])
+        return await getattr(run, ask.action)(**values)  # which checks them
