@@ -67,8 +67,7 @@ from tidegate.orchestrator.trainer.handle import (
 )
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.policies.staleness import OffPolicyness
-from tidegate.transport.messages import PauseMode
-from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
+from tidegate.transport.trainer_messages import ControlAction
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
@@ -150,24 +149,19 @@ class LocalRequests(RunRequests):
         return await self.do(lambda scheduler: scheduler.score(queries))
 
     @override
-    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
-        await self.do(lambda scheduler: scheduler.control.pause(mode, clear_cache=clear_cache))
+    async def control(self, action: ControlAction, **arguments: Any) -> Any:
+        return await self.do(lambda scheduler: CONTROLS[action](scheduler, **arguments))
 
-    @override
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        return await self.do(lambda scheduler: scheduler.control.sleep(level, tags, mode))
 
-    @override
-    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        await self.do(lambda scheduler: scheduler.control.wake(tags))
-
-    @override
-    async def drain(self, engine: str, within_s: float) -> int:
-        return await self.do(lambda scheduler: scheduler.engines.drains.drain(engine, within_s))
-
-    @override
-    async def scale(self, engines: int, within_s: float) -> None:
-        await self.do(lambda scheduler: scheduler.engines.scale(engines, within_s))
+CONTROLS: dict[str, Callable[..., Awaitable[Any]]] = {
+    "pause": lambda scheduler, **how: scheduler.control.pause(**how),
+    "resume": lambda scheduler: scheduler.control.pause(None),
+    "sleep": lambda scheduler, **how: scheduler.control.sleep(**how),
+    "wake": lambda scheduler, **how: scheduler.control.wake(**how),
+    "drain": lambda scheduler, **how: scheduler.engines.drains.drain(**how),
+    "scale": lambda scheduler, **how: scheduler.engines.scale(**how),
+}
+"""What :class:`RunHandle` asks of a run in this process, by the name of its method."""
 
 
 class MeasuredHandle(ABC):

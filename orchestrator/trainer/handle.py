@@ -46,6 +46,7 @@ from tidegate.orchestrator.fleet.scores import (
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
+from tidegate.transport.trainer_messages import ControlAction
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
@@ -99,24 +100,8 @@ class RunRequests(ABC):
         """Have engines score sequences."""
 
     @abstractmethod
-    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
-        """Pause all engines by ``mode``; None resumes them."""
-
-    @abstractmethod
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        """Have all engines release memory; return how many bytes they released."""
-
-    @abstractmethod
-    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        """Have all engines allocate memory again."""
-
-    @abstractmethod
-    async def drain(self, engine: str, within_s: float) -> int:
-        """Have an engine leave; return the number of its turns that were moved."""
-
-    @abstractmethod
-    async def scale(self, engines: int, within_s: float) -> None:
-        """Start engines or have some leave, until the run has ``engines`` of its own."""
+    async def control(self, action: ControlAction, **arguments: Any) -> Any:
+        """Do what the method of :class:`RunHandle` with this name does; return its result."""
 
 
 class RunHandle(ABC):
@@ -216,11 +201,11 @@ class RunHandle(ABC):
         ``clear_cache`` has engines drop the contexts that they keep for later turns. A publish does
         not need it: KV that old weights computed is never shared with turns of new weights.
         """
-        await self._requests.pause(checked_mode(mode), clear_cache=clear_cache)
+        await self._requests.control("pause", mode=checked_mode(mode), clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Resume all engines; return once they decode. Harmless if they were not paused."""
-        await self._requests.pause(None)
+        await self._requests.control("resume")
 
     async def sleep(
         self,
@@ -243,7 +228,8 @@ class RunHandle(ABC):
         if level not in get_args(SleepLevel):
             raise ConfigError(f"level must be 1 (offload weights) or 2 (discard them), got {level}")
         checked_mode(mode)
-        return await self._requests.sleep(level, _checked_tags(tags), mode)
+        tags = _checked_tags(tags)
+        return int(await self._requests.control("sleep", level=level, tags=tags, mode=mode))
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Have all engines allocate the memory of ``tags`` again, by default of all tags.
@@ -256,7 +242,7 @@ class RunHandle(ABC):
             SleepFailed: an engine finds no memory, or has no weights and receives none. All stay
                 paused; wake again.
         """
-        await self._requests.wake(None if tags is None else _checked_tags(tags))
+        await self._requests.control("wake", tags=None if tags is None else _checked_tags(tags))
 
     async def drain(self, engine: str, *, within_s: float = 30.0) -> int:
         """Have an engine leave the run; return the number of its turns that were moved.
@@ -275,7 +261,7 @@ class RunHandle(ABC):
         """
         if not 0 <= within_s < math.inf:
             raise ConfigError(f"within_s must be at least 0 seconds and finite, got {within_s}")
-        return await self._requests.drain(engine, within_s)
+        return int(await self._requests.control("drain", engine=engine, within_s=within_s))
 
     async def retire(self, engine: str) -> int:
         """Have an engine leave the run now: :meth:`drain` without time for its turns to end."""
@@ -298,7 +284,7 @@ class RunHandle(ABC):
                 f"engines and within_s must be at least 0, got engines={engines}, "
                 f"within_s={within_s}"
             )
-        await self._requests.scale(engines, within_s)
+        await self._requests.control("scale", engines=engines, within_s=within_s)
 
 
 class TrainerHandle(ABC):
@@ -388,7 +374,7 @@ def checked_mode(mode: PauseMode) -> PauseMode:
 def _checked_tags(tags: Sequence[MemoryTag]) -> Sequence[MemoryTag]:
     if isinstance(tags, str) or not tags or not set(tags) <= set(MEMORY_TAGS):
         raise ConfigError(f"tags must be a list with some of {list(MEMORY_TAGS)}, got {tags!r}")
-    return tags
+    return list(tags)
 
 
 # ---------------------------------------------------------------- waiting, with and without a loop

@@ -48,9 +48,7 @@ from tidegate.orchestrator.trainer.remote.columns import scores_from_wire
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
 from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
 from tidegate.transport import trainer_messages as wire
-from tidegate.transport.messages import PauseMode
 from tidegate.transport.security import EngineKeys, read_engine_keys
-from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
     import torch
@@ -80,11 +78,10 @@ class RemoteRequests(RunRequests):
     def __init__(self, link: TrainerLink) -> None:
         self._link = link
 
-    async def control(self, request: Any, **values: Any) -> Any:
-        """Send a small request by name; return its result."""
-        received = await result_of(
-            self._link.request(wire.ControlRun(action=request, arguments=values))
-        )
+    @override
+    async def control(self, action: wire.ControlAction, **arguments: Any) -> Any:
+        request = wire.ControlRun(action=action, arguments=arguments)
+        received = await result_of(self._link.request(request))
         assert isinstance(received.reply, wire.ResultReply)
         return received.reply.value
 
@@ -94,29 +91,6 @@ class RemoteRequests(RunRequests):
         received = await result_of(self._link.request(request))
         assert isinstance(received.reply, wire.ScoresReply)
         return scores_from_wire(received.reply, received.frames)
-
-    @override
-    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
-        if mode is None:
-            await self.control("resume")
-        else:
-            await self.control("pause", mode=mode, clear_cache=clear_cache)
-
-    @override
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        return int(await self.control("sleep", level=level, tags=list(tags), mode=mode))
-
-    @override
-    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        await self.control("wake", tags=None if tags is None else list(tags))
-
-    @override
-    async def drain(self, engine: str, within_s: float) -> int:
-        return int(await self.control("drain", engine=engine, within_s=within_s))
-
-    @override
-    async def scale(self, engines: int, within_s: float) -> None:
-        await self.control("scale", engines=engines, within_s=within_s)
 
 
 class RemoteRollouts(RunHandle, TrainerHandle):
