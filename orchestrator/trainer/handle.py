@@ -449,7 +449,10 @@ def blocking(
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
-        return run_blocking(getattr(self._handle, method.__name__)(*args, **kwargs))
+        coroutine: Coroutine[Any, Any, Result] = getattr(self._handle, method.__name__)(
+            *args, **kwargs
+        )
+        return run_blocking(coroutine)
 
     return cast("Callable[Concatenate[Any, P], Result]", call)
 
