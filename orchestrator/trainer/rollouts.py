@@ -488,7 +488,10 @@ class SyncScorer(SyncHandle[Scorer]):
 
     statistics = forwarded(Scorer.statistics)
     raise_if_ended = forwarded(Scorer.raise_if_ended)
-    record_facts = forwarded(Scorer.record_facts)
+
+    def record_facts(self, **facts: object) -> None:
+        """As :meth:`Scorer.record_facts`."""
+        self._handle.record_facts(**facts)
 
 
 class SyncRollouts(SyncBatchHandle, SyncScorer):

@@ -43,6 +43,7 @@ from tidegate.orchestrator.trainer.handle import (
     in_thread,
     numbers_of,
     result_of,
+    run_blocking,
 )
 from tidegate.orchestrator.trainer.remote.columns import scores_from_wire
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
@@ -488,7 +489,10 @@ class SyncRemoteRollouts(SyncTrainerHandle, SyncHandle[RemoteRollouts]):
     statistics = blocking(RemoteRollouts.statistics)
     publish = blocking(RemoteRollouts.publish)
     rollback = blocking(RemoteRollouts.rollback)
-    train_adapter = blocking(RemoteRollouts.train_adapter)
+
+    def train_adapter(self, name: str, **staleness: Any) -> None:
+        """As :meth:`RemoteRollouts.train_adapter`."""
+        run_blocking(self._handle.train_adapter(name, **staleness))
 
 
 class TaskFeeder:
