@@ -136,6 +136,7 @@ def test_kernels_is_no_package_of_its_own() -> None:
         ("tidegate.orchestrator.trainer.rollouts", "tidegate.engine"),
         ("tidegate.orchestrator.trainer.rollouts", "tidegate.observability"),
         ("tidegate.orchestrator.trainer.rollouts", "pyarrow"),
+        ("tidegate.orchestrator.trainer.remote.rollouts", "tidegate.orchestrator.scheduler"),
     ],
 )
 def test_importing_one_thing_does_not_load_another(module: str, unwanted: str) -> None:

@@ -163,21 +163,24 @@ class ScoreSequences(TrainerRequest, frozen=True, kw_only=True, tag="score_seque
     """The orchestrator's ``ScoreQuery`` records, each as a list of its fields in order."""
 
 
-class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):
-    """A small request without a message type of its own, such as pause, resume or statistics."""
+ControlAction = Literal[
+    "pause",
+    "resume",
+    "sleep",
+    "wake",
+    "drain",
+    "scale",
+    "ack",
+    "report_off_policyness",
+    "statistics",
+    "discard",
+]
 
-    action: Literal[
-        "pause",
-        "resume",
-        "sleep",
-        "wake",
-        "drain",
-        "scale",
-        "ack",
-        "report_off_policyness",
-        "statistics",
-        "discard",
-    ]
+
+class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):
+    """A call of a method of the run's handle, ``action``, with its keyword arguments."""
+
+    action: ControlAction
     arguments: dict[str, Any] = {}
 
 

@@ -80,8 +80,8 @@ class Subject:
                 credit_steps=CREDIT_STEPS,
             ),
             send,
+            newest_version=lambda adapter: work.waves * work.steps_per_wave,
         )
-        self._fleet.newest_version = work.waves * work.steps_per_wave
         self._steps_left = self._waves_left = 0
         self._started_s = self._started_cpu_s = 0.0
         self._loop = asyncio.get_running_loop()

@@ -303,6 +303,11 @@ class Core:
         empty."""
         return self.trained_adapters[adapter] if adapter else self
 
+    def newest_version(self, adapter: str) -> int:
+        """Return the newest version released of an adapter with versions of its own, trained or
+        not; of the run's weights if the name is empty."""
+        return self.adapters.get(adapter, 0) if adapter else self.trainer_version
+
     def check(self) -> None:
         """Verify the invariants that hold after every event.
 

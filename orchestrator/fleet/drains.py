@@ -9,39 +9,16 @@ not serve are released, or if engines pause.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
-from tidegate.transport.messages import FromEngine, Message, Pause, Shutdown, TurnsPaused
+from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
+from tidegate.transport.messages import FromEngine, Pause, Shutdown, TurnsPaused
 
 log = logging.getLogger("tidegate")
-
-
-class DrainCallbacks(Protocol):
-    """Methods of :class:`EngineSide` that drains call."""
-
-    @property
-    def core(self) -> Core:
-        """The run's core."""
-
-    def handle(self, events: Iterable[ev.Event]) -> None:
-        """Feed events to the core."""
-
-    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
-        """Send messages to engines, after all messages posted before."""
-
-    def exclude(self, engine: str) -> None:
-        """Leave an engine out of weight updates, pauses, sleep, adapters and scoring."""
-
-    @property
-    def is_pausing(self) -> bool:
-        """Whether engines are paused, or about to be."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +47,8 @@ class Drains:
         self,
         fleet: Fleet,
         pending: PendingFutures,
-        callbacks: DrainCallbacks,
+        run: RunShell,
+        engines: EngineShell,
         *,
         answer_timeout_s: float,
     ) -> None:
@@ -78,7 +56,7 @@ class Drains:
         with the tokens received so far."""
         self._fleet = fleet
         self._pending = pending
-        self._callbacks = callbacks
+        self._run, self._engines = run, engines
         self._answer_timeout_s = answer_timeout_s
         self._drains: dict[str, _Drain] = {}
 
@@ -121,9 +99,9 @@ class Drains:
         drain.left.add_done_callback(self._pending.others.discard)
         record.is_draining = True
         self._fleet.retire(engine)
-        self._callbacks.exclude(engine)
-        self._callbacks.handle([ev.EngineDraining(engine)])
-        turns = self._callbacks.core.turns.engines
+        self._engines.exclude(engine)
+        self._run.handle(ev.EngineDraining(engine))
+        turns = self._run.core.turns.engines
         others = [name for name, each in turns.items() if not each.is_draining]
         log.info(
             "engine=%s drains turns=%d within_s=%g engines_left=%d",
@@ -142,12 +120,12 @@ class Drains:
     def _must_hurry(self, engine: str) -> bool:
         """Whether an engine must not sample on: engines pause, or it lacks released weights."""
         record = self._fleet.engines.get(engine)
-        is_old = record is not None and record.weight_version < self._fleet.newest_version
-        return self._callbacks.is_pausing or (is_old and not self._is_for_evaluation(engine))
+        is_old = record is not None and record.weight_version < self._run.core.trainer_version
+        return self._engines.is_pausing or (is_old and not self._is_for_evaluation(engine))
 
     def _is_for_evaluation(self, engine: str) -> bool:
         """Whether an engine is kept for evaluations, which no release of weights concerns."""
-        turns = self._callbacks.core.turns.engines.get(engine)
+        turns = self._run.core.turns.engines.get(engine)
         return turns is not None and turns.is_for_evaluation
 
     def _shorten(self, engine: str, within_s: float) -> None:
@@ -183,7 +161,7 @@ class Drains:
     def check(self) -> None:
         """Have engines leave that have no turns left."""
         for engine in list(self._drains):
-            turns = self._callbacks.core.turns.engines.get(engine)
+            turns = self._run.core.turns.engines.get(engine)
             if turns is None or not turns.submissions:
                 self._leave(engine)
 
@@ -200,7 +178,7 @@ class Drains:
             self._begin(engine, 0.0)
             self._end_time(engine)
         elif self._drains[engine].is_time_up:
-            self._callbacks.send([(engine, Pause(mode="abort"))])
+            self._engines.send([(engine, Pause(mode="abort"))])
 
     def left(self, engine: str) -> None:
         """Handle an engine that is gone."""
@@ -224,11 +202,11 @@ class Drains:
         if drain is None or drain.is_time_up:
             return
         drain.is_time_up = True
-        turns = self._callbacks.core.turns.engines.get(engine)
+        turns = self._run.core.turns.engines.get(engine)
         drain.moved_turns = len(turns.submissions) if turns is not None else 0
         loop = asyncio.get_running_loop()
         drain.set_timer(loop.call_later(self._answer_timeout_s, self._give_up, engine))
-        self._callbacks.send([(engine, Pause(mode="abort"))])
+        self._engines.send([(engine, Pause(mode="abort"))])
 
     def _give_up(self, engine: str) -> None:
         log.warning("engine=%s has not handed back its turns in time", engine)
@@ -240,8 +218,9 @@ class Drains:
         if drain is None:
             return
         gone = self._fleet.lose(engine, f"drained; {drain.moved_turns} turns moved", is_crash=False)
-        self._callbacks.handle(gone)
-        self._callbacks.send([(engine, Shutdown())])
+        for event in gone:
+            self._run.handle(event)
+        self._engines.send([(engine, Shutdown())])
 
 
 def _unknown_message(engine: str, fleet: Fleet) -> str:

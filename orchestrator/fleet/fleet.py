@@ -6,7 +6,7 @@ of steps are resumed by ``transport/streams.py`` and checked by ``core/step_chec
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -60,22 +60,24 @@ class EngineRequirements:
     """Weight channel that engines must support; None for any."""
 
 
+NewestVersion = Callable[[str], int]
+"""Returns the newest version that was published of an adapter; empty: of the run's weights."""
+
+
 def objection(
     peer: bytes,
     hello: Hello,
     requirements: EngineRequirements,
     engines: Mapping[str, Engine],
-    newest_version: int,
+    newest_version: NewestVersion,
 ) -> str | None:
-    """Return why an engine can't join the run; None if it can.
-
-    ``newest_version``: newest version that this run has published.
-    """
+    """Return why an engine can't join the run; None if it can."""
     return (
         _name_objection(peer, hello, engines)
         or _capability_objection(hello, requirements)
         or _block_size_objection(hello, requirements, engines)
-        or _weights_objection(hello, requirements, engines, newest_version)
+        or _weights_objection(hello, requirements, engines, newest_version(""))
+        or _adapters_objection(hello, newest_version)
     )
 
 
@@ -162,9 +164,9 @@ def _weights_objection(
     return None
 
 
-def _adapters_objection(hello: Hello, versions: Mapping[str, int]) -> str | None:
+def _adapters_objection(hello: Hello, newest_version: NewestVersion) -> str | None:
     for held in hello.adapters:
-        newest = versions.get(held.name, 0)
+        newest = newest_version(held.name)
         if held.version > newest:
             return (
                 f"engine {hello.engine!r} serves adapter {held.name!r} v{held.version}, but this "
@@ -221,10 +223,13 @@ class Fleet:
         quantization: str = "",
         kv_policy: KvPolicy | None = None,
         weight_channel: str | None = None,
+        newest_version: NewestVersion = lambda adapter: 0,
     ) -> None:
         """``is_deterministic``, ``quantization``, ``kv_policy`` and ``weight_channel`` are the
-        run's settings: engines with other values are refused."""
+        run's settings: engines with other values are refused. So are engines with versions newer
+        than ``newest_version``, because they belong to another run."""
         self._settings = settings
+        self._newest_version = newest_version
         self._requirements = EngineRequirements(
             is_deterministic, quantization, kv_policy, weight_channel
         )
@@ -251,10 +256,6 @@ class Fleet:
         """Acknowledgements not sent yet, by engine."""
         self._next_tick_s: float | None = None
         """When :meth:`tick` is due again."""
-        self.newest_version = 0
-        """Newest version published; an engine that serves a newer one belongs to another run."""
-        self.adapter_versions: Mapping[str, int] = {}
-        """Newest released version of each adapter with versions of its own."""
         self._vocab_size_min = VOCAB_SIZE_UNKNOWN
         """Smallest vocabulary of any engine so far."""
         self.context_tokens_max = 0
@@ -408,9 +409,8 @@ class Fleet:
                 received.append(EngineReply(name, message))
 
     def _receive_live(self, engine: Engine, live: WeightsLive) -> None:
-        version = live.version
-        if version > self.newest_version:
-            raise BadFrame(f"weights v{version} are live, but v{self.newest_version} is the newest")
+        if live.version > (newest := self._newest_version("")):
+            raise BadFrame(f"weights v{live.version} are live, but v{newest} is the newest")
         engine.count_swap(live)
 
     def _receive_step(self, name: str, engine: Engine, step: Step, received: Received) -> None:
@@ -419,9 +419,7 @@ class Fleet:
             check_step(
                 event,
                 vocab_size=engine.hello.vocab_size,
-                newest_version=self.adapter_versions.get(step.adapter, 0)
-                if step.adapter
-                else self.newest_version,
+                newest_version=self._newest_version(step.adapter),
                 has_valid_tokens=self._have_valid_tokens,
             )
         except BadFrame:
@@ -444,9 +442,7 @@ class Fleet:
     # ------------------------------------------------------------ handshake
 
     def _welcome(self, peer: bytes, hello: Hello, now_s: float, received: Received) -> None:
-        if why := objection(
-            peer, hello, self._requirements, self.engines, self.newest_version
-        ) or _adapters_objection(hello, self.adapter_versions):
+        if why := objection(peer, hello, self._requirements, self.engines, self._newest_version):
             _keep_newest(self.refused_engines, hello.engine[:ENGINE_NAME_BYTES_MAX], cut(why))
             self._reply_to(peer, HelloRejected(message=cut(why)), now_s)
             return
@@ -547,7 +543,7 @@ class Heartbeats:
     def __init__(
         self,
         fleet: Fleet,
-        handle: Callable[[Iterable[ev.Event]], None],
+        handle: Callable[[ev.Event], None],
         on_silent: Callable[[str], None],
         *,
         interval_s: float,
@@ -571,7 +567,8 @@ class Heartbeats:
         loop = asyncio.get_running_loop()
         while True:
             silent = self._fleet.tick(loop.time())
-            self._handle(silent)
+            for event in silent:
+                self._handle(event)
             for event in silent:
                 if isinstance(event, ev.EngineLeft):
                     self._on_silent(event.engine)

@@ -158,12 +158,6 @@ class RunJournal:
         else:
             self._pending_actions.append((self._appended, action))
 
-    async def wait_until_safe(self) -> None:
-        """Return once everything logged so far is committed."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.when_safe(lambda: None if future.done() else future.set_result(None))
-        await future
-
     def compact_if_due(self) -> None:
         """Replace the events by a snapshot of the core, if there are many."""
         due = max(SNAPSHOT_AFTER_BYTES, SNAPSHOT_SHARE * self._snapshot_bytes)

@@ -1,5 +1,5 @@
 """Asyncio shell around the core: delivers its events and carries out its commands.
 
 ``trainer/run.py`` makes one :class:`Scheduler` per run, on the run's thread; the simulation makes
-the same one in virtual time. Uses the core, the fleet, episodes, the journal and the wire.
+the same one in virtual time.
 """

@@ -77,7 +77,7 @@ class BatchRequests:
 
     def __init__(
         self,
-        hand_overs: Callable[[], HandOvers],
+        hand_overs: HandOvers,
         handle: Callable[[ev.Event], None],
         pending: "set[asyncio.Future[bool]]",
         when_safe: Callable[[Callable[[], None]], None],
@@ -131,7 +131,7 @@ class BatchRequests:
         request.close()
         if self._open.pop(request.number, None) is None:
             return
-        offer = self._hand_overs().offer
+        offer = self._hand_overs.offer
         if offer is not None and offer[0] == request.number:
             self._handle(ev.BatchReturned(offer[1]))
         else:
@@ -139,14 +139,14 @@ class BatchRequests:
 
     def return_batch(self, number: int) -> bool:
         """Return an acknowledged batch untrained, see :meth:`HandOvers.can_return`."""
-        if not self._hand_overs().can_return(number):
+        if not self._hand_overs.can_return(number):
             return False
         self._handle(ev.BatchReturned(number))
         return True
 
     def pause(self, is_paused: bool) -> None:
         """Withdraw the offer and offer nothing more; or offer batches again."""
-        hand_overs = self._hand_overs()
+        hand_overs = self._hand_overs
         if not is_paused and hand_overs.requests and (failure := self._take_failure()) is not None:
             request = self._open.pop(hand_overs.requests[0].number)
             self._handle(ev.BatchRequestCancelled(request.number))
@@ -154,15 +154,17 @@ class BatchRequests:
         if is_paused == hand_overs.is_paused:
             return
         self._handle(ev.HandOverPaused(is_paused))
-        if is_paused and (offer := self._hand_overs().offer) is not None:
+        if is_paused and (offer := self._hand_overs.offer) is not None:
             number, batch = offer
             if number in self._open and self._open[number].withdraw():
                 self._handle(ev.BatchReturned(batch, number))
 
     def end_all(self) -> None:
-        """End all requests without a batch."""
+        """End all requests without a batch, for good: no event of theirs follows."""
         for request in self._open.values():
             resolve(request.future, False)
+        self._open.clear()
+        self._newest = None
 
     # ------------------------------------------------------------ the core's commands
 
@@ -181,7 +183,7 @@ class BatchRequests:
 
     def _deliver(self, batch: ev.HandOver) -> None:
         """Offer the batch to the trainer, unless the hand-over was undone meanwhile."""
-        is_current = self._hand_overs().offer == (batch.request, batch.number)
+        is_current = self._hand_overs.offer == (batch.request, batch.number)
         if self._newest is batch and is_current:
             request = self._open[batch.request]
             request.offer(batch)

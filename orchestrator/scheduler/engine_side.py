@@ -1,25 +1,23 @@
 """Message exchange with engines: fleet, outbox, sessions, scoring and weight control of one run.
 
-The scheduler owns one :class:`EngineSide`, which dispatches engines' messages to these parts and
-notifies each of them when an engine joins or leaves. The parts are ``fleet/``'s and
-``weight_sync/``'s.
+Dispatches engines' messages to these parts, and notifies each of them when an engine joins or
+leaves.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from tidegate.errors import BadFrame, ConfigError, EngineStartFailed, VersionUnavailable
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet, Heartbeats
 from tidegate.orchestrator.fleet.launcher import Engines
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
+from tidegate.orchestrator.fleet.shell import RunShell
 from tidegate.orchestrator.scheduler.outbox import Outbox
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder
@@ -43,28 +41,6 @@ from tidegate.transport.scoring import ScoreFailed, ScoreResult, ScoreTokens
 log = logging.getLogger("tidegate")
 
 
-class EngineSideCallbacks(Protocol):
-    """Methods of :class:`Scheduler` that the engine side calls."""
-
-    core: Core
-
-    def handle(self, events: Iterable[ev.Event]) -> None:
-        """Feed events to the core."""
-
-    def when_safe(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once the journal has committed all events handled so far."""
-
-    def hold_batches(self, is_held: bool, adapter: str = "") -> None:
-        """Stop handing batches over while it is undecided which version the trainer of the run's
-        weights, or of an adapter, has published; False: hand them over again."""
-
-    def suspend_deadlines(self, is_halted: bool) -> None:
-        """Stop the clocks of all episodes while engines are paused, or start them again."""
-
-    def fail(self, error: BaseException) -> None:
-        """End the run with this error."""
-
-
 class EngineSide:
     """Sends a run's messages to engines, and dispatches those that arrive."""
 
@@ -75,7 +51,7 @@ class EngineSide:
         send: Callable[[bytes, Message], bool],
         pending: PendingFutures,
         recorder: Recorder | None,
-        callbacks: EngineSideCallbacks,
+        run: RunShell,
         *,
         weights_dtype: str = "",
     ) -> None:
@@ -83,10 +59,7 @@ class EngineSide:
         self._weights_dtype = weights_dtype
         self._settings = settings
         self._recorder = recorder
-        self._callbacks = callbacks
-        self.handle, self.when_safe = callbacks.handle, callbacks.when_safe
-        self.hold_batches = callbacks.hold_batches
-        self.suspend_deadlines = callbacks.suspend_deadlines
+        self._run, self._core = run, run.core
         self.fleet = Fleet(
             settings.fleet,
             send,
@@ -94,32 +67,41 @@ class EngineSide:
             quantization=settings.engine.quantization or "",
             kv_policy=settings.weights.kv_policy,
             weight_channel=init_weights.channel,
+            newest_version=run.core.newest_version,
         )
+        timeout_s = settings.fleet.engine_timeout_s
+        self.drains = Drains(self.fleet, pending, run, self, answer_timeout_s=timeout_s)
         self.control = EngineControl(
             settings.weights,
             init_weights,
             pending,
+            self.drains,
+            run,
             self,
-            pause_timeout_s=settings.fleet.engine_timeout_s,
+            pause_timeout_s=timeout_s,
         )
         self._pending = pending
-        self.adapters = AdapterManager(settings.weights, init_weights.channel, pending, self)
-        self.fleet.adapter_versions = callbacks.core.adapters
+        self.adapters = AdapterManager(
+            settings.weights,
+            init_weights.channel,
+            pending,
+            self.control.state,
+            run,
+            self,
+            archive=self._archive_adapter,
+        )
         self.outbox = Outbox(
             self.fleet.send,
             supports_submit_turns=self.fleet.supports_submit_turns,
             on_refused=self._refuse_unsendable,
-            on_error=callbacks.fail,
+            on_error=run.fail,
         )
         self.sessions = OpenSessions(self.outbox.post)
         self.scores = ScoreDispatcher(
             self.fleet,
             pending=pending.scores,
-            live_version=lambda: self.core.turns.live_version,
+            live_version=lambda: self._core.turns.live_version,
             post=self.outbox.post,
-        )
-        self.drains = Drains(
-            self.fleet, pending, self, answer_timeout_s=settings.fleet.engine_timeout_s
         )
         self.launched: Engines | None = None
         """Engines that this run has started; None: the run can start none."""
@@ -132,16 +114,11 @@ class EngineSide:
         self.on_silent: Callable[[str], None] = lambda engine: None
         """Called with the name of each engine that was removed because it did not reply."""
 
-    @property
-    def core(self) -> Core:
-        """The run's core."""
-        return self._callbacks.core
-
     def heartbeats(self) -> Heartbeats:
         """Make the task that sends heartbeats and notices silent engines."""
         return Heartbeats(
             self.fleet,
-            self.handle,
+            self._run.handle,
             lambda engine: self.on_silent(engine),  # may be replaced later
             interval_s=self._settings.fleet.heartbeat_interval_s,
             join_timeout_s=self._settings.fleet.engine_start_timeout_s,
@@ -159,7 +136,7 @@ class EngineSide:
             refusal = ScoreFailed(request_id=message.request_id, message=str(error))
             self.scores.received(engine, refusal)
         else:
-            self.handle([ev.TurnRejected(engine, message.turn, str(error))])
+            self._run.handle(ev.TurnRejected(engine, message.turn, str(error)))
 
     # ------------------------------------------------------------ messages received
 
@@ -170,9 +147,9 @@ class EngineSide:
                 self._on_item(item)
             self.drains.check()
             if acks := self.fleet.take_acks():
-                self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines drop these
+                self._run.when_safe(lambda: self.fleet.acknowledge(acks))  # engines drop these
         except Exception as error:  # noqa: BLE001 - a bug ends the run, not only this callback
-            self._callbacks.fail(error)
+            self._run.fail(error)
 
     def _on_item(self, item: ev.Event | EngineReply) -> None:
         if isinstance(item, EngineReply):
@@ -189,7 +166,7 @@ class EngineSide:
             return
         if type(item) is ev.EngineJoined and item.engine not in self.fleet.engines:
             return  # it said hello again, and an earlier message of the same read let it leave
-        self.handle([item])
+        self._run.handle(item)
         if self._recorder is not None and isinstance(item, ev.StepArrived):
             self._recorder.engine_step(
                 EngineStep(
@@ -215,36 +192,25 @@ class EngineSide:
             version=message.version,
             stall_us=message.stall_us,
         )
-        self.handle([ev.EngineSwapped(engine, message.version)])
+        self._run.handle(ev.EngineSwapped(engine, message.version))
         self.scores.advance()
 
     def adapter_live(self, engine: str, message: AdapterLive) -> None:
         """Record that an engine serves an adapter's version from now on."""
         self._record(engine, "adapter_swap", at_us=message.swapped_us, version=message.version)
-        if message.name in self.core.trained_adapters:
-            self.handle([ev.AdapterServed(engine, message.name, message.version)])
+        if message.name in self._core.trained_adapters:
+            self._run.handle(ev.AdapterServed(engine, message.name, message.version))
 
-    def base_buffers(self) -> Collection[int]:
-        """Return the weight channel's buffers of the run's weights."""
-        state = self.control.state
-        update = state.update
-        newest = frozenset() if update is None else {update.version} | update.content.buffers
-        return state.kept_buffers | newest
-
-    async def wait_until_writable(self) -> None:
-        """Return once no publish of the run's weights is writing to the channel."""
-        await self._pending.until(lambda: not self.control.state.is_reserved)
-
-    def archive_adapter(self, name: str, version: int, adapter: LoadedAdapter) -> None:
+    def _archive_adapter(self, name: str, version: int, adapter: LoadedAdapter) -> None:
         """Add an adapter's version to the run's records, if there are any. Blocks."""
         if self._recorder is not None:
             # The base can't be published while engines hold the adapter, so that this stays true.
-            base = self.core.trainer_version
+            base = self._core.trainer_version
             adapters = {name: ArchivedAdapter(version, adapter.scale)}
             parts = WeightParts(over=base, is_adapter=True, adapters=adapters)
             self._recorder.adapter_weights(name, version, adapter.tensors, parts)
 
-    def hello_of(self, engine: str) -> Hello | None:
+    def _hello_of(self, engine: str) -> Hello | None:
         """Return an engine's hello; None if the engine has left again."""
         record = self.fleet.engines.get(engine)
         return record.hello if record is not None else None
@@ -257,7 +223,7 @@ class EngineSide:
         if isinstance(event, ev.EngineJoined):
             self._check_dtype(engine)
             self._pending.notify()
-            known = self.core.turns.engines.get(engine)
+            known = self._core.turns.engines.get(engine)
             if known is not None and known.is_draining and known.epoch == event.epoch:
                 self.drains.joined(engine)
                 return
@@ -265,10 +231,11 @@ class EngineSide:
                 return  # it has reconnected
             self._pins.pop(engine, None)
             self._lent.discard(engine)
-            self.control.joined(engine, event.weight_version)
-            self.adapters.joined(engine, self.hello_of(engine))
+            hello = self._hello_of(engine)
+            self.control.joined(engine, event.weight_version, hello)
+            self.adapters.joined(engine, hello)
             self.scores.joined(engine)
-            self.sessions.joined(engine, self.hello_of(engine))
+            self.sessions.joined(engine, hello)
             return
         is_retired = self.fleet.is_retired(engine)
         if is_retired and self.launched is not None:
@@ -286,7 +253,7 @@ class EngineSide:
 
     def _check_dtype(self, engine: str) -> None:
         """Record an engine's compute dtype; warn if it is not the expected one."""
-        hello = self.hello_of(engine)
+        hello = self._hello_of(engine)
         if hello is None:
             return
         if self._recorder is not None:
@@ -308,11 +275,11 @@ class EngineSide:
     def keep_for_evaluation(self) -> None:
         """Keep as many engines for evaluations as the settings say, but one at least for training;
         the newest joined first."""
-        here = {n: e for n, e in self.core.turns.engines.items() if not e.is_draining}
+        here = {n: e for n, e in self._core.turns.engines.items() if not e.is_draining}
         kept = sum(engine.is_for_evaluation for engine in here.values())
         training = [n for n, e in here.items() if not (e.is_for_evaluation or e.is_away)]
         while kept < self._settings.fleet.evaluation_engines and len(training) > 1:
-            self.handle([ev.EvaluationEngineChosen(training.pop(), True)])
+            self._run.handle(ev.EvaluationEngineChosen(training.pop(), True))
             kept += 1
         self._pending.notify()  # an evaluation may wait for the engine
 
@@ -334,9 +301,9 @@ class EngineSide:
         for name in names:
             if not self._pins.get(name):
                 self.control.left(name)
-                if not self.core.turns.engines[name].is_for_evaluation:
+                if not self._core.turns.engines[name].is_for_evaluation:
                     self._lent.add(name)
-                    self.handle([ev.EvaluationEngineChosen(name, True)])
+                    self._run.handle(ev.EvaluationEngineChosen(name, True))
             self._pins[name] = self._pins.get(name, 0) + 1
         return names
 
@@ -349,18 +316,18 @@ class EngineSide:
             if self._pins[name]:
                 continue
             del self._pins[name]
-            engine = self.core.turns.engines.get(name)
+            engine = self._core.turns.engines.get(name)
             if engine is None or engine.is_draining:
                 continue
-            self.control.joined(name, engine.weight_version)
+            self.control.joined(name, engine.weight_version, self._hello_of(name))
             if name in self._lent:
                 self._lent.discard(name)
-                self.handle([ev.EvaluationEngineChosen(name, False)])
+                self._run.handle(ev.EvaluationEngineChosen(name, False))
         self._pending.notify()
 
     def _pinnable(self, version: int) -> list[str]:
         """Return the engines that may be pinned to ``version`` now."""
-        turns, has_own = self.core.turns.engines, self._settings.fleet.evaluation_engines > 0
+        turns, has_own = self._core.turns.engines, self._settings.fleet.evaluation_engines > 0
         able = [
             name
             for name, engine in turns.items()
@@ -380,18 +347,18 @@ class EngineSide:
     def _may_come(self, version: int) -> bool:
         """Whether an engine may be pinned to ``version`` later: it is the newest, or newer."""
         state = self.control.state
-        if version < self.core.trainer_version or not self._kept_or_spare():
+        if version < self._core.trainer_version or not self._kept_or_spare():
             return False
-        return version == self.core.trainer_version or (
+        return version == self._core.trainer_version or (
             state.staging_version is not None and state.staging_version >= version
         )
 
     def _kept_or_spare(self) -> bool:
         """Whether the run has engines for evaluations: kept ones, or more than one for training."""
-        return self._settings.fleet.evaluation_engines > 0 or len(self.core.turns.engines) > 1
+        return self._settings.fleet.evaluation_engines > 0 or len(self._core.turns.engines) > 1
 
     def _versions_served(self) -> set[int]:
-        turns = self.core.turns.engines
+        turns = self._core.turns.engines
         has_own = self._settings.fleet.evaluation_engines > 0
         return (
             {e.weight_version for e in turns.values() if e.is_for_evaluation or not has_own}
@@ -415,7 +382,7 @@ class EngineSide:
         """Remove an engine that refused weights that other engines serve, and send it the
         reason."""
         self.fleet.send(engine, HelloRejected(message=why))
-        self.handle(self.fleet.lose(engine, f"could not take weights: {why}", is_crash=False))
+        self._lose(engine, f"could not take weights: {why}", is_crash=False)
 
     async def scale(self, engines: int, within_s: float) -> None:
         """Start engines, or have some leave, until ``engines`` of the run's model run here.
@@ -472,12 +439,16 @@ class EngineSide:
         if engine in self._starting and engine not in self.fleet.engines:
             self._starting[engine] = why
             self._pending.notify()
-        self.handle(self.fleet.lose(engine, why))
+        self._lose(engine, why)
 
     def give_up_engine(self, engine: str, why: str) -> None:
         """Remove an engine that did not reply in time."""
-        self.handle(self.fleet.lose(engine, why, is_crash=False))
+        self._lose(engine, why, is_crash=False)
         self.on_silent(engine)
+
+    def _lose(self, engine: str, why: str, *, is_crash: bool = True) -> None:
+        for event in self.fleet.lose(engine, why, is_crash=is_crash):
+            self._run.handle(event)
 
     def _record(self, engine: str, name: str, at_us: int = 0, **about: int) -> None:
         if self._recorder is not None:

@@ -6,7 +6,6 @@ for the rows of a forked one, which refer to each other. So frequent collections
 with Python's defaults a run does 0.59 of the rollouts per CPU-second in process, and 0.60 over the
 wire (``benchmarks.orchestrator``, medians of 5 pairs). What keeps something large, such as a
 request's body, must not be in a cycle: ``tests/reference_cycles.py`` finds those.
-Standard library only.
 """
 
 import contextlib

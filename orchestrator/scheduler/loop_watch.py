@@ -2,8 +2,7 @@
 
 A run starts one :class:`LoopWatch` on its loop. An episode that computes without awaiting stops
 every other episode, and the loop's own watchdog. The thread schedules a callback on the loop; if
-the callback does not run in time, the thread logs which code is running. Built on ``threading``,
-``sys._current_frames`` and ``telemetry/watchdog.py``.
+the callback does not run in time, the thread logs which code is running.
 """
 
 import asyncio

@@ -2,8 +2,7 @@
 
 The scheduler runs it as a task, which checks everything four times per ``stuck_after_s``. It only
 reads the core, the fleet and weight control, and changes and records nothing: each finding is
-logged once, and :attr:`RunWatch.stuck` has the current ones for the run's statistics. Progress is
-compared by ``telemetry/watchdog.py``; built on asyncio.
+logged once, and :attr:`RunWatch.stuck` has the current ones for the run's statistics.
 """
 
 import asyncio

@@ -1,16 +1,14 @@
 """Asyncio shell around the core: feeds it events and carries out its commands in order.
 
-`trainer/run.py` makes one :class:`Scheduler` per run and uses it only on the run's event loop.
-Engines' messages, ends of episodes and the trainer's requests become events. `engine_side.py`
-exchanges messages with engines. `run_journal.py` applies events to the core, `runner.py` runs
-episodes.
+A run uses its :class:`Scheduler` on its own event loop only. Engines' messages, ends of episodes
+and the trainer's requests become events.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tidegate.errors import ConfigError, JournalError, TurnRefused
 from tidegate.orchestrator.batches.tasks import Tasks
@@ -73,19 +71,23 @@ class Scheduler:
         init_weights: InitWeights,
         *,
         recorder: Recorder | None,
+        core: Core | None = None,
         journal: RunJournal | None = None,
         resume: ev.RunResumed | None = None,
         tracer: EpisodeTracer | None = None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
-        """With a ``journal``, the run uses the journal's core and survives a crash; ``resume``: the
-        point at which it continues. ``tracer`` logs how episodes spend their time. ``now_s``: a
-        clock that advances within one iteration of the loop, if the loop's own clock does not."""
+        """``core``: one that decides; None: the journal's, or a new one. With a ``journal``, the
+        run survives a crash; ``resume``: the point at which it continues. ``tracer`` logs how
+        episodes spend their time. ``now_s``: a clock that advances within one iteration of the
+        loop, if the loop's own clock does not."""
         self._settings = settings
         self._router = router
         self._journal = journal
         self._resume = resume
-        self.core = journal.core if journal is not None else Core(settings.rules())
+        if core is None:
+            core = journal.core if journal is not None else Core(settings.rules())
+        self.core: Final = core  # the parts below hold it, too
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._group: asyncio.TaskGroup | None = None
         self._is_ending = False
@@ -127,8 +129,8 @@ class Scheduler:
 
     def _new_trainer(self, adapter: str) -> TrainerSide:
         return TrainerSide(
-            (lambda: self.core.of(adapter)) if adapter else (lambda: self.core),
-            self.handle_event,
+            self.core.of(adapter),
+            self.handle,
             self._pending,
             self.when_safe,
             (lambda: None) if adapter else self.control.state.take_failure,
@@ -143,7 +145,7 @@ class Scheduler:
             self._settings.sampling,
             model,
             self._pending,
-            self.handle_event,
+            self.handle,
             self.fail,
             self.engines.sessions.rollout_ended,
             parking=lambda rollout: self.trainers[rollout.adapter].parking,
@@ -228,17 +230,15 @@ class Scheduler:
 
     def _resume_from_checkpoint(self) -> None:
         """Return the core to the trainer's checkpoint, and expect the engines known before."""
-        self.fleet.newest_version = self.core.trainer_version
         if self._resume is None:
             return
-        self.handle_event(self._resume)
-        self.fleet.newest_version = self.core.trainer_version
+        self.handle(self._resume)
         now_s = asyncio.get_running_loop().time()
         self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
         if self._settings.records.resume_partial_rollouts:
             return
         for rollout in self.core.running_rollouts:
-            self.handle_event(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
+            self.handle(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
 
     async def _wait_resume_durable(self) -> None:
         """Return once ``RunResumed`` is committed, or the journal has failed.
@@ -247,7 +247,7 @@ class Scheduler:
         handles: after a crash before the commit, the next process would give the same handles to
         other turns, and apply old steps to them.
         """
-        safe = asyncio.ensure_future(self.wait_until_safe())
+        safe = asyncio.ensure_future(self.trainer.wait_until_safe())
         try:
             await asyncio.wait((safe, self._failure), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -277,18 +277,14 @@ class Scheduler:
         """Discard everything unfinished; no call may follow."""
         self.stop_journal()
         self.engines.sessions.close()
-        self.handle_event(ev.RunEnded())
+        self.handle(ev.RunEnded())
         self.engines.send(())
 
     # ------------------------------------------------------------ events and commands
 
-    def handle(self, events: Iterable[ev.Event], episode: EpisodeFunction | None = None) -> None:
-        """Feed events to the core and carry out its commands, in order."""
-        for event in events:
-            self.handle_event(event, episode)
-
-    def handle_event(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
-        """Feed one event to the core and carry out its commands."""
+    def handle(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
+        """Feed an event to the core and carry out its commands, in order. ``episode`` is the
+        function of the episode that the event starts."""
         core, trainer, journal = self.core, self.trainer, self._journal
         is_rare = type(event) not in FREQUENT_EVENTS
         if is_rare:
@@ -353,17 +349,13 @@ class Scheduler:
 
     def _before_event(self, event: ev.Event) -> None:
         """Update the parts outside the core for an event; not called for the most frequent ones."""
-        if type(event) is ev.VersionPublished:
-            self.fleet.newest_version = event.version
-            self.trainer.published.record(asyncio.get_running_loop().time(), event.version)
-            self.engines.drains.released()
-        elif type(event) is ev.AdapterReleased:
-            if event.name in self.trainers:
-                published = self.trainers[event.name].published
-                published.record(asyncio.get_running_loop().time(), event.version)
-            self.engines.drains.released()
-        elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
+        if type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
             self.engines.membership_changed(event)
+        elif type(event) is ev.VersionPublished or type(event) is ev.AdapterReleased:
+            trainer = self.trainers.get(event.name if type(event) is ev.AdapterReleased else "")
+            if trainer is not None:  # the adapter is trained
+                trainer.published.record(asyncio.get_running_loop().time(), event.version)
+            self.engines.drains.released()
 
     def _carry_out(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
         """Carry out one command; ``episode`` is the function of an episode that it starts."""
@@ -448,7 +440,7 @@ class Scheduler:
         of it that is under way has ended."""
         async with self.engines.adapters.publishing(name):
             self.core.policy_classes |= set(classes_of(rules))
-            self.handle_event(ev.AdapterTrainingStarted(name, record_of(rules)))
+            self.handle(ev.AdapterTrainingStarted(name, record_of(rules)))
             self.trainers[name] = self._new_trainer(name)
 
     def halt_adapter(self, name: str, is_halted: bool) -> None:
@@ -470,12 +462,7 @@ class Scheduler:
                     f"without it and train the groups that have begun, or close {whose} first"
                 )
         self.trainers.pop(name).close()
-        self.handle_event(ev.AdapterTrainingEnded(name))
-
-    async def wait_until_safe(self) -> None:
-        """Return once no crash can undo the events handled so far."""
-        if self._journal is not None:
-            await self._journal.wait_until_safe()
+        self.handle(ev.AdapterTrainingEnded(name))
 
     def offer(
         self,

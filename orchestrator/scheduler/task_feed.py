@@ -28,7 +28,7 @@ class TaskIterators:
 
     def __init__(
         self,
-        core: Callable[[], Core],
+        core: Core,
         handle: Callable[[ev.Event, EpisodeFunction | None], None],
         *,
         has_capacity: asyncio.Event,
@@ -56,7 +56,7 @@ class TaskIterators:
     ) -> None:
         """Take tasks from this iterator from now on, each run by ``episode``; ``agents`` are
         trained adapters that it samples beside its own."""
-        core = self._core()
+        core = self._core
         name = tasks.name if isinstance(tasks, Curriculum) else ""
         _check_is_continued(core, name)
         if self._feeding is not None:
@@ -102,13 +102,13 @@ class TaskIterators:
             with contextlib.suppress(RuntimeError):  # the run has ended, and its loop is closed
                 loop.call_soon_threadsafe(set_weights, weights)
 
-        first = curriculum.attach(self._core().task_records.curricula[name], submit)
+        first = curriculum.attach(self._core.task_records.curricula[name], submit)
         if first:
             set_weights(first)
 
     def episode_of(self, key: TaskKey | None) -> EpisodeFunction | None:
         """Return the episode function of a task; None is a new task of the newest iterator."""
-        newest = self._episodes.get(self._core().tasks.offer)
+        newest = self._episodes.get(self._core.tasks.offer)
         return newest if key is None else self._episodes.get(key.offer, newest)
 
     def put_back(self, task: object, key: TaskKey) -> None:

@@ -34,7 +34,7 @@ class TrainerSide:
 
     def __init__(
         self,
-        core: Callable[[], Core],
+        core: Core,
         handle: Handle,
         pending: PendingFutures,
         when_safe: Callable[[Callable[[], None]], None],
@@ -44,47 +44,47 @@ class TrainerSide:
         is_journalled: Callable[[], bool],
         now_s: Callable[[], float],
     ) -> None:
-        """``adapter``: the trained adapter; empty: the run's weights. ``take_failure``: as of
-        :class:`BatchRequests`."""
-        self._core = core
+        """``core``: the core of what is trained. ``adapter``: the trained adapter; empty: the run's
+        weights. ``take_failure``: as of :class:`BatchRequests`."""
+        self.core = core
         self._adapter = adapter
         self._handle_event = handle
         self._pending = pending
         self._when_safe = when_safe
         self._is_journalled = is_journalled
+        self._is_closed = False
         self.recorder: Recorder | None = None
         """Recorder of the trainer's rollouts; None if they are not recorded."""
         self.has_capacity = asyncio.Event()
-        self.published = PublishTimes(self.core.trainer_version)
+        self.published = PublishTimes(core.trainer_version)
         self.batch_requests = BatchRequests(
-            lambda: self.core.handed, self.handle, pending.batches, when_safe, take_failure
+            core.handed, self.handle, pending.batches, when_safe, take_failure
         )
         self.tasks = TaskIterators(
             core, self.handle if adapter else handle, has_capacity=self.has_capacity, now_s=now_s
         )
         self.parking = Parking(
-            live_version=lambda: self.core.versions.live_version,
-            is_starved=lambda: self.core.handed.wants_batch,
+            live_version=lambda: core.versions.live_version,
+            is_starved=lambda: core.handed.wants_batch,
         )
 
-    @property
-    def core(self) -> Core:
-        """The core of what is trained."""
-        return self._core()
-
     def handle(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
-        """Feed the core an event of this trainer."""
+        """Feed the core an event of this trainer, unless it was closed: the core and the journal
+        do not know an adapter that is trained no longer."""
+        if self._is_closed:
+            return
         if self._adapter:
             event = ev.ForAdapter(self._adapter, event)
         self._handle_event(event, episode)
 
     def wake_tasks(self) -> None:
         """Take more tasks if the core has capacity now."""
-        if not self.has_capacity.is_set() and self._core().admissible_groups:
+        if not self.has_capacity.is_set() and self.core.admissible_groups:
             self.has_capacity.set()
 
     def close(self) -> None:
         """Stop taking tasks, and end the trainer's requests without a batch."""
+        self._is_closed = True
         self.tasks.close()
         self.batch_requests.end_all()
 

@@ -1,8 +1,8 @@
 """Settings of a run: frozen records by component, and the flat names that users give them by.
 
 ``serve()``, ``tidegate run`` and the simulation call :func:`run_settings`, which checks every value
-before any process starts. A component takes the record that it reads, not all settings. Built on
-pydantic models; policies are objects of ``policies/``.
+before any process starts. A component takes the record that it reads, not all settings.
+``options.py``, the keywords of ``serve()`` for type checkers, is generated from the records.
 
 Each field belongs to one record and keeps its name in the flat form: ``pause_mode="abort"`` is
 ``weights=WeightSettings(pause_mode="abort")``, and in TOML ``[run.weights] pause_mode = "abort"``.
@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Required, Self, TypedDict
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -75,7 +75,7 @@ SET_BY_POLICY = frozenset(
         "deadline_policy",
     }
 )
-"""Settings that ``staleness_policy`` replaces."""
+"""Settings that ``staleness_policy`` replaces: fields of the default, :class:`BoundedStaleness`."""
 
 
 def cores() -> int:
@@ -140,13 +140,7 @@ class StalenessSettings(SettingsRecord):
         """
         if self.staleness_policy is not None:
             return self.staleness_policy
-        return BoundedStaleness(
-            max_staleness=self.max_staleness,
-            groups_per_batch=self.groups_per_batch,
-            outstanding_groups_limit=self.outstanding_groups_limit,
-            consumption_order=self.consumption_order,
-            deadline_policy=self.deadline_policy,
-        )
+        return BoundedStaleness(**{name: getattr(self, name) for name in SET_BY_POLICY})
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -750,94 +744,6 @@ RECORD_OF: dict[str, str] = {
     name: record for record in RECORDS for name in RECORDS[record].model_fields
 }
 """Name of the record that each flat name belongs to."""
-
-
-class RunOptions(TypedDict, total=False):
-    """Keyword arguments of ``tidegate.serve``, for type checkers: records, and their flat fields.
-
-    A test keeps it equal to the records, which have each field's meaning, default and range.
-    """
-
-    model: Required[Path | str]
-    staleness: StalenessSettings
-    placement: PlacementSettings
-    sampling: SamplingSettings
-    episodes: EpisodeSettings
-    fleet: FleetSettings
-    engine: EngineSettings
-    weights: WeightSettings
-    records: RecordSettings
-    # staleness
-    max_staleness: int
-    group_size: int
-    groups_per_batch: int
-    outstanding_groups_limit: int | None
-    consumption_order: Order | Window
-    deadline_policy: DeadlinePolicy
-    staleness_policy: StalenessPolicy | None
-    group_filter: GroupFilter
-    # placement
-    routing_policy: RoutingPolicy
-    engine_speeds: EngineSpeeds | None
-    migration_policy: MigrationPolicy | None
-    # sampling
-    temperature: float
-    max_tokens: int
-    adapter: str
-    seed: int
-    routed_experts: bool
-    kept_tokens: bool
-    # episodes
-    episode_timeout_s: float
-    episode_park_after_s: float | None
-    special_tokens_in_messages: bool
-    failure_policy: FailurePolicy
-    # fleet
-    engines: int
-    engine_urls: Sequence[str]
-    stream_interval_tokens: int
-    cluster: Cluster | None
-    gpus_per_engine: float
-    placement_group: str | None
-    evaluation_engines: int
-    listen_address: str | None
-    curve_key_directory: Path | str | None
-    engine_start_timeout_s: float
-    engine_timeout_s: float
-    orchestrator_timeout_s: float
-    heartbeat_interval_s: float
-    credit_steps: int
-    # engine
-    max_running_turns: int
-    adapters_max: int
-    num_kv_blocks: int | None
-    kv_memory_share: float | None
-    logits_processors: Sequence[str]
-    quantization: Quantization | None
-    tensor_parallel_size: int
-    deterministic: bool
-    speculative_method: str | None
-    dtype: Dtype
-    device: str
-    devices: Sequence[str]
-    threads_per_engine: int | None
-    step_time_min_s: float
-    # weights
-    pause_mode: PauseMode
-    kv_policy: KvPolicy
-    engines_per_update_wave: int | None
-    weight_channel: WeightChannelName
-    weight_deltas: WeightDeltas
-    weight_checksums: bool
-    weight_update_timeout_s: float
-    # records
-    run_directory: Path | str | None
-    dashboard_address: str | None
-    journal: bool
-    keep_full_journal: bool
-    resume_partial_rollouts: bool
-    progress: bool
-    stuck_after_s: float
 
 
 def run_settings(**values: object) -> RunSettings:

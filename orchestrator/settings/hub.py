@@ -1,7 +1,6 @@
 """Lookup of Hugging Face hub ids in the local cache; downloads nothing.
 
-``settings/config.py`` calls :func:`find_model` to resolve ``model="Qwen/Qwen3-0.6B"``. Uses the
-``huggingface_hub`` package.
+``settings/config.py`` calls :func:`find_model` to resolve ``model="Qwen/Qwen3-0.6B"``.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""Wording of errors about settings: what a value must be, and the name that was probably meant.
-
-The settings and `tidegate run`'s TOML parser use it. Names are compared by ``difflib``.
-"""
+"""Wording of errors about settings: what a value must be, and the name that was probably meant."""
 
 import difflib
 from collections.abc import Iterable

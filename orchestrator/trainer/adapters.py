@@ -7,13 +7,12 @@ are read by ``weight_sync/adapter_files.py``, and published by the scheduler's
 :class:`AdapterManager`.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidegate.errors import ConfigError, ResumeMismatch
-from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rules import (
@@ -26,15 +25,16 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import SET_BY_POLICY, RunSettings, StalenessSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import (
+from tidegate.orchestrator.trainer.batch_handle import BatchHandle, LocalRequests, SyncBatchHandle
+from tidegate.orchestrator.trainer.batch_metrics import OnBatch
+from tidegate.orchestrator.trainer.handle import (
     HELD_OUT,
     BatchesOfPublish,
-    BatchHandle,
     Evaluation,
+    blocking,
+    in_thread,
     numbers_of,
 )
-from tidegate.orchestrator.trainer.batch_metrics import OnBatch
-from tidegate.orchestrator.trainer.handle import blocking, in_thread, run_blocking
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.orchestrator.weight_sync.adapter_files import (
     LoadedAdapter,
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-Do = Callable[[Callable[[Scheduler], Awaitable[Any]]], Awaitable[Any]]
-"""Runs work on the run's loop, and waits for it."""
-
 
 class AdapterHandle:
     """One adapter of a run, for its trainer. Turns select it by ``generate(adapter=name)``."""
@@ -64,9 +61,8 @@ class AdapterHandle:
     _is_archived_by_run = True
     """Whether the run's records have its versions, instead of records of its own."""
 
-    def __init__(self, run: Run, name: str, do: Do) -> None:
+    def __init__(self, run: Run, name: str) -> None:
         self._run = run
-        self._work = do
         self.name = checked_name(name)
         """Name of the adapter in its run."""
         self._version = 0
@@ -75,6 +71,10 @@ class AdapterHandle:
     def version(self) -> int:
         """Number of the newest version that this handle published; 0 before the first."""
         return self._version
+
+    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
+        """As :meth:`LocalRequests.do`."""
+        return await LocalRequests(self._run).do(work)
 
     async def publish(
         self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
@@ -122,7 +122,7 @@ class AdapterHandle:
                 is_archived=self._is_archived_by_run,
             )
 
-        version: int = await self._work(work)
+        version = await self._do(work)
         self._version = max(self._version, version)
         self._published(version, loaded)
         return version
@@ -143,8 +143,7 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> int:
             return scheduler.engines.adapters.pin(self.name, version)
 
-        pinned: int = await self._work(work)
-        return pinned
+        return await self._do(work)
 
     async def unpin(self, version: int) -> None:
         """Undo one :meth:`pin`. Engines drop the version once they need the memory."""
@@ -152,7 +151,7 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> None:
             scheduler.engines.adapters.unpin(self.name, version)
 
-        await self._work(work)
+        await self._do(work)
 
     async def unload(self) -> None:
         """Have engines drop the adapter, pinned versions included. Turns that use it are refused.
@@ -166,7 +165,7 @@ class AdapterHandle:
         async def work(scheduler: Scheduler) -> None:
             await scheduler.engines.adapters.unload(self.name)
 
-        await self._work(work)
+        await self._do(work)
 
 
 class AdapterTrainer(AdapterHandle, BatchHandle):
@@ -183,13 +182,12 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         self,
         run: Run,
         name: str,
-        do: Do,
         settings: RunSettings,
         *,
         on_batch: OnBatch | None = None,
     ) -> None:
         """``settings``: the run's, with the adapter's own of batches and staleness."""
-        AdapterHandle.__init__(self, run, name, do)
+        AdapterHandle.__init__(self, run, name)
         BatchHandle.__init__(self, on_batch)
         self._adapter = self.name
         self._settings = settings
@@ -206,10 +204,6 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
     @property
     def _recorder(self) -> Recorder | None:
         return self._records
-
-    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        result: Result = await self._work(work)
-        return result
 
     @property
     def _has_evaluation_engines(self) -> bool:
@@ -241,7 +235,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         """Whether the run continues an earlier one; then publish the checkpoint's tensors first."""
         return self._is_resumed
 
-    async def begin(self) -> None:
+    async def _start(self) -> None:
         """Start training the adapter, or continue after a resume.
 
         Raises:
@@ -270,21 +264,21 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
                     f"{changed[0]}={describe(now[changed[0]])}; set the old value"
                 )
             self._is_resumed = True
-            self._version, self._batches = known.trainer_version, known.handed.count
+            self._version, self._received = known.trainer_version, known.handed.count
 
         await self._do(work)
 
     def _new_recorder(self, scheduler: Scheduler) -> Recorder | None:
         if self._run.observers is None:
             return None
-        batches = self._batches if self._is_resumed else None
+        batches = self._received if self._is_resumed else None
         recorder = self._run.observers.open_adapter(self.name, self._settings, batches)
         if recorder is not None:
             for engine in scheduler.fleet.engines.values():
                 recorder.engine_dtype(engine.hello.engine, engine.hello.dtype)
         return recorder
 
-    def end_records(self, statistics: RunStatistics | None) -> None:
+    def _end_records(self, statistics: RunStatistics | None) -> None:
         """Write the adapter's last records. Harmless if repeated.
 
         Raises:
@@ -414,7 +408,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
 
         final: list[RunStatistics] = []
         await self._do(work)
-        await in_thread(self.end_records, final[0])
+        await in_thread(self._end_records, final[0])
 
 
 def adapter_settings(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
@@ -455,26 +449,13 @@ class SyncAdapterHandle:
         """As :attr:`AdapterHandle.version`."""
         return self._handle.version
 
-    def publish(
-        self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
-    ) -> int:
-        """As :meth:`AdapterHandle.publish`."""
-        return run_blocking(self._handle.publish(adapter, config=config))
-
-    def pin(self, version: int | None = None) -> int:
-        """As :meth:`AdapterHandle.pin`."""
-        return run_blocking(self._handle.pin(version))
-
-    def unpin(self, version: int) -> None:
-        """As :meth:`AdapterHandle.unpin`."""
-        run_blocking(self._handle.unpin(version))
-
-    def unload(self) -> None:
-        """As :meth:`AdapterHandle.unload`."""
-        run_blocking(self._handle.unload())
+    publish = blocking(AdapterHandle.publish)
+    pin = blocking(AdapterHandle.pin)
+    unpin = blocking(AdapterHandle.unpin)
+    unload = blocking(AdapterHandle.unload)
 
 
-class SyncAdapterTrainer(SyncAdapterHandle):
+class SyncAdapterTrainer(SyncBatchHandle, SyncAdapterHandle):
     """Sync variant of :class:`AdapterTrainer`, whose calls block."""
 
     _handle: AdapterTrainer
@@ -482,41 +463,7 @@ class SyncAdapterTrainer(SyncAdapterHandle):
     def __init__(self, handle: AdapterTrainer) -> None:
         super().__init__(handle)
 
-    @property
-    def batches_received(self) -> int:
-        """As :attr:`AdapterTrainer.batches_received`."""
-        return self._handle.batches_received
-
-    @property
-    def is_resumed(self) -> bool:
-        """As :attr:`AdapterTrainer.is_resumed`."""
-        return self._handle.is_resumed
-
-    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
-        """As :meth:`AdapterTrainer.state_dict`."""
-        return self._handle.state_dict(trained=trained)
-
-    def statistics(self) -> RunStatistics:
-        """As :meth:`AdapterTrainer.statistics`."""
-        return self._handle.statistics()
-
-    def batches(
-        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
-    ) -> Iterator["Batch"]:
-        """As :meth:`AdapterTrainer.batches`."""
-        call = self._handle._begin_batches()
-        self.offer(tasks, episode=episode, agents=agents)
-        while (batch := run_blocking(self._handle._next_batch_of(call))) is not None:
-            yield batch
-
     publish = blocking(AdapterTrainer.publish)
-    offer = blocking(AdapterTrainer.offer)
-    next_batch = blocking(AdapterTrainer.next_batch)
-    return_batch = blocking(AdapterTrainer.return_batch)
-    discard = blocking(AdapterTrainer.discard)
-    report_off_policyness = blocking(AdapterTrainer.report_off_policyness)
-    ack = blocking(AdapterTrainer.ack)
-    evaluate = blocking(AdapterTrainer.evaluate)
     rollback = blocking(AdapterTrainer.rollback)
     pause = blocking(AdapterTrainer.pause)
     resume = blocking(AdapterTrainer.resume)

@@ -3,23 +3,30 @@
 :class:`BatchHandle` is the part of a trainer's handle that does not depend on what is published.
 ``rollouts.py`` adds the run's weights to it, ``adapters.py`` an adapter's. It submits requests to
 the run's thread, keeps the trainer's time, and turns what the core hands over into tensors on the
-trainer's thread. Built on :class:`Run` (``run.py``), :class:`TrainerSide` of the scheduler, and
-``batches/batches.py``.
+trainer's thread.
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import operator
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from tidegate.errors import ConfigError, VersionUnavailable
 from tidegate.orchestrator.batches.ages import BatchAges
@@ -29,13 +36,13 @@ from tidegate.orchestrator.core.failure_counts import failure_statistics
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 from tidegate.orchestrator.settings.config import RunSettings, cores
 from tidegate.orchestrator.telemetry.forecast import Forecaster, window_groups
-from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.orchestrator.telemetry.off_policy import off_policy
 from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
@@ -47,9 +54,20 @@ from tidegate.orchestrator.trainer.batch_metrics import (
     tokens_by_lag,
 )
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
-from tidegate.orchestrator.trainer.handle import in_thread, result_of
+from tidegate.orchestrator.trainer.handle import (
+    HELD_OUT,
+    Evaluation,
+    RunRequests,
+    SyncTrainerHandle,
+    TrainerHandle,
+    blocking,
+    forwarded,
+    in_thread,
+    result_of,
+)
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.policies.staleness import OffPolicyness
+from tidegate.transport.trainer_messages import ControlAction
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
@@ -57,44 +75,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-BatchesOfPublish: TypeAlias = "Iterable[Batch | int] | None"
-"""Batches that weights were made from, or their numbers; None: those that the trainer holds."""
-
-HELD_OUT = "held_out"
-"""Name of an evaluation, unless given; reports and comparisons show it."""
-
 log = logging.getLogger("tidegate")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Evaluation:
-    """Rewards of one episode per task, outside training."""
-
-    rewards: list[float | None]
-    """Reward of each task, in the order of the tasks; None where the episode failed."""
-
-    @property
-    def mean_reward(self) -> float:
-        """Mean over all tasks; failed episodes count as 0."""
-        return sum(reward or 0.0 for reward in self.rewards) / max(1, len(self.rewards))
-
-    @property
-    def failures(self) -> int:
-        """Number of episodes that raised or timed out."""
-        return sum(reward is None for reward in self.rewards)
-
-    def __repr__(self) -> str:
-        return line("Evaluation", self._figures())
-
-    def _repr_html_(self) -> str:
-        return html_table("Evaluation", self._figures())
-
-    def _figures(self) -> dict[str, object]:
-        return {
-            "mean reward": f"{self.mean_reward:.3f}",
-            "tasks": len(self.rewards),
-            "failures": self.failures,
-        }
 
 
 @dataclass(slots=True)
@@ -142,6 +123,45 @@ class _BegunEvaluation:
             return Evaluation([rollout.reward for rollout in rollouts])
 
         return evaluate
+
+
+class LocalRequests(RunRequests):
+    """Request interface of a run in this process: carries requests to its event loop."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
+        """Run ``work`` on the run's loop, and wait for it on the caller's."""
+        future = self._run.submit(work)
+        try:
+            return await result_of(future)
+        except concurrent.futures.CancelledError:  # the run's loop ended during the work
+            raise self._run.failure() from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and task is not None and not task.cancelling():
+                raise self._run.failure() from None  # the run's loop ended during the work
+            raise
+
+    @override
+    async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
+        return await self.do(lambda scheduler: scheduler.score(queries))
+
+    @override
+    async def control(self, action: ControlAction, **arguments: Any) -> Any:
+        return await self.do(lambda scheduler: CONTROLS[action](scheduler, **arguments))
+
+
+CONTROLS: dict[str, Callable[..., Awaitable[Any]]] = {
+    "pause": lambda scheduler, **how: scheduler.control.pause(**how),
+    "resume": lambda scheduler: scheduler.control.pause(None),
+    "sleep": lambda scheduler, **how: scheduler.control.sleep(**how),
+    "wake": lambda scheduler, **how: scheduler.control.wake(**how),
+    "drain": lambda scheduler, **how: scheduler.engines.drains.drain(**how),
+    "scale": lambda scheduler, **how: scheduler.engines.scale(**how),
+}
+"""What :class:`RunHandle` asks of a run in this process, by the name of its method."""
 
 
 class MeasuredHandle(ABC):
@@ -222,11 +242,12 @@ class MeasuredHandle(ABC):
         )
 
 
-class BatchHandle(MeasuredHandle):
-    """Async handle of one trainer's batches, tasks and evaluations."""
+class BatchHandle(MeasuredHandle, TrainerHandle):
+    """Async handle of one trainer in this process: its batches, tasks and evaluations."""
 
     def __init__(self, on_batch: OnBatch | None = None) -> None:
         MeasuredHandle.__init__(self)
+        TrainerHandle.__init__(self)
         if on_batch is not None:
             check_callback(on_batch)
         self._on_batch = on_batch
@@ -235,12 +256,6 @@ class BatchHandle(MeasuredHandle):
         batch. They are added to the next batch's metrics."""
         self._evaluations: dict[str, _RepeatedEvaluation] = {}
         """Evaluations that the run repeats, by their names."""
-        self._version = 0
-        self._batches = 0
-        self._is_ahead = False
-        """Whether the batch received last was requested ahead."""
-        self._named = 0
-        """Highest number of a batch that a publish has named."""
         self._begun: dict[str, tuple[_BegunEvaluation, concurrent.futures.Future[Evaluation]]] = {}
         """Evaluations of :meth:`evaluate_every` that run beside training, by name."""
         self._batches_call = 0
@@ -249,13 +264,9 @@ class BatchHandle(MeasuredHandle):
         """Number of ``batches()`` calls that wait for a batch now."""
         self._has_checked_threads = False
 
-    def refuse_blocking_call(self) -> None:
-        """Raise RuntimeError on the run's own thread, which would wait for itself."""
-        self._running.refuse_own_thread()
-
-    @abstractmethod
     async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        """Run ``work`` on the run's loop, and wait for it."""
+        """As :meth:`LocalRequests.do`."""
+        return await LocalRequests(self._running).do(work)
 
     @abstractmethod
     def statistics(self) -> RunStatistics:
@@ -283,14 +294,9 @@ class BatchHandle(MeasuredHandle):
             recorder.sync()
 
     @property
-    def version(self) -> int:
-        """The newest weight version published; 0 is the model directory's."""
-        return self._version
-
-    @property
     def batches_received(self) -> int:
         """Number of batches handed to the trainer, those before a resume included."""
-        return self._batches
+        return self._received
 
     @property
     def is_resumed(self) -> bool:
@@ -316,9 +322,7 @@ class BatchHandle(MeasuredHandle):
             )
         scheduler = self._running.scheduler
         offer = self._side(scheduler).core.tasks.offer if scheduler is not None else 0
-        batches = trained_batches(
-            trained, received=self._batches, named=self._named, is_ahead=self._is_ahead
-        )
+        batches = self._batches_of_checkpoint(trained)
         token = ResumeToken(self._running.run_id, batches, self._version, max(0, offer))
         return msgspec.structs.asdict(token)
 
@@ -404,7 +408,7 @@ class BatchHandle(MeasuredHandle):
 
         if not await self._do(work):
             return False
-        self._batches = number - 1
+        self._received = number - 1
         return True
 
     async def discard(
@@ -498,7 +502,7 @@ class BatchHandle(MeasuredHandle):
         pinned = version
         if pinned is None and self._has_evaluation_engines:
             pinned = self._version
-        begun = _BegunEvaluation(name, self._version if pinned is None else pinned, self._batches)
+        begun = _BegunEvaluation(name, self._version if pinned is None else pinned, self._received)
         evaluation = await self._do(begun.work(tasks, episode, pinned, self._adapter))
         self._record_evaluation(begun, evaluation)
         return evaluation
@@ -552,7 +556,7 @@ class BatchHandle(MeasuredHandle):
                 await self._end_evaluation(name)
             if name in self._begun or not each.is_due(self._version, is_last=is_last):
                 continue
-            begun = _BegunEvaluation(name, self._version, self._batches)
+            begun = _BegunEvaluation(name, self._version, self._received)
             work = begun.work(each.tasks, each.episode, self._version, self._adapter)
             self._begun[name] = begun, self._running.submit(work)
             each.evaluated_version = self._version
@@ -646,7 +650,7 @@ class BatchHandle(MeasuredHandle):
         batch = batch_of_rows(rows, handover.groups, version, handover.number)
         if not request.take(handover):
             return None
-        self._batches, self._is_ahead = handover.number, handover.is_ahead
+        self._received, self._is_ahead = handover.number, handover.is_ahead
         self._forecast_from(batch)
         self._record_batch(handover, batch, rows)
         self._post(lambda scheduler: self._side(scheduler).batch_requests.acknowledge(request))
@@ -655,7 +659,7 @@ class BatchHandle(MeasuredHandle):
     def _close_request(self, request: BatchRequest) -> None:
         """End a request without a batch; give back a batch that was offered or taken."""
         if (handover := request.batch) is not None:
-            self._batches = min(self._batches, handover.number - 1)
+            self._received = min(self._received, handover.number - 1)
         self._post(lambda scheduler: self._side(scheduler).batch_requests.close(request))
 
     def _post(self, action: Callable[[Scheduler], object]) -> None:
@@ -717,53 +721,35 @@ class BatchHandle(MeasuredHandle):
         )
 
 
-def numbers_of(
-    batches: "Iterable[Batch | int] | None", default: tuple[int, ...] | None
-) -> tuple[int, ...] | None:
-    """Return the numbers of batches that a publish names; ``default`` if it names none.
+class SyncBatchHandle(SyncTrainerHandle):
+    """Sync variant of :class:`BatchHandle`."""
 
-    Raises:
-        ConfigError: they are no batches or numbers.
-    """
-    if batches is None:
-        return default
-    numbers: list[int] = []
-    try:
-        for each in batches:
-            number: Any = getattr(each, "number", each)
-            numbers.append(operator.index(number))
-    except TypeError:
-        raise ConfigError(
-            f"batches must be a list of batches or of their numbers, got {batches!r:.200}; for one "
-            f"batch write batches=[batch]"
-        ) from None
-    return tuple(dict.fromkeys(numbers))
+    _handle: BatchHandle
 
+    @property
+    def batches_received(self) -> int:
+        """Number of batches handed to the trainer, those before a resume included."""
+        return self._handle.batches_received
 
-def trained_batches(
-    trained: "Batch | int | None", *, received: int, named: int, is_ahead: bool
-) -> int:
-    """Return how many batches a checkpoint contains: up to ``trained``, or all ``received``.
+    def batches(
+        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
+    ) -> Iterator["Batch"]:
+        """As :meth:`Rollouts.batches`."""
+        call = self._handle._begin_batches()
+        self.offer(tasks, episode=episode, agents=agents)
+        while (batch := self._next_batch_of(call)) is not None:
+            yield batch
 
-    Raises:
-        ConfigError: ``trained`` was not received; or it is left out, and the batch received last
-            ``is_ahead`` and not ``named`` by a publish, so it may be untrained.
-    """
-    if trained is None:
-        if is_ahead and received > named:
-            raise ConfigError(
-                f"batch {received}, received last, was asked for ahead, and state_dict() can't "
-                f"know whether the checkpoint contains it; pass the batch that you trained last: "
-                f"state_dict(trained=batch)"
-            )
-        return received
-    number = trained if isinstance(trained, int) else trained.number
-    if not 0 <= number <= received:
-        raise ConfigError(
-            f"state_dict(trained={number}) names a batch that was not received; the newest is "
-            f"{received}"
-        )
-    return number
+    statistics = forwarded(BatchHandle.statistics)
+    offer = blocking(BatchHandle.offer)
+    next_batch = blocking(BatchHandle.next_batch)
+    _next_batch_of = blocking(BatchHandle._next_batch_of)
+    return_batch = blocking(BatchHandle.return_batch)
+    discard = blocking(BatchHandle.discard)
+    ack = blocking(BatchHandle.ack)
+    report_off_policyness = blocking(BatchHandle.report_off_policyness)
+    evaluate = blocking(BatchHandle.evaluate)
+    evaluate_every = forwarded(BatchHandle.evaluate_every)
 
 
 def warn_if_oversubscribed(settings: RunSettings) -> None:

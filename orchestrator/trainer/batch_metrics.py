@@ -1,7 +1,6 @@
 """Metrics of a batch, for ``metrics.jsonl`` and the user's ``on_batch`` callback.
 
-:class:`BatchHandle` computes them for each batch that it hands to the trainer. Reads the batch's
-tensors and the run's statistics. Built on ``batches/batches.py`` and ``telemetry/rows.py``.
+:class:`BatchHandle` computes them for each batch that it hands to the trainer.
 """
 
 import inspect

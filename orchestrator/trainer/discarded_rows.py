@@ -1,7 +1,6 @@
 """Rows of a batch that the trainer did not train on, for ``Rollouts.discard``.
 
-Local and remote handles check the rows here and report them to the core as one event. Built on
-``scheduler/trainer_side.py``.
+Local and remote handles check the rows here and report them to the core as one event.
 """
 
 import operator
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from tidegate.errors import REASON, ConfigError
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
+    from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 
 NOT_TRAINED = "not_trained"
 """Reason of rows that are discarded without a given reason."""
@@ -31,7 +30,7 @@ class DiscardedRows:
     reason: str
     """Account of the ledger that the rows' tokens move to."""
 
-    async def report(self, trainer: TrainerSide) -> None:
+    async def report(self, trainer: "TrainerSide") -> None:
         """Count the rows as discarded; return once the journal has stored the event.
 
         Raises:

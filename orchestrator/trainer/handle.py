@@ -1,20 +1,23 @@
 """Base classes of a run's client handles, async and sync, local and remote.
 
 :class:`RunHandle` is written once, against :class:`RunRequests`: a run in this process answers them
-on its event loop (``rollouts.py``), a run in another process over ZeroMQ (``remote/rollouts.py``).
-A sync handle is a :class:`SyncHandle`: it runs the coroutines of an async one to their end. Handles
-of adapters are of these classes, too. Built on asyncio and a thread, and on ``fleet/scores.py`` for
-scoring.
+on its event loop (``batch_handle.py``), another process's over ZeroMQ (``remote/rollouts.py``).
+:class:`TrainerHandle` is what all trainers' handles have in common, those of adapters included.
+
+A sync handle holds the async one as ``_handle``. Each of its methods is a line that names the async
+method: :func:`blocking` runs a coroutine to its end, :func:`forwarded` calls what does not wait.
 """
 
 import asyncio
 import concurrent.futures
 import functools
 import math
+import operator
 import threading
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -23,6 +26,7 @@ from typing import (
     Generic,
     ParamSpec,
     Self,
+    TypeAlias,
     TypeVar,
     cast,
     get_args,
@@ -39,14 +43,53 @@ from tidegate.orchestrator.fleet.scores import (
     logprob_queries,
     reward_queries,
 )
+from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
+from tidegate.transport.trainer_messages import ControlAction
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
+BatchesOfPublish: TypeAlias = "Iterable[Batch | int] | None"
+"""Batches that weights were made from, or their numbers; None: those that the trainer holds."""
+
+HELD_OUT = "held_out"
+"""Name of an evaluation, unless given; reports and comparisons show it."""
+
 Result = TypeVar("Result")
 P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluation:
+    """Rewards of one episode per task, outside training."""
+
+    rewards: list[float | None]
+    """Reward of each task, in the order of the tasks; None where the episode failed."""
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean over all tasks; failed episodes count as 0."""
+        return sum(reward or 0.0 for reward in self.rewards) / max(1, len(self.rewards))
+
+    @property
+    def failures(self) -> int:
+        """Number of episodes that raised or timed out."""
+        return sum(reward is None for reward in self.rewards)
+
+    def __repr__(self) -> str:
+        return line("Evaluation", self._figures())
+
+    def _repr_html_(self) -> str:
+        return html_table("Evaluation", self._figures())
+
+    def _figures(self) -> dict[str, object]:
+        return {
+            "mean reward": f"{self.mean_reward:.3f}",
+            "tasks": len(self.rewards),
+            "failures": self.failures,
+        }
 
 
 class RunRequests(ABC):
@@ -57,24 +100,8 @@ class RunRequests(ABC):
         """Have engines score sequences."""
 
     @abstractmethod
-    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
-        """Pause all engines by ``mode``; None resumes them."""
-
-    @abstractmethod
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        """Have all engines release memory; return how many bytes they released."""
-
-    @abstractmethod
-    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        """Have all engines allocate memory again."""
-
-    @abstractmethod
-    async def drain(self, engine: str, within_s: float) -> int:
-        """Have an engine leave; return the number of its turns that were moved."""
-
-    @abstractmethod
-    async def scale(self, engines: int, within_s: float) -> None:
-        """Start engines or have some leave, until the run has ``engines`` of its own."""
+    async def control(self, action: ControlAction, **arguments: Any) -> Any:
+        """Do what the method of :class:`RunHandle` with this name does; return its result."""
 
 
 class RunHandle(ABC):
@@ -115,9 +142,6 @@ class RunHandle(ABC):
         Raises:
             RuntimeError: the run has not been entered.
         """
-
-    def refuse_blocking_call(self) -> None:  # noqa: B027 - most handles refuse nobody
-        """Raise RuntimeError if the calling thread must not wait for the run, e.g. is its own."""
 
     async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
         """Return the scores of prepared queries, of any kind, in their order."""
@@ -177,11 +201,11 @@ class RunHandle(ABC):
         ``clear_cache`` has engines drop the contexts that they keep for later turns. A publish does
         not need it: KV that old weights computed is never shared with turns of new weights.
         """
-        await self._requests.pause(checked_mode(mode), clear_cache=clear_cache)
+        await self._requests.control("pause", mode=checked_mode(mode), clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Resume all engines; return once they decode. Harmless if they were not paused."""
-        await self._requests.pause(None)
+        await self._requests.control("resume")
 
     async def sleep(
         self,
@@ -204,7 +228,8 @@ class RunHandle(ABC):
         if level not in get_args(SleepLevel):
             raise ConfigError(f"level must be 1 (offload weights) or 2 (discard them), got {level}")
         checked_mode(mode)
-        return await self._requests.sleep(level, _checked_tags(tags), mode)
+        tags = _checked_tags(tags)
+        return int(await self._requests.control("sleep", level=level, tags=tags, mode=mode))
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Have all engines allocate the memory of ``tags`` again, by default of all tags.
@@ -217,7 +242,7 @@ class RunHandle(ABC):
             SleepFailed: an engine finds no memory, or has no weights and receives none. All stay
                 paused; wake again.
         """
-        await self._requests.wake(None if tags is None else _checked_tags(tags))
+        await self._requests.control("wake", tags=None if tags is None else _checked_tags(tags))
 
     async def drain(self, engine: str, *, within_s: float = 30.0) -> int:
         """Have an engine leave the run; return the number of its turns that were moved.
@@ -236,7 +261,7 @@ class RunHandle(ABC):
         """
         if not 0 <= within_s < math.inf:
             raise ConfigError(f"within_s must be at least 0 seconds and finite, got {within_s}")
-        return await self._requests.drain(engine, within_s)
+        return int(await self._requests.control("drain", engine=engine, within_s=within_s))
 
     async def retire(self, engine: str) -> int:
         """Have an engine leave the run now: :meth:`drain` without time for its turns to end."""
@@ -259,16 +284,25 @@ class RunHandle(ABC):
                 f"engines and within_s must be at least 0, got engines={engines}, "
                 f"within_s={within_s}"
             )
-        await self._requests.scale(engines, within_s)
+        await self._requests.control("scale", engines=engines, within_s=within_s)
 
 
-class TrainerHandle(RunHandle):
-    """Async handle of a run's trainer: adds the trainer's weight version and checkpoint state."""
+class TrainerHandle(ABC):
+    """Async handle of a trainer, of a run's weights or of an adapter: its position in the run."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._received = 0
+        """Number of the batch received last."""
+        self._is_ahead = False
+        """Whether that batch was requested ahead."""
+        self._named = 0
+        """Highest number of a batch that a publish has named."""
 
     @property
-    @abstractmethod
     def version(self) -> int:
         """Newest version that the trainer has published or received; 0 is the model directory's."""
+        return self._version
 
     @property
     @abstractmethod
@@ -278,6 +312,52 @@ class TrainerHandle(RunHandle):
     @abstractmethod
     def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
         """Return the trainer's position in the run, to be saved in its checkpoint."""
+
+    def _batches_of_checkpoint(self, trained: "Batch | int | None") -> int:
+        """Return how many batches a checkpoint contains: up to ``trained``, or all received.
+
+        Raises:
+            ConfigError: ``trained`` was not received; or it is left out, and the batch received
+                last was asked for ahead and is not named by a publish, so it may be untrained.
+        """
+        if trained is None:
+            if self._is_ahead and self._received > self._named:
+                raise ConfigError(
+                    f"batch {self._received}, received last, was asked for ahead, and state_dict() "
+                    f"can't know whether the checkpoint contains it; pass the batch that you "
+                    f"trained last: state_dict(trained=batch)"
+                )
+            return self._received
+        number = trained if isinstance(trained, int) else trained.number
+        if not 0 <= number <= self._received:
+            raise ConfigError(
+                f"state_dict(trained={number}) names a batch that was not received; the newest is "
+                f"{self._received}"
+            )
+        return number
+
+
+def numbers_of(
+    batches: "Iterable[Batch | int] | None", default: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Return the numbers of batches that a publish names; ``default`` if it names none.
+
+    Raises:
+        ConfigError: they are no batches or numbers.
+    """
+    if batches is None:
+        return default
+    numbers: list[int] = []
+    try:
+        for each in batches:
+            number: Any = getattr(each, "number", each)
+            numbers.append(operator.index(number))
+    except TypeError:
+        raise ConfigError(
+            f"batches must be a list of batches or of their numbers, got {batches!r:.200}; for one "
+            f"batch write batches=[batch]"
+        ) from None
+    return tuple(dict.fromkeys(numbers))
 
 
 def checked_mode(mode: PauseMode) -> PauseMode:
@@ -294,7 +374,7 @@ def checked_mode(mode: PauseMode) -> PauseMode:
 def _checked_tags(tags: Sequence[MemoryTag]) -> Sequence[MemoryTag]:
     if isinstance(tags, str) or not tags or not set(tags) <= set(MEMORY_TAGS):
         raise ConfigError(f"tags must be a list with some of {list(MEMORY_TAGS)}, got {tags!r}")
-    return tags
+    return list(tags)
 
 
 # ---------------------------------------------------------------- waiting, with and without a loop
@@ -365,12 +445,26 @@ Owner = TypeVar("Owner")
 def blocking(
     method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, P], Result]:
-    """Return a sync handle's method that runs the async handle's ``method`` to its end."""
+    """Return a sync handle's method that runs the async handle's, of this name, to its end."""
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
-        self._handle.refuse_blocking_call()
-        return run_blocking(method(self._handle, *args, **kwargs))
+        coroutine: Coroutine[Any, Any, Result] = getattr(self._handle, method.__name__)(
+            *args, **kwargs
+        )
+        return run_blocking(coroutine)
+
+    return cast("Callable[Concatenate[Any, P], Result]", call)
+
+
+def forwarded(
+    method: Callable[Concatenate[Owner, P], Result],
+) -> Callable[Concatenate[Any, P], Result]:
+    """Return a sync handle's method that calls the async handle's, of this name."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
+        return cast(Result, getattr(self._handle, method.__name__)(*args, **kwargs))
 
     return cast("Callable[Concatenate[Any, P], Result]", call)
 
@@ -393,6 +487,7 @@ class SyncHandle(Generic[HandleT]):
     ) -> None:
         self._handle._exit(error)
 
+    score_queries = forwarded(RunHandle.score_queries)  # a coroutine, for code on any event loop
     score = blocking(RunHandle.score)
     embed = blocking(RunHandle.embed)
     reward = blocking(RunHandle.reward)
@@ -406,7 +501,7 @@ class SyncHandle(Generic[HandleT]):
 
 
 class SyncTrainerHandle:
-    """Mixin of sync handles: the version and state of the trainer's async handle."""
+    """Sync variant of :class:`TrainerHandle`."""
 
     _handle: TrainerHandle
 
@@ -420,6 +515,4 @@ class SyncTrainerHandle:
         """Whether the trainer must publish its checkpoint's weights first."""
         return self._handle.is_resumed
 
-    def state_dict(self, *, trained: "Batch | int | None" = None) -> dict[str, Any]:
-        """Return the trainer's position in the run, to be saved in its checkpoint."""
-        return self._handle.state_dict(trained=trained)
+    state_dict = forwarded(TrainerHandle.state_dict)

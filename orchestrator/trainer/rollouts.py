@@ -7,11 +7,9 @@
 
 The run has a thread of its own (:mod:`tidegate.orchestrator.trainer.run`), so a train step that
 blocks stalls no rollout. A handle submits requests to that thread, keeps the trainer's time, and
-turns what the core hands over into tensors on the trainer's thread. Depends on :class:`Run` (the
-thread), ``batches.py`` (tensors) and ``weight_updates.py`` (publishing).
+turns what the core hands over into tensors on the trainer's thread.
 """
 
-import asyncio
 import concurrent.futures
 import contextlib
 import logging
@@ -19,23 +17,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed, check_not_forked
-from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core.weight_control import PublishWait
-from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.scheduler.loop_watch import CHECK_INTERVAL_S
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -51,21 +40,19 @@ from tidegate.orchestrator.trainer.adapters import (
     adapter_settings,
 )
 from tidegate.orchestrator.trainer.batch_handle import (
-    BatchesOfPublish,
     BatchHandle,
+    LocalRequests,
     MeasuredHandle,
-    numbers_of,
+    SyncBatchHandle,
 )
-from tidegate.orchestrator.trainer.batch_metrics import (
-    OnBatch,
-)
+from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.handle import (
+    BatchesOfPublish,
     RunHandle,
-    RunRequests,
     SyncHandle,
-    SyncTrainerHandle,
-    TrainerHandle,
     blocking,
+    forwarded,
+    numbers_of,
     result_of,
     run_blocking,
 )
@@ -78,67 +65,16 @@ from tidegate.orchestrator.trainer.weight_updates import (
     WeightPublish,
     WeightRollback,
 )
-from tidegate.transport.messages import PauseMode
-from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
     import torch
-
-    from tidegate.orchestrator.batches.batches import Batch
 
 Result = TypeVar("Result")
 
 MakeParts = Callable[[RunSettings], RunParts]
 """Chooses a run's observers, and where its engines run, by its settings."""
 
-HELD_OUT = "held_out"
-"""Name of an evaluation, unless given; reports and comparisons show it."""
-
 log = logging.getLogger("tidegate")
-
-
-class LocalRequests(RunRequests):
-    """Request interface of a run in this process: carries requests to its event loop."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    async def do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        """Run ``work`` on the run's loop, and wait for it on the caller's."""
-        future = self._run.submit(work)
-        try:
-            return await result_of(future)
-        except concurrent.futures.CancelledError:  # the run's loop ended during the work
-            raise self._run.failure() from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if future.cancelled() and task is not None and not task.cancelling():
-                raise self._run.failure() from None  # the run's loop ended during the work
-            raise
-
-    @override
-    async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
-        return await self.do(lambda scheduler: scheduler.score(queries))
-
-    @override
-    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
-        await self.do(lambda scheduler: scheduler.control.pause(mode, clear_cache=clear_cache))
-
-    @override
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        return await self.do(lambda scheduler: scheduler.control.sleep(level, tags, mode))
-
-    @override
-    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        await self.do(lambda scheduler: scheduler.control.wake(tags))
-
-    @override
-    async def drain(self, engine: str, within_s: float) -> int:
-        return await self.do(lambda scheduler: scheduler.engines.drains.drain(engine, within_s))
-
-    @override
-    async def scale(self, engines: int, within_s: float) -> None:
-        await self.do(lambda scheduler: scheduler.engines.scale(engines, within_s))
 
 
 class Scorer(MeasuredHandle, RunHandle):
@@ -215,11 +151,6 @@ class Scorer(MeasuredHandle, RunHandle):
                 figures |= _figures_of(self.statistics())
                 figures["dashboard"] = self.dashboard_url or "none"
         return html_table(type(self).__name__, figures)
-
-    def refuse_blocking_call(self) -> None:
-        """Raise RuntimeError on the run's own thread, which would wait for itself."""
-        if self._run is not None:
-            self._run.refuse_own_thread()
 
     # ------------------------------------------------------------ the run
 
@@ -304,7 +235,7 @@ class Scorer(MeasuredHandle, RunHandle):
         return future.result()
 
 
-class Rollouts(Scorer, BatchHandle, TrainerHandle):
+class Rollouts(Scorer, BatchHandle):
     """Async handle of a run in this process, for its trainer."""
 
     def __init__(
@@ -319,9 +250,6 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         BatchHandle.__init__(self, on_batch)
         self._adapters: dict[str, AdapterHandle] = {}
 
-    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        return await self._requests.do(work)
-
     @override
     def _close_recorder(self, error: BaseException | None) -> None:
         scheduler = self._running.scheduler
@@ -329,7 +257,7 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
             if isinstance(trainer, AdapterTrainer) and not trainer.is_closed:
                 final = None if scheduler is None else trainer._statistics_of(scheduler)
                 try:
-                    trainer.end_records(final)
+                    trainer._end_records(final)
                 except RecordingFailed as failure:
                     log.error("adapter=%s records are incomplete: %s", trainer.name, failure)
         super()._close_recorder(error)
@@ -339,7 +267,7 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         return {
             **super()._figures(),
             "weight version": self._version,
-            "batches": self._batches,
+            "batches": self._received,
         }
 
     # ------------------------------------------------------------ weights
@@ -406,7 +334,7 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         first_bad = self._version if first_bad is None else first_bad
         return await self._publish(WeightRollback(self._running, state_dict, first_bad=first_bad))
 
-    async def publish_parts(
+    async def _publish_parts(
         self,
         collect: CollectParts,
         *,
@@ -476,7 +404,7 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         own turns.
         """
         if name not in self._adapters:
-            self._adapters[name] = AdapterHandle(self._running, name, self._requests.do)
+            self._adapters[name] = AdapterHandle(self._running, name)
         return self._adapters[name]
 
     async def train_adapter(
@@ -497,15 +425,15 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
         if isinstance(known, AdapterTrainer) and not known.is_closed:
             raise ConfigError(f"adapter {name!r} is trained already; use the handle of that call")
         own = adapter_settings(self.settings, staleness)
-        trainer = AdapterTrainer(self._running, name, self._requests.do, own, on_batch=on_batch)
-        await trainer.begin()
+        trainer = AdapterTrainer(self._running, name, own, on_batch=on_batch)
+        await trainer._start()
         self._adapters[name] = trainer
         return trainer
 
     async def _publish(self, call: WeightPublish) -> int:
         self._mark("train")
         try:
-            return await self._requests.do(call.run)
+            return await self._do(call.run)
         finally:
             self._named = max(self._named, *call.named, 0)
             self._published(call)
@@ -515,9 +443,9 @@ class Rollouts(Scorer, BatchHandle, TrainerHandle):
     @override
     async def _enter(self) -> None:
         await super()._enter()
-        if self._running.resumed is not None:
-            self._batches = self._running.resumed.batches
-            self._version = self._running.newest_version
+        resumed, scheduler = self._running.resumed, self._running.scheduler
+        if resumed is not None and scheduler is not None:
+            self._received, self._version = resumed.batches, scheduler.core.trainer_version
 
     def _published(self, call: WeightPublish) -> None:
         """Update version, time statistics and records after a publish, successful or failed."""
@@ -558,24 +486,15 @@ class SyncScorer(SyncHandle[Scorer]):
         """As :attr:`Scorer.dashboard_url`."""
         return self._handle.dashboard_url
 
-    def statistics(self) -> RunStatistics:
-        """As :meth:`Scorer.statistics`."""
-        return self._handle.statistics()
-
-    def raise_if_ended(self) -> None:
-        """As :meth:`Scorer.raise_if_ended`."""
-        self._handle.raise_if_ended()
+    statistics = forwarded(Scorer.statistics)
+    raise_if_ended = forwarded(Scorer.raise_if_ended)
 
     def record_facts(self, **facts: object) -> None:
         """As :meth:`Scorer.record_facts`."""
         self._handle.record_facts(**facts)
 
-    async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
-        """As :meth:`RunHandle.score_queries`; code on any event loop may await it."""
-        return await self._handle.score_queries(queries)
 
-
-class SyncRollouts(SyncTrainerHandle, SyncScorer):
+class SyncRollouts(SyncBatchHandle, SyncScorer):
     """Sync variant of :class:`Rollouts`, whose calls block."""
 
     _handle: Rollouts
@@ -583,41 +502,10 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
     def __init__(self, handle: Rollouts) -> None:
         super().__init__(handle)
 
-    @property
-    def batches_received(self) -> int:
-        """As :attr:`Rollouts.batches_received`."""
-        return self._handle.batches_received
-
-    def batches(
-        self, tasks: Tasks, *, episode: EpisodeFunction, agents: Sequence[str] = ()
-    ) -> Iterator["Batch"]:
-        """As :meth:`Rollouts.batches`."""
-        call = self._handle._begin_batches()
-        self.offer(tasks, episode=episode, agents=agents)
-        while (batch := self._next_batch_of(call)) is not None:
-            yield batch
-
-    offer = blocking(Rollouts.offer)
-    next_batch = blocking(Rollouts.next_batch)
-    _next_batch_of = blocking(Rollouts._next_batch_of)
-    discard = blocking(Rollouts.discard)
-    report_off_policyness = blocking(Rollouts.report_off_policyness)
-    ack = blocking(Rollouts.ack)
-    evaluate = blocking(Rollouts.evaluate)
-
-    def evaluate_every(
-        self,
-        versions: int,
-        tasks: Sequence[Any],
-        *,
-        episode: EpisodeFunction,
-        name: str = HELD_OUT,
-    ) -> None:
-        """As :meth:`Rollouts.evaluate_every`."""
-        self._handle.evaluate_every(versions, tasks, episode=episode, name=name)
-
     publish = blocking(Rollouts.publish)
     rollback = blocking(Rollouts.rollback)
+    publish_adapter = blocking(Rollouts.publish_adapter)
+    unload_adapter = blocking(Rollouts.unload_adapter)
 
     def adapter(self, name: str) -> SyncAdapterHandle:
         """As :meth:`Rollouts.adapter`."""
@@ -627,12 +515,8 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
         self, name: str, *, on_batch: OnBatch | None = None, **staleness: Any
     ) -> SyncAdapterTrainer:
         """As :meth:`Rollouts.train_adapter`."""
-        self._handle.refuse_blocking_call()
         start = self._handle.train_adapter(name, on_batch=on_batch, **staleness)
         return SyncAdapterTrainer(run_blocking(start))
-
-    publish_adapter = blocking(Rollouts.publish_adapter)
-    unload_adapter = blocking(Rollouts.unload_adapter)
 
 
 def _figures_of(s: RunStatistics) -> dict[str, object]:

@@ -188,9 +188,14 @@ class Run:
         Raises:
             RunClosed: the run has ended; if it failed, its failure is raised instead.
             RunForked: this process was forked from the run's.
+            RuntimeError: the caller is the run itself.
         """
         check_not_forked(self.owner_pid)
-        self.refuse_own_thread()
+        if self.is_own_thread:
+            raise RuntimeError(
+                "a blocking call of a run from its own episode or task iterator would deadlock; "
+                "use the Episode's methods, or another run"
+            )
         loop, scheduler = self._loop, self._scheduler
         if loop is None or scheduler is None:
             raise self.failure()
@@ -213,14 +218,6 @@ class Run:
         future.add_done_callback(self._submitted.discard)
         return future
 
-    def refuse_own_thread(self) -> None:
-        """Raise RuntimeError if the caller is the run itself: an episode, or a task iterator."""
-        if self.is_own_thread:
-            raise RuntimeError(
-                "a blocking call of a run from its own episode or task iterator would deadlock; "
-                "use the Episode's methods, or another run"
-            )
-
     @property
     def is_own_thread(self) -> bool:
         """Whether the caller is the run itself: an episode, or a task iterator."""
@@ -241,12 +238,6 @@ class Run:
         """Id of the run, the same after each resume; empty without a journal."""
         journal = self._journal.journal
         return journal.header.run_id if journal is not None else ""
-
-    @property
-    def newest_version(self) -> int:
-        """Newest weight version in the journal, published by an earlier process; 0 if none."""
-        journal = self._journal.journal
-        return journal.core.trainer_version if journal is not None else 0
 
     @property
     def has_ended(self) -> bool:

@@ -8,23 +8,21 @@ asyncio and the messages of ``transport/adapter_messages.py``.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator.core import adapter_control as ac
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.adapter_control import AdapterControl
-from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.core.weight_control import WeightControl
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, resolve
+from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 from tidegate.transport.messages import (
-    AdapterLive,
     FromEngine,
     Hello,
-    Message,
     UpdateWeights,
     encode,
 )
@@ -38,43 +36,11 @@ BUFFERS_FROM = 1 << 40
 HEADER_BYTES = 4096
 """Bytes reserved in a message for the adapter's name and the fields besides its chunks."""
 
+Archive = Callable[[str, int, LoadedAdapter], None]
+"""Adds an adapter's version to the run's records, if there are any. Blocks."""
+
 Write = Callable[[int, Collection[int]], list[UpdateWeights]]
 """Writes tensors to the weight channel under a number, keeping other buffers. Blocks."""
-
-
-class AdapterCallbacks(Protocol):
-    """Methods of :class:`EngineSide` that the adapter manager calls."""
-
-    @property
-    def core(self) -> Core:
-        """The run's core."""
-
-    def handle(self, events: Iterable[ev.Event]) -> None:
-        """Feed events to the core."""
-
-    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
-        """Send messages to engines, after all messages posted before."""
-
-    def when_safe(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once no crash can undo the events handled so far."""
-
-    def hold_batches(self, is_held: bool, adapter: str = "") -> None:
-        """Stop handing batches over to a trained adapter's trainer, or hand them over again."""
-
-    def give_up_engine(self, engine: str, why: str) -> None:
-        """Remove an engine that does not answer."""
-
-    def adapter_live(self, engine: str, message: AdapterLive) -> None:
-        """Record that an engine serves an adapter's version."""
-
-    def base_buffers(self) -> Collection[int]:
-        """Return the weight channel's buffers of the run's weights."""
-
-    async def wait_until_writable(self) -> None:
-        """Return once no publish of the run's weights is writing to the channel."""
-
-    def archive_adapter(self, name: str, version: int, adapter: LoadedAdapter) -> None:
-        """Add an adapter's version to the run's records, if there are any. Blocks."""
 
 
 class AdapterManager:
@@ -85,17 +51,23 @@ class AdapterManager:
         settings: WeightSettings,
         channel: str,
         pending: PendingFutures,
-        callbacks: AdapterCallbacks,
+        weights: WeightControl,
+        run: RunShell,
+        engines: EngineShell,
+        *,
+        archive: Archive,
     ) -> None:
-        """``channel``: name of the run's weight channel."""
-        self._callbacks = callbacks
+        """``channel``: name of the run's weight channel, in which ``weights`` has buffers, too."""
+        self._run, self._engines = run, engines
+        self._weights = weights
+        self._archive = archive
         self._channel = channel
         self._pending = pending
         self.state = AdapterControl(
             pause_mode=settings.pause_mode,
             kv_policy=settings.kv_policy,
             update_timeout_s=settings.weight_update_timeout_s,
-            released=callbacks.core.adapters,
+            released=run.core.adapters,
         )
         """The state machine. Other code may read it, but only this class feeds it events."""
         self._calls = itertools.count()
@@ -163,7 +135,7 @@ class AdapterManager:
         self._refuse_unable(name)
         async with self.publishing(name):
             version = self._assigned[name] = self._next_version(name)
-            self._callbacks.hold_batches(True, name)
+            self._run.hold_batches(True, name)
             call, buffer = next(self._calls), next(self._buffers)
             result = self._results[call] = asyncio.get_running_loop().create_future()
             self._pending.others.add(result)
@@ -174,8 +146,7 @@ class AdapterManager:
                     chunks = await self._write(buffer, write)
                     _refuse_too_large(chunks)
                     if is_archived:
-                        archive = self._callbacks.archive_adapter
-                        await asyncio.to_thread(archive, name, version, adapter)
+                        await asyncio.to_thread(self._archive, name, version, adapter)
                     self._handle(
                         ac.AdapterPublishRequested(
                             call, name, version, adapter.scale, chunks, buffer
@@ -192,15 +163,15 @@ class AdapterManager:
 
     def _next_version(self, name: str) -> int:
         """Return the number of an adapter's next publish; those of failed ones are not reused."""
-        core = self._callbacks.core
+        core = self._run.core
         trained = core.trained_adapters.get(name)
         after_newest = core.adapters.get(name, 0) + 1 if trained is None else trained.next_version
         return max(self._assigned.get(name, 0) + 1, after_newest)
 
     def _publish_ended(self, name: str) -> None:
         """Let a trained adapter's trainer get batches again, after a publish or its failure."""
-        if name in self._callbacks.core.trained_adapters:
-            self._callbacks.hold_batches(False, name)
+        if name in self._run.core.trained_adapters:
+            self._run.hold_batches(False, name)
 
     def publishing(self, name: str) -> asyncio.Lock:
         """Return the lock that publishes of an adapter hold."""
@@ -219,8 +190,11 @@ class AdapterManager:
             )
 
     async def _write(self, buffer: int, write: Write) -> list[UpdateWeights]:
-        await self._callbacks.wait_until_writable()
-        keep = {*self.state.buffers, *self._callbacks.base_buffers()}
+        weights = self._weights
+        await self._pending.until(lambda: not weights.is_reserved)
+        keep = {*self.state.buffers, *weights.kept_buffers}
+        if weights.update is not None:
+            keep |= {weights.update.version, *weights.update.content.buffers}
         loop = asyncio.get_running_loop()
         writing = loop.run_in_executor(None, write, buffer, keep)
         try:
@@ -265,10 +239,10 @@ class AdapterManager:
             self._carry_out(command)
 
     def _carry_out(self, command: ac.Command) -> None:
-        callbacks = self._callbacks
+        run, engines = self._run, self._engines
         match command:
             case ac.SendAdapterMessage(engine=engine, message=message):
-                callbacks.send([(engine, message)])
+                engines.send([(engine, message)])
             case ac.ResolveAdapterPublish(call=call, error=error):
                 if (timer := self._timers.pop(call, None)) is not None:
                     timer.cancel()
@@ -282,13 +256,13 @@ class AdapterManager:
                     seconds, lambda: self._handle(ac.PublishTimerFired(call))
                 )
             case ac.ReleaseAdapter(name=name, version=version):
-                callbacks.handle([ev.AdapterReleased(name, version)])
-                callbacks.hold_batches(False, name)
-                callbacks.when_safe(lambda: self._handle(ac.ReleaseDurable(name, version)))
+                run.handle(ev.AdapterReleased(name, version))
+                run.hold_batches(False, name)
+                run.when_safe(lambda: self._handle(ac.ReleaseDurable(name, version)))
             case ac.RecordLive(engine=engine, message=live):
-                callbacks.adapter_live(engine, live)
+                engines.adapter_live(engine, live)
             case ac.GiveUpAdapterEngine(engine=engine, why=why):
-                callbacks.give_up_engine(engine, why)
+                engines.give_up_engine(engine, why)
 
 
 def _refuse_too_large(chunks: Sequence[UpdateWeights]) -> None:

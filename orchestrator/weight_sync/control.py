@@ -1,25 +1,23 @@
 """Asyncio shell around :class:`tidegate.orchestrator.core.weight_control.WeightControl`.
 
-The engine side creates one :class:`EngineControl`. It feeds trainers' calls and engines' messages
-to the state machine, carries out the commands, and returns to each caller when its call is
-resolved. Built on asyncio, :class:`PendingFutures` and the messages of
-``transport/weight_messages.py``.
+Feeds trainers' calls and engines' messages to the state machine, carries out the commands, and
+returns to each caller when its call is resolved.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import cast
 
 from tidegate.errors import WeightsRefused
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import weight_control as wc
-from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.weight_content import Change, replace_all
 from tidegate.orchestrator.core.weight_control import PublishWait, Reserved, WeightControl
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
+from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 from tidegate.transport.messages import (
@@ -27,10 +25,8 @@ from tidegate.transport.messages import (
     Hello,
     InitWeights,
     KvPolicy,
-    Message,
     PauseMode,
     UpdateWeights,
-    WeightsLive,
     WeightsStaged,
     encode,
 )
@@ -43,49 +39,6 @@ HEADER_BYTES = 256
 """Bytes reserved in a weights message for each engine's own fields: its possible base versions."""
 
 
-class EngineControlCallbacks(Protocol):
-    """Methods of :class:`EngineSide` that weight control calls."""
-
-    @property
-    def core(self) -> Core:
-        """The run's core."""
-
-    def handle(self, events: Iterable[ev.Event]) -> None:
-        """Feed events to the core."""
-
-    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
-        """Send messages to engines, after all messages posted before."""
-
-    def when_safe(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once no crash can undo the events handled so far."""
-
-    def give_up_engine(self, engine: str, why: str) -> None:
-        """Remove an engine that does not answer."""
-
-    def refuse_engine(self, engine: str, why: str) -> None:
-        """Remove an engine that refused weights that other engines serve, and send it the
-        reason."""
-
-    def hold_batches(self, is_held: bool) -> None:
-        """Hold batches while the trainer's version is undecided, or hand them over again."""
-
-    def suspend_deadlines(self, is_halted: bool) -> None:
-        """Stop the clocks of all episodes while engines are paused, or start them again."""
-
-    def staged(self, engine: str, version: int) -> None:
-        """Record that an engine holds new weights beside its live ones."""
-
-    def swapped(self, engine: str, message: WeightsLive) -> None:
-        """Record that an engine now serves other weights."""
-
-    @property
-    def drains(self) -> Drains:
-        """Engines that are about to leave. They have left weight control, and may sample on."""
-
-    def hello_of(self, engine: str) -> Hello | None:
-        """Return an engine's hello; None if the engine has left again."""
-
-
 class EngineControl:
     """Weights, pauses and sleep of all engines, as coroutines for the trainer's calls."""
 
@@ -94,12 +47,16 @@ class EngineControl:
         settings: WeightSettings,
         init_weights: InitWeights,
         pending: PendingFutures,
-        callbacks: EngineControlCallbacks,
+        drains: Drains,
+        run: RunShell,
+        engines: EngineShell,
         *,
         pause_timeout_s: float,
     ) -> None:
-        """``pause_timeout_s``: time for an engine to confirm a pause."""
-        self._callbacks = callbacks
+        """``drains``: engines that have left weight control, and may sample on.
+        ``pause_timeout_s``: time for an engine to confirm a pause."""
+        self._run, self._engines = run, engines
+        self._drains = drains
         self._pending = pending
         self._call_ids = itertools.count()
         self._outcomes: dict[int, wc.Resolve] = {}
@@ -117,9 +74,9 @@ class EngineControl:
 
     # ------------------------------------------------------------ engines
 
-    def joined(self, engine: str, version: int) -> None:
-        """Handle an engine that has joined, serving ``version``."""
-        hello = self._callbacks.hello_of(engine)
+    def joined(self, engine: str, version: int, hello: Hello | None) -> None:
+        """Handle an engine that has joined, serving ``version``; without ``hello`` it has left
+        again."""
         memory = None
         if hello is not None:
             memory = wc.EngineMemory(hello.sleep_levels, hello.asleep, hello.needs_weights)
@@ -139,7 +96,7 @@ class EngineControl:
             log.warning("engine=%s can't sleep or wake: %s", engine, message.message)
         self._handle(wc.ControlReplyReceived(engine, message))
         if isinstance(message, WeightsStaged):
-            self._callbacks.staged(engine, message.version)
+            self._engines.staged(engine, message.version)
         return True
 
     # ------------------------------------------------------------ weights
@@ -161,7 +118,7 @@ class EngineControl:
             TidegateError: an earlier publish failed after its call had returned.
         """
         call_id = next(self._call_ids)
-        next_version = self._callbacks.core.next_version
+        next_version = self._run.core.next_version
         request = wc.ReserveRequested(call_id, next_version, is_part, has_deltas, first_bad)
         return cast(Reserved, await self._run_call(request))
 
@@ -218,15 +175,15 @@ class EngineControl:
         takes effect once they are awake.
         """
         if mode is not None:
-            self._callbacks.drains.hurry()
+            self._drains.hurry()
         await self._run_call(wc.PauseRequested(next(self._call_ids), mode, clear_cache))
         if mode is not None:
-            await self._callbacks.drains.wait_left()
+            await self._drains.wait_left()
 
     async def halt_engines(self, is_halted: bool) -> None:
         """Pause engines for the staleness policy; afterwards the user's pause holds again."""
         if is_halted:
-            self._callbacks.drains.hurry()
+            self._drains.hurry()
         await self._run_call(wc.EngineHaltRequested(next(self._call_ids), is_halted))
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
@@ -238,10 +195,10 @@ class EngineControl:
             ConfigError: an engine can't sleep at this level, or couldn't get its weights again.
             SleepFailed: some engine failed to sleep. The others sleep.
         """
-        self._callbacks.drains.hurry()
+        self._drains.hurry()
         request = wc.SleepRequested(next(self._call_ids), level, tags, mode)
         freed_bytes = cast(int, await self._run_call(request))
-        await self._callbacks.drains.wait_left()
+        await self._drains.wait_left()
         return freed_bytes
 
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
@@ -277,7 +234,7 @@ class EngineControl:
                 self._handle(event)
                 if call_id not in self._outcomes:
                     await woken
-                event = wc.CallWoken(call_id, self._callbacks.core.next_version)
+                event = wc.CallWoken(call_id, self._run.core.next_version)
         finally:
             self._pending.calls.pop(call_id, None)
             outcome = self._outcomes.pop(call_id, None)
@@ -293,12 +250,12 @@ class EngineControl:
             self._carry_out(command)
 
     def _carry_out(self, command: wc.Command) -> None:
-        callbacks = self._callbacks
+        run, engines = self._run, self._engines
         match command:
             case wc.Send(outgoing=outgoing):
-                callbacks.send(outgoing)
+                engines.send(outgoing)
             case wc.HoldBatches(is_held=is_held):
-                callbacks.hold_batches(is_held)
+                run.hold_batches(is_held)
                 self._pending.notify()
             case wc.WakeCall(call=call):
                 resolve(self._pending.calls.get(call), None)
@@ -312,20 +269,20 @@ class EngineControl:
             case wc.StopTimer(timer=timer):
                 self._stop_timer(timer)
             case wc.ReportWhenDurable():
-                callbacks.when_safe(lambda: self._handle(wc.VersionsDurable()))
+                run.when_safe(lambda: self._handle(wc.VersionsDurable()))
             case wc.RecordSwap(engine=engine, message=message):
-                callbacks.swapped(engine, message)
+                engines.swapped(engine, message)
             case wc.ReleaseVersion(version=version):
-                callbacks.handle([ev.VersionPublished(version)])
+                run.handle(ev.VersionPublished(version))
             case wc.RetractVersions(first_bad=first_bad):
-                callbacks.drains.cut()
-                callbacks.handle([ev.VersionRetracted(first_bad)])
+                self._drains.cut()
+                run.handle(ev.VersionRetracted(first_bad))
             case wc.SuspendDeadlines(is_halted=is_halted):
-                callbacks.suspend_deadlines(is_halted)
+                run.suspend_deadlines(is_halted)
             case wc.GiveUp(engine=engine, why=why):
-                callbacks.give_up_engine(engine, why)
+                engines.give_up_engine(engine, why)
             case wc.RefuseEngine(engine=engine, why=why):
-                callbacks.refuse_engine(engine, why)
+                engines.refuse_engine(engine, why)
 
     def _on_timer(self, timer: int) -> None:
         del self._timers[timer]

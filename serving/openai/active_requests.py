@@ -262,7 +262,7 @@ class ActiveRequests:
             return await choice.play(episode)
 
         task = {"request_id": request_id, "choice": choice.index}
-        self._scheduler.handle([ev.EvaluationRequested(task, 0)], play)
+        self._scheduler.handle(ev.EvaluationRequested(task, 0), play)
 
     def _forget_if_over(self, request: ActiveRequest) -> None:
         if request in self._requests and all(choice.ended.done() for choice in request.choices):

@@ -126,7 +126,6 @@ class SimulatedRun:
     observers = None
     has_ended = False
     run_id = ""
-    newest_version = 0
     is_own_thread = True
     """Always true: there is only one thread, so any caller may read the run's state."""
 
@@ -201,9 +200,6 @@ class SimulatedRun:
 
     def hide(self, error: BaseException | None = None) -> None:
         """Do nothing: a simulated run has no dashboard."""
-
-    def refuse_own_thread(self) -> None:
-        """Do nothing: :meth:`submit` refuses calls from episodes."""
 
     def stop(self) -> None:
         """End the run. Does nothing on a running loop, where :meth:`end` was awaited before."""

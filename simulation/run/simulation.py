@@ -288,11 +288,10 @@ class Simulation(SimulatedCluster):
 
     def _new_scheduler(self) -> Scheduler:
         """Make the real scheduler with a core whose invariants are checked."""
-        scheduler = self._make_scheduler()
-        core = scheduler.core = CheckedCore(self._scenario.settings.rules())
+        core = CheckedCore(self._scenario.settings.rules())
         core.on_event = functools.partial(self._checker.check_event, core)
         core.on_failure = self._fail
-        return scheduler
+        return self._make_scheduler(core=core)
 
     async def _watch_for_deadlock(self) -> None:
         """Raise when the run makes no progress for a long time or takes too long; never return."""

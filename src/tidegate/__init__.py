@@ -9,9 +9,12 @@ Public names are imported lazily (PEP 562): importing ``tidegate`` does not impo
 process never loads the orchestrator, and the orchestrator never loads an engine.
 """
 
+import ast
+import functools
 import importlib
 import importlib.metadata
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidegate.transport.printable import EscapeControls
@@ -60,8 +63,8 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.telemetry.statistics import RunStatistics
     from tidegate.orchestrator.telemetry.watchdog import Stuck
     from tidegate.orchestrator.trainer.adapters import AdapterTrainer, SyncAdapterTrainer
-    from tidegate.orchestrator.trainer.batch_handle import Evaluation
     from tidegate.orchestrator.trainer.dataset import RolloutDataset
+    from tidegate.orchestrator.trainer.handle import Evaluation
     from tidegate.orchestrator.trainer.remote.listener import listen
     from tidegate.orchestrator.trainer.remote.rollouts import (
         RemoteRollouts,
@@ -78,12 +81,11 @@ if TYPE_CHECKING:
     from tidegate.policies.adaptive import AdaptiveStaleness
     from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
     from tidegate.policies.consumption import Window
-    from tidegate.policies.failures import EpisodeFailure, FailureCause, FailurePolicy
-    from tidegate.policies.filters import DynamicSampling, GroupFilter
+    from tidegate.policies.failures import FailurePolicy
+    from tidegate.policies.filters import DynamicSampling
     from tidegate.policies.kept_tokens import kept_logprobs
     from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
     from tidegate.policies.routing_replay import record_routed_experts, replay_routed_experts
-    from tidegate.policies.staleness import StalenessPolicy
     from tidegate.policies.task_sampling import HardTaskReplay
     from tidegate.runs import (
         score_server,
@@ -102,200 +104,124 @@ if TYPE_CHECKING:
 
 logging.getLogger("tidegate").addFilter(EscapeControls())
 
-__all__ = [
-    "AdapterTrainer",
-    "AdaptiveStaleness",
-    "Batch",
-    "BoundedStaleness",
-    "Bubblewrap",
-    "Containers",
-    "Curriculum",
-    "DaytonaSandboxes",
-    "DynamicSampling",
-    "E2BSandboxes",
-    "Endpoint",
-    "EngineSettings",
-    "Environment",
-    "EnvironmentPool",
-    "Episode",
-    "EpisodeFailure",
-    "EpisodeSettings",
-    "Evaluation",
-    "FailureCause",
-    "FailurePolicy",
-    "FleetSettings",
-    "Gateway",
-    "GeneratedTurn",
-    "GroupFilter",
-    "HardTaskReplay",
-    "InfrastructureFailed",
-    "LogitsProcessor",
-    "MLflow",
-    "ModalSandboxes",
-    "Observation",
-    "OneStepOffPolicy",
-    "OverSampling",
-    "PackedBatch",
-    "PlacementSettings",
-    "PolicyFailed",
-    "ProgramResult",
-    "RayResources",
-    "Readout",
-    "RecordSettings",
-    "RecordedRun",
-    "RemoteRollouts",
-    "RolloutDataset",
-    "RolloutWorker",
-    "Rollouts",
-    "RunSettings",
-    "RunStatistics",
-    "SamplingOptions",
-    "SamplingSettings",
-    "Sandbox",
-    "SandboxLimits",
-    "Sandboxes",
-    "Scorer",
-    "StalenessPolicy",
-    "StalenessSettings",
-    "Stuck",
-    "SyncAdapterTrainer",
-    "SyncRemoteRollouts",
-    "SyncRollouts",
-    "SyncScorer",
-    "Synchronous",
-    "TRLRollouts",
-    "TailPacking",
-    "TaskStatistics",
-    "TensorBoard",
-    "TidegateError",
-    "TinkerServer",
-    "TokenScores",
-    "Tools",
-    "Unbounded",
-    "VLLMServer",
-    "WandB",
-    "WeightSettings",
-    "Window",
-    "connect",
-    "connect_sync",
-    "environment_episode",
-    "kept_logprobs",
-    "listen",
-    "log_as_json",
-    "open_run",
-    "ray_workers",
-    "record_routed_experts",
-    "replay_routed_experts",
-    "score_server",
-    "score_server_sync",
+__all__ = [  # noqa: RUF022 - in the order in which a reader needs them; so is the reference
+    # Start a run, and train on it
     "serve",
     "serve_sync",
-    "tinker_server",
+    "Rollouts",
+    "SyncRollouts",
+    "Batch",
+    "PackedBatch",
+    "RolloutDataset",
+    "Curriculum",
+    "TaskStatistics",
+    "HardTaskReplay",
+    "RunStatistics",
+    "Stuck",
+    "Evaluation",
+    # Write episodes
+    "Episode",
+    "GeneratedTurn",
+    "SamplingOptions",
+    "LogitsProcessor",
+    "Tools",
+    "PolicyFailed",
+    "InfrastructureFailed",
+    "TidegateError",
+    # Choose how stale tokens may be, and which groups are trained
+    "BoundedStaleness",
+    "Window",
+    "OneStepOffPolicy",
+    "Synchronous",
+    "AdaptiveStaleness",
+    "OverSampling",
+    "TailPacking",
+    "Unbounded",
+    "DynamicSampling",
+    "FailurePolicy",
+    # Run environments and programs
+    "EnvironmentPool",
+    "environment_episode",
+    "Environment",
+    "Observation",
+    "Sandboxes",
+    "SandboxLimits",
+    "Sandbox",
+    "ProgramResult",
+    "Bubblewrap",
+    "Containers",
+    "E2BSandboxes",
+    "ModalSandboxes",
+    "DaytonaSandboxes",
+    # Compute what the loss needs
+    "score_server",
+    "score_server_sync",
+    "Scorer",
+    "SyncScorer",
+    "TokenScores",
+    "Readout",
+    "kept_logprobs",
+    "record_routed_experts",
+    "replay_routed_experts",
+    # Train adapters beside the run's weights
+    "AdapterTrainer",
+    "SyncAdapterTrainer",
+    # Train in other processes
+    "listen",
+    "connect",
+    "connect_sync",
+    "RemoteRollouts",
+    "SyncRemoteRollouts",
     "train_on_ray",
-    "trl_rollout_func",
+    "ray_workers",
+    "RayResources",
+    # Serve HTTP
+    "Gateway",
+    "Endpoint",
     "vllm_server",
+    "VLLMServer",
+    "tinker_server",
+    "TinkerServer",
+    # Use another trainer
+    "trl_rollout_func",
+    "TRLRollouts",
+    "RolloutWorker",
+    # Watch a run, and read its records
+    "log_as_json",
+    "WandB",
+    "MLflow",
+    "TensorBoard",
+    "open_run",
+    "RecordedRun",
     "write_report",
+    # Give settings by component
+    "RunSettings",
+    "StalenessSettings",
+    "PlacementSettings",
+    "SamplingSettings",
+    "EpisodeSettings",
+    "FleetSettings",
+    "EngineSettings",
+    "WeightSettings",
+    "RecordSettings",
 ]
 
-_HOMES = {
-    "AdaptiveStaleness": "policies.adaptive",
-    "Batch": "orchestrator.batches.batches",
-    "BoundedStaleness": "policies.asynchrony",
-    "Bubblewrap": "environments.local_sandboxes",
-    "Containers": "environments.local_sandboxes",
-    "DaytonaSandboxes": "environments.remote_sandboxes",
-    "E2BSandboxes": "environments.remote_sandboxes",
-    "ModalSandboxes": "environments.remote_sandboxes",
-    "ProgramResult": "environments.sandboxes",
-    "Sandbox": "environments.sandboxes",
-    "SandboxLimits": "environments.sandboxes",
-    "Sandboxes": "environments.sandboxes",
-    "Curriculum": "orchestrator.batches.curriculum",
-    "DynamicSampling": "policies.filters",
-    "Environment": "environments.environment",
-    "EnvironmentPool": "environments.pool",
-    "EngineSettings": "orchestrator.settings.config",
-    "Endpoint": "serving.gateway.gateway",
-    "Episode": "orchestrator.episodes.episode",
-    "EpisodeSettings": "orchestrator.settings.config",
-    "EpisodeFailure": "policies.failures",
-    "AdapterTrainer": "orchestrator.trainer.adapters",
-    "Evaluation": "orchestrator.trainer.batch_handle",
-    "FailureCause": "policies.failures",
-    "FailurePolicy": "policies.failures",
-    "FleetSettings": "orchestrator.settings.config",
-    "Gateway": "serving.gateway.gateway",
-    "GeneratedTurn": "orchestrator.episodes.generated_turn",
-    "GroupFilter": "policies.filters",
-    "HardTaskReplay": "policies.task_sampling",
-    "Observation": "environments.environment",
-    "OneStepOffPolicy": "policies.asynchrony",
-    "OverSampling": "policies.rounds",
-    "PackedBatch": "orchestrator.batches.batches",
-    "PlacementSettings": "orchestrator.settings.config",
-    "LogitsProcessor": "transport.sampling",
-    "RayResources": "integrations.ray.ray_resources",
-    "Readout": "orchestrator.fleet.scores",
-    "RecordedRun": "observability.recorded_run",
-    "RecordSettings": "orchestrator.settings.config",
-    "RemoteRollouts": "orchestrator.trainer.remote.rollouts",
-    "RolloutDataset": "orchestrator.trainer.dataset",
-    "RolloutWorker": "integrations.rollout_worker",
-    "Rollouts": "orchestrator.trainer.rollouts",
-    "RunSettings": "orchestrator.settings.config",
-    "RunStatistics": "orchestrator.telemetry.statistics",
-    "SamplingOptions": "orchestrator.episodes.sampling_options",
-    "SamplingSettings": "orchestrator.settings.config",
-    "Scorer": "orchestrator.trainer.rollouts",
-    "StalenessPolicy": "policies.staleness",
-    "StalenessSettings": "orchestrator.settings.config",
-    "Stuck": "orchestrator.telemetry.watchdog",
-    "SyncRemoteRollouts": "orchestrator.trainer.remote.rollouts",
-    "SyncAdapterTrainer": "orchestrator.trainer.adapters",
-    "SyncRollouts": "orchestrator.trainer.rollouts",
-    "SyncScorer": "orchestrator.trainer.rollouts",
-    "Synchronous": "policies.rounds",
-    "TRLRollouts": "integrations.trl_rollouts",
-    "TailPacking": "policies.rounds",
-    "TaskStatistics": "orchestrator.core.task_records",
-    "MLflow": "observability.trackers",
-    "TensorBoard": "observability.trackers",
-    "TidegateError": "errors",
-    "PolicyFailed": "errors",
-    "InfrastructureFailed": "errors",
-    "TinkerServer": "serving.tinker.server",
-    "TokenScores": "orchestrator.fleet.scores",
-    "Tools": "environments.tools",
-    "Unbounded": "policies.asynchrony",
-    "VLLMServer": "serving.vllm_server",
-    "WandB": "observability.trackers",
-    "WeightSettings": "orchestrator.settings.config",
-    "Window": "policies.consumption",
-    "connect": "orchestrator.trainer.remote.rollouts",
-    "connect_sync": "orchestrator.trainer.remote.rollouts",
-    "environment_episode": "environments.environment_episode",
-    "kept_logprobs": "policies.kept_tokens",
-    "log_as_json": "observability.logs",
-    "score_server": "runs",
-    "score_server_sync": "runs",
-    "listen": "orchestrator.trainer.remote.listener",
-    "ray_workers": "integrations.ray.ray_environments",
-    "record_routed_experts": "policies.routing_replay",
-    "replay_routed_experts": "policies.routing_replay",
-    "serve": "runs",
-    "serve_sync": "runs",
-    "tinker_server": "runs",
-    "vllm_server": "runs",
-    "open_run": "observability.recorded_run",
-    "write_report": "observability.reports.report",
-    "train_on_ray": "integrations.ray.ray_trainers",
-    "trl_rollout_func": "integrations.trl_rollout_func",
-}
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Return the module of each public name: the imports above, which only type checkers run."""
+    return {
+        alias.name: str(node.module)
+        for node in ast.walk(ast.parse(Path(__file__).read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in __all__
+    }
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return importlib.metadata.version("tidegate")
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'tidegate' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tidegate.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_homes()[name]), name)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal, Unpack
 from tidegate.observability.records.run_directories import RUN_FILE, next_part
 from tidegate.orchestrator.fleet.launcher import EngineLauncher, LocalEngineLauncher
 from tidegate.orchestrator.journal.resuming import Resume
-from tidegate.orchestrator.settings.config import RunOptions, RunSettings, run_settings
+from tidegate.orchestrator.settings.config import RunSettings, run_settings
+from tidegate.orchestrator.settings.options import RunOptions
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.rollouts import Rollouts, Scorer, SyncRollouts, SyncScorer
 from tidegate.orchestrator.trainer.run import RunParts

@@ -53,10 +53,10 @@ class FuzzedFleet:
             orchestrator_timeout_s=60.0,
             credit_steps=64,
         )
-        self.fleet = Fleet(settings, self._send)
         self.core = Core(
             Rules(policy=BoundedStaleness(max_staleness=1, groups_per_batch=2), group_size=4)
         )
+        self.fleet = Fleet(settings, self._send, newest_version=self.core.newest_version)
         self.frames = 0
         self.healthy_steps = self.healthy_tokens = self.batches = 0
         self._chance = random.Random(seed)
@@ -145,8 +145,8 @@ class FuzzedFleet:
     def _publish(self, batch: int, request: int) -> None:
         """Make every engine serve the next version at once, and request another batch."""
         self.batches += 1
-        version = self.fleet.newest_version + 1
-        self.fleet.newest_version = self._healthy.version = self._bad.version = version
+        version = self.core.trainer_version + 1
+        self._healthy.version = self._bad.version = version
         self._events += [ev.BatchTaken(request), ev.BatchesTrained((batch,))]
         self._events.append(ev.VersionPublished(version))
         for name, engine in self.fleet.engines.items():
@@ -167,7 +167,7 @@ class FuzzedFleet:
 
     def _join(self, state: LiveState) -> None:
         state.seq, state.turns = 0, []
-        self.receive(state.engine.encode(), encode(hello_of(state, self.fleet.newest_version)))
+        self.receive(state.engine.encode(), encode(hello_of(state, self.core.trainer_version)))
 
     def _answer_turns(self) -> None:
         """Let the healthy engine end all of its turns."""
@@ -194,7 +194,7 @@ class FuzzedFleet:
         for turn in rollout.turns:
             if turn.length > turn.sampling.max_tokens:
                 raise AssertionError(f"{turn.length} tokens of {turn.sampling.max_tokens} allowed")
-            if any(span.version > self.fleet.newest_version for span in turn.spans()):
+            if any(span.version > self.core.trainer_version for span in turn.spans()):
                 raise AssertionError(f"a batch by weights to come: {turn.spans()}")
 
     def _check(self) -> None:

@@ -169,7 +169,7 @@ def a_failed_version_reserves_its_number_for_ever(patch: pytest.MonkeyPatch) -> 
         try:
             await right(self, version, chunks, wait, change)
         except WeightsRefused:
-            self._callbacks.handle([ev.VersionPublished(version)])
+            self._run.handle(ev.VersionPublished(version))
             raise
 
     patch.setattr(EngineControl, "publish", publish)

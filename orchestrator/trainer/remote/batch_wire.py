@@ -1,7 +1,7 @@
 """Encoding of a batch for a trainer in another process: a header message and column frames.
 
 `service.py` encodes, the remote handle decodes. The decoded batch equals the run's bit for bit;
-padding is not sent but added again. Built on ``columns.py`` and ``transport/trainer_messages.py``.
+padding is not sent but added again.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,18 +1,18 @@
 """Codec of named arrays: bytes laid end to end, cut into frames of limited size.
 
-Called by the remote trainer's service and handle for batches and scores, which travel beside a
-header message over ZeroMQ. Arrays are numpy's or torch's. Built on
-``transport/trainer_messages.py``.
+Batches and scores of remote trainers travel so, beside a header message. Arrays are numpy's or
+torch's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import BadFrame
-from tidegate.transport.trainer_messages import FRAME_BYTES, Column
+from tidegate.orchestrator.fleet.scores import Readout, Score, TokenScores
+from tidegate.transport.trainer_messages import FRAME_BYTES, Column, ScoresReply
 from tidegate.transport.weight_channels.base import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -79,3 +79,45 @@ def tensors_of(columns: Sequence[Column], frames: Sequence[bytes]) -> "Mapping[s
         column.name: torch.from_numpy(array.copy())  # aligned
         for column, array in zip(columns, arrays, strict=True)
     }
+
+
+def scores_to_wire(scores: Sequence[Score]) -> tuple[ScoresReply, list[bytes]]:
+    """Return the header message of scores, and its frames: each array of each score."""
+    metadata: list[Any] = []
+    arrays: list[tuple[str, Array]] = []
+    for score in scores:
+        if isinstance(score, TokenScores):
+            metadata.append([score.version, score.engine, score.start])
+            arrays += [
+                ("logprobs", score.logprobs),
+                ("top_ids", score.top_ids.reshape(-1)),
+                ("top_logprobs", score.top_logprobs.reshape(-1)),
+            ]
+        else:
+            rows = score.values.shape[0] if score.values.ndim > 1 else 0
+            metadata.append([score.version, score.engine, rows])
+            arrays.append(("values", score.values.reshape(-1)))
+    columns, frames = to_frames(arrays)
+    return ScoresReply(metadata=metadata, columns=columns), frames
+
+
+def scores_from_wire(message: ScoresReply, frames: Sequence[bytes]) -> list[Score]:
+    """Return the scores that were sent, in their order."""
+    arrays = iter(from_frames(message.columns, frames))
+    names = iter(message.columns)
+    scores: list[Score] = []
+    for version, engine, number in message.metadata:  # number: a Readout's rows, or the start
+        column = next(names)
+        values: Any = next(arrays)
+        if column.name == "values":
+            rows = values.reshape(number, -1) if number else values
+            scores.append(Readout(version, engine, rows))
+            continue
+        next(names), next(names)
+        ids: Any = next(arrays)
+        top: Any = next(arrays)
+        shape = (len(values), ids.size // max(1, len(values)))
+        scores.append(
+            TokenScores(version, engine, number, values, ids.reshape(shape), top.reshape(shape))
+        )
+    return scores

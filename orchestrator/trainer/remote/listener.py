@@ -2,7 +2,7 @@
 
 Users call ``tidegate.listen``. Lost messages are requested again by number, and no request is
 executed twice; `service.py` executes the requests. The listener ends when the trainer is done, or
-has been gone for too long. Built on ``transport/trainer_sockets.py`` and asyncio.
+has been gone for too long.
 """
 
 import asyncio

@@ -2,7 +2,6 @@
 
 The listener reports each rank's messages and departure to :class:`RankRegistry`. `service.py` has
 requests wait at :class:`Barrier`, as in ``torch.distributed``; its error names the lost ranks.
-Built on asyncio futures.
 """
 
 import asyncio

@@ -27,33 +27,29 @@ from typing_extensions import override
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, RunLost, TidegateError
 from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.weight_control import PublishWait
-from tidegate.orchestrator.fleet.scores import Readout, Score, ScoreQuery, TokenScores
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import (
+from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
+from tidegate.orchestrator.trainer.handle import (
     HELD_OUT,
     BatchesOfPublish,
     Evaluation,
-    numbers_of,
-    trained_batches,
-)
-from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
-from tidegate.orchestrator.trainer.handle import (
+    RunHandle,
     RunRequests,
     SyncHandle,
     SyncTrainerHandle,
     TrainerHandle,
     blocking,
     in_thread,
+    numbers_of,
     result_of,
     run_blocking,
 )
-from tidegate.orchestrator.trainer.remote.columns import from_frames
+from tidegate.orchestrator.trainer.remote.columns import scores_from_wire
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
 from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
 from tidegate.transport import trainer_messages as wire
-from tidegate.transport.messages import PauseMode
 from tidegate.transport.security import EngineKeys, read_engine_keys
-from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
     import torch
@@ -83,44 +79,22 @@ class RemoteRequests(RunRequests):
     def __init__(self, link: TrainerLink) -> None:
         self._link = link
 
-    async def control(self, request: Any, **values: Any) -> Any:
-        """Send a small request by name; return its result."""
-        received = await result_of(
-            self._link.request(wire.ControlRun(action=request, arguments=values))
-        )
+    @override
+    async def control(self, action: wire.ControlAction, **arguments: Any) -> Any:
+        request = wire.ControlRun(action=action, arguments=arguments)
+        received = await result_of(self._link.request(request))
         assert isinstance(received.reply, wire.ResultReply)
         return received.reply.value
 
     @override
     async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
         request = wire.ScoreSequences(requests=[list(astuple(query)) for query in queries])
-        return _scores_of(await result_of(self._link.request(request)))
-
-    @override
-    async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
-        if mode is None:
-            await self.control("resume")
-        else:
-            await self.control("pause", mode=mode, clear_cache=clear_cache)
-
-    @override
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        return int(await self.control("sleep", level=level, tags=list(tags), mode=mode))
-
-    @override
-    async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        await self.control("wake", tags=None if tags is None else list(tags))
-
-    @override
-    async def drain(self, engine: str, within_s: float) -> int:
-        return int(await self.control("drain", engine=engine, within_s=within_s))
-
-    @override
-    async def scale(self, engines: int, within_s: float) -> None:
-        await self.control("scale", engines=engines, within_s=within_s)
+        received = await result_of(self._link.request(request))
+        assert isinstance(received.reply, wire.ScoresReply)
+        return scores_from_wire(received.reply, received.frames)
 
 
-class RemoteRollouts(TrainerHandle):
+class RemoteRollouts(RunHandle, TrainerHandle):
     """Async handle of a run in another process, for one rank of its trainer."""
 
     def __init__(
@@ -134,6 +108,7 @@ class RemoteRollouts(TrainerHandle):
         connect_timeout_s: float = 60.0,
         run_timeout_s: float = 60.0,
     ) -> None:
+        TrainerHandle.__init__(self)
         self.address = address
         self.rank = rank
         self.world_size = world_size
@@ -144,22 +119,9 @@ class RemoteRollouts(TrainerHandle):
         self._link_or_none: TrainerLink | None = None
         self._weights = WeightUpload()
         self._welcome: wire.TrainerWelcome | None = None
-        self._number = 0
-        """Number of the batch received last."""
-        self._is_ahead = False
-        """Whether that batch was requested ahead."""
-        self._named = 0
-        """Highest number of a batch that a publish has named."""
         self._publish_index = 0
-        """Number of publishes since that batch."""
-        self._version = 0
+        """Number of publishes since the batch received last."""
         self._journal: dict[str, Any] | None = None
-
-    @property
-    @override
-    def version(self) -> int:
-        """Newest weight version that this trainer has published, or received from the run."""
-        return self._version
 
     @property
     @override
@@ -177,9 +139,7 @@ class RemoteRollouts(TrainerHandle):
         ``trained``: as of :meth:`tidegate.Rollouts.state_dict`. If the run itself must be
         restarted, pass the state's ``journal`` to ``serve(resume=…)``.
         """
-        batches = trained_batches(
-            trained, received=self._number, named=self._named, is_ahead=self._is_ahead
-        )
+        batches = self._batches_of_checkpoint(trained)
         journal = None if self._journal is None else {**self._journal, "batches": batches}
         return msgspec.structs.asdict(RemoteState(self._welcomed.run_id, batches, journal))
 
@@ -242,7 +202,7 @@ class RemoteRollouts(TrainerHandle):
     def _take_welcome(self, answer: wire.AnyTrainerReply) -> None:
         assert isinstance(answer, wire.TrainerWelcome)
         self._welcome = answer
-        self._number, self._version = answer.last_batch, answer.version
+        self._received, self._version = answer.last_batch, answer.version
         self._journal = answer.journal
         self._weights.reads_shared_memory = answer.reads_shared_memory
 
@@ -265,14 +225,14 @@ class RemoteRollouts(TrainerHandle):
             return None
         assert isinstance(received.reply, wire.BatchReply)
         batch = batch_from_wire(received.reply, received.frames)
-        self._number, self._publish_index = batch.number, 0
+        self._received, self._publish_index = batch.number, 0
         self._is_ahead = received.reply.is_ahead
         self._version = max(self._version, received.reply.version)
         self._journal = received.reply.journal
         return batch
 
     def _next_batch(self) -> wire.NextBatch:
-        return wire.NextBatch(after_batch=self._number)
+        return wire.NextBatch(after_batch=self._received)
 
     def _publish(
         self,
@@ -286,7 +246,7 @@ class RemoteRollouts(TrainerHandle):
     ) -> "concurrent.futures.Future[ReceivedReply]":
         """Bring the weights to the run, which blocks, and request their publish."""
         publish = wire.PublishWeights(
-            batch_number=self._number,
+            batch_number=self._received,
             publish_index=self._publish_index,
             wait=wait,
             partial=partial,
@@ -305,7 +265,7 @@ class RemoteRollouts(TrainerHandle):
 
     def _prepare(self, **how: Any) -> wire.PrepareParts:
         return wire.PrepareParts(
-            batch_number=self._number,
+            batch_number=self._received,
             publish_index=self._publish_index,
             held=self._weights.held_plan,
             **how,
@@ -590,34 +550,6 @@ def _state(state: Mapping[str, Any]) -> RemoteState:
         raise ResumeMismatch(
             f"resume must be a result of a remote run's state_dict(), got {state!r:.200}: {error}"
         ) from None
-
-
-def _scores_of(received: ReceivedReply) -> list[Score]:
-    """Return the scores in an answer, in the order of the request."""
-    message = received.reply
-    assert isinstance(message, wire.ScoresReply)
-    arrays = iter(from_frames(message.columns, received.frames))
-    names = iter(message.columns)
-    scores: list[Score] = []
-    for (
-        version,
-        engine,
-        number,
-    ) in message.metadata:  # number: rows of a Readout, start of TokenScores
-        column = next(names)
-        values: Any = next(arrays)
-        if column.name == "values":
-            rows = values.reshape(number, -1) if number else values
-            scores.append(Readout(version, engine, rows))
-            continue
-        next(names), next(names)
-        ids: Any = next(arrays)
-        top: Any = next(arrays)
-        shape = (len(values), ids.size // max(1, len(values)))
-        scores.append(
-            TokenScores(version, engine, number, values, ids.reshape(shape), top.reshape(shape))
-        )
-    return scores
 
 
 def connect(

@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.hand_over import batches_of_publish
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, TokenScores
+from tidegate.orchestrator.fleet.scores import ScoreQuery
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.trainer.remote.columns import to_frames
+from tidegate.orchestrator.trainer.remote.columns import scores_to_wire
 from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
 from tidegate.orchestrator.trainer.remote.ranks import Barrier, RankRegistry
 from tidegate.orchestrator.trainer.remote.sharded_publish import ShardedPublishes
@@ -182,7 +180,7 @@ class TrainerService:
                 return wire.EvaluateReply(rewards=evaluation.rewards), ()
             case wire.ScoreSequences():
                 queries = [ScoreQuery(*fields) for fields in ask.requests]
-                return _scores(await self._rollouts.score_queries(queries))
+                return scores_to_wire(await self._rollouts.score_queries(queries))
             case wire.ControlRun():
                 return wire.ResultReply(value=await self._control(ask)), ()
         raise ConfigError(
@@ -442,7 +440,7 @@ class TrainerService:
         """Publish the parts of all ranks, which have announced them; return the version."""
         async with self._publishing:
             await self._give_back_orphans(ask.batch_number)
-            version = await self._rollouts.publish_parts(
+            version = await self._rollouts._publish_parts(
                 collect,
                 batches=await self._batches_of(ask),
                 wait=ask.wait,
@@ -484,48 +482,9 @@ class TrainerService:
 
     async def _control(self, ask: wire.ControlRun) -> Any:
         run, values = self._rollouts, ask.arguments
-        match ask.action:
-            case "pause":
-                await run.pause(values["mode"], clear_cache=bool(values["clear_cache"]))
-            case "resume":
-                await run.resume()
-            case "sleep":
-                return await run.sleep(values["level"], tags=values["tags"], mode=values["mode"])
-            case "wake":
-                await run.wake(values["tags"])
-            case "drain":
-                return await run.drain(str(values["engine"]), within_s=float(values["within_s"]))
-            case "scale":
-                await run.scale(engines=int(values["engines"]), within_s=float(values["within_s"]))
-            case "report_off_policyness":
-                await run.report_off_policyness(**values)
-            case "ack":
-                self.progress.acknowledge(int(values["batches"]))
-                if values["journal"] is not None:
-                    await run.ack(values["journal"])
-            case "discard":
-                rows, reason = values["rows"], str(values["reason"])
-                await run.discard(int(values["batch"]), rows, reason=reason)
-            case "statistics":
-                return await asyncio.to_thread(run.statistics)
-        return None
-
-
-def _scores(scores: Sequence[Score]) -> AnswerAndFrames:
-    """Return an answer with the scores: arrays as frames, all other fields in the message."""
-    metadata: list[Any] = []
-    arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
-    for score in scores:
-        if isinstance(score, TokenScores):
-            metadata.append([score.version, score.engine, score.start])
-            arrays += [
-                ("logprobs", score.logprobs),
-                ("top_ids", score.top_ids.reshape(-1)),
-                ("top_logprobs", score.top_logprobs.reshape(-1)),
-            ]
-        else:
-            rows = score.values.shape[0] if score.values.ndim > 1 else 0
-            metadata.append([score.version, score.engine, rows])
-            arrays.append(("values", score.values.reshape(-1)))
-    columns, frames = to_frames(arrays)
-    return wire.ScoresReply(metadata=metadata, columns=columns), frames
+        if ask.action == "statistics":
+            return await asyncio.to_thread(run.statistics)
+        if ask.action == "ack":
+            self.progress.acknowledge(int(values["batches"]))
+            return None if values["journal"] is None else await run.ack(values["journal"])
+        return await getattr(run, ask.action)(**values)  # which checks them

@@ -4,8 +4,7 @@
 part (``PrepareParts``) and waits for the plan: the reserved version, and whether to send patches.
 Patches are asked for if all ranks hold the parts of the version that engines' patches would start
 from. Then every rank sends its parts (``PublishWeights``) and waits for the version. If any rank's
-patches are too large, all ranks send whole parts. Built on ``ranks.py`` (barriers of ranks),
-``weight_transfer.py`` and ``trainer/weight_updates.py``.
+patches are too large, all ranks send whole parts.
 """
 
 import asyncio

@@ -12,6 +12,7 @@ import tidegate
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.journal.resuming import open_run_journal
 from tidegate.orchestrator.settings.config import run_settings
+from tidegate.policies.staleness import StalenessPolicy
 from tidegate.testing import ScriptedEngine, ServeInTests
 
 Engine = type[ScriptedEngine]
@@ -75,7 +76,7 @@ async def test_what_the_trainer_measures_moves_eta(
     ids=lambda policy: type(policy).__name__,
 )
 async def test_a_run_by_any_policy_trains_batch_after_batch_within_its_bound(
-    tidegate_serve: ServeInTests, tidegate_engine: Engine, policy: tidegate.StalenessPolicy
+    tidegate_serve: ServeInTests, tidegate_engine: Engine, policy: StalenessPolicy
 ) -> None:
     engines = [tidegate_engine(step_s=0.01), tidegate_engine(step_s=0.03)]
     async with tidegate_serve(engines=engines, staleness_policy=policy, group_size=4) as rollouts:

@@ -66,7 +66,8 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, Message]] = []
-        self.fleet = Fleet(SETTINGS, self.send)
+        self.newest_version = 0
+        self.fleet = Fleet(SETTINGS, self.send, newest_version=lambda _: self.newest_version)
         self.now_s = 100.0
 
     def send(self, peer: bytes, message: Message) -> bool:

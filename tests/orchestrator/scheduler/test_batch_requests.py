@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ pytestmark = pytest.mark.wire
 class RequestingTrainer:
     """:class:`BatchRequests` with a core whose batches are empty and always ready."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, when_safe: Callable[[Callable[[], None]], None] = lambda action: action()
+    ) -> None:
         self.events: list[ev.Event] = []
         self.hand_overs = HandOvers(is_kept=False)
-        self.requests = BatchRequests(
-            lambda: self.hand_overs, self.handle, set(), lambda action: action(), lambda: None
-        )
+        self.requests = BatchRequests(self.hand_overs, self.handle, set(), when_safe, lambda: None)
 
     def handle(self, event: ev.Event) -> None:
         self.events.append(event)
@@ -110,6 +111,24 @@ async def test_a_cancelled_wait_takes_its_request_back() -> None:
     assert core.events[1:] == [ev.BatchRequested(1), ev.BatchRequestCancelled(1)]
     core.requests.pause(False)
     assert core.hand_overs.count == 0
+
+
+async def test_no_call_reaches_the_core_after_the_end_of_its_trainer() -> None:
+    delayed: list[Callable[[], None]] = []
+    core = RequestingTrainer(delayed.append)
+    requests = [BatchRequest(), BatchRequest()]
+    waits = [asyncio.ensure_future(core.requests.wait(request)) for request in requests]
+    await asyncio.sleep(0)
+    core.requests.end_all()
+    waits[1].cancel()  # resolved already, but not woken yet
+    await asyncio.gather(*waits, return_exceptions=True)
+    assert waits[0].result() is False
+    assert waits[1].cancelled()
+    for action in delayed:
+        action()  # the journal has committed the hand-over only now
+    core.requests.acknowledge(requests[0])
+    assert not requests[0].is_offered
+    assert core.events == [ev.BatchRequested(1), ev.BatchRequested(2)]
 
 
 async def test_only_the_newest_batch_may_be_given_back_and_only_while_no_request_waits() -> None:

@@ -126,7 +126,7 @@ def test_log_probs_at_their_limits_are_taken(wire: Wire) -> None:
 def test_weights_that_were_never_published_are_not_live(wire: Wire) -> None:
     assert wire.hear(WeightsLive(version=5)) == []
     assert wire.fleet.engines["a"].weight_version == 0
-    wire.fleet.newest_version = 5
+    wire.newest_version = 5
     assert len(wire.hear(WeightsLive(version=5))) == 1
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.orchestrator.core.driver import step
+from tidegate.orchestrator.batches.curriculum import Curriculum
 from tidegate.orchestrator.batches.tasks import Tasks, TaskSource
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -18,7 +19,9 @@ from tidegate.orchestrator.core.event_log import (
 )
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.orchestrator.scheduler.task_feed import TaskFeed
+from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import STOP, SamplingParams
 
@@ -131,6 +134,43 @@ async def test_the_loop_sees_to_its_sockets_whenever_so_many_episodes_have_begun
     for tasks, group_size, taken in ((600, 1, [256, 256, 88]), (80, 8, [32, 32, 16])):
         core = core_with_place_for_all(group_size=group_size)
         assert await taken_per_turn(core, Iterated(tasks, 0.0)) == taken
+
+
+async def test_weights_that_are_set_in_a_curriculum_after_its_trainer_was_closed_are_no_event() -> (
+    None
+):
+    core = core_with_place_for_all(group_size=1)
+    events: list[ev.Event] = []
+
+    def handle(event: ev.Event, episode: EpisodeFunction | None) -> None:
+        assert isinstance(event, ev.ForAdapter)
+        events.append(event.event)
+        core.handle(event.event)
+
+    async def unused(episode: object, task: object) -> float:
+        raise AssertionError
+
+    trainer = TrainerSide(
+        core,
+        handle,
+        PendingFutures(),
+        lambda action: action(),
+        lambda: None,
+        adapter="critic",
+        is_journalled=lambda: True,
+        now_s=lambda: 0.0,
+    )
+    tasks = Curriculum(["a", "b"])
+    async with asyncio.TaskGroup() as group:
+        trainer.offer(tasks, unused, group)
+        tasks.set_weights([1.0, 2.0])
+        await asyncio.sleep(0)
+        trainer.close()
+        before = len(events)
+        tasks.set_weights([2.0, 1.0])
+        await asyncio.sleep(0)
+    assert [type(event) for event in events].count(ev.TaskWeightsSet) == 1
+    assert len(events) == before
 
 
 async def test_tasks_that_take_long_to_come_are_taken_one_in_each_turn_of_the_loop() -> None:

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,7 +12,6 @@ from tidegate.orchestrator.settings.config import (
     RECORD_OF,
     RECORDS,
     FleetSettings,
-    RunOptions,
     RunSettings,
     StalenessSettings,
     WeightSettings,
@@ -27,21 +26,6 @@ def test_each_flat_name_belongs_to_one_record_and_no_record_has_the_name_of_a_se
     assert sorted(fields) == sorted(RECORD_OF)
     assert not set(RunSettings.model_fields) & set(fields)
     assert set(RunSettings.model_fields) == {"model", *RECORDS}
-
-
-def test_type_checkers_know_every_setting_and_no_other() -> None:
-    assert set(get_type_hints(RunOptions)) == {"model", *RECORDS, *RECORD_OF}
-
-
-def test_plain_settings_have_the_same_type_for_type_checkers_and_at_run_time() -> None:
-    hints = get_type_hints(RunOptions)
-    for name, record in RECORD_OF.items():
-        kind = get_type_hints(RECORDS[record])[name]
-        if get_origin(kind) is Annotated:
-            kind = get_args(kind)[0]
-        if kind in (int, float, bool, str):
-            assert hints[name] == kind, name
-    assert {name: hints[name] for name in RECORDS} == RECORDS
 
 
 def test_flat_names_records_and_tables_give_equal_settings() -> None:
