@@ -32,15 +32,13 @@ from tidegate.orchestrator.core.weight_control import PublishWait, Reserved
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.run import Run, WrittenByRanks
 from tidegate.orchestrator.weight_sync.adapter_files import checked_name, load_adapter
-from tidegate.orchestrator.weight_sync.channel import write_on_gpu
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, WeightParts
-from tidegate.orchestrator.weight_sync.state_dict import named_buffers, tensors_of
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers, named_tensors, tensors_of
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart, joined
 from tidegate.transport.messages import Adapter, UpdateWeights
-from tidegate.transport.weight_channels import NamedBuffer
-from tidegate.transport.weight_channels.checksums import checksums, with_checksums
-from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
+from tidegate.transport.weight_channels import GpuWeightSender, NamedBuffer
+from tidegate.transport.weight_channels.checksums import write_checked
 
 if TYPE_CHECKING:
     import torch
@@ -166,11 +164,11 @@ class WeightPublish:
         if self._is_part and not self.state_dict:
             return []
         channel = self._run.channel
-        if isinstance(channel, CudaIpcSender):
-            return write_on_gpu(
+        if isinstance(channel, GpuWeightSender):
+            return write_checked(
                 channel,
                 version,
-                self.state_dict,
+                named_tensors(self.state_dict),
                 keep=keep,
                 has_checksums=settings.weight_checksums,
             )
@@ -192,12 +190,13 @@ class WeightPublish:
     def _write_buffers(
         self, reserved: Reserved, buffers: Sequence[NamedBuffer]
     ) -> list[UpdateWeights]:
-        settings, channel = self._run.settings.weights, self._run.channel
-        assert not isinstance(channel, CudaIpcSender)  # the caller has looked
-        # Computed over the source tensors, so that an error of the copy shows too.
-        sums = checksums(buffers) if settings.weight_checksums else {}
-        chunks = channel.write(reserved.version, buffers, keep=reserved.keep)
-        return with_checksums(chunks, sums) if sums else chunks
+        return write_checked(
+            self._run.channel,
+            reserved.version,
+            buffers,
+            keep=reserved.keep,
+            has_checksums=self._run.settings.weights.weight_checksums,
+        )
 
 
 def _refuse_under_adapters(adapters: Collection[str]) -> None:

@@ -5,8 +5,7 @@ needs all members in advance, but engines come and go. So an engine requests a v
 sender over ZeroMQ; the requests that arrive until all known receivers have asked, or
 :data:`GATHER_S` after the first, form a round: a process group of its own, reused as long as the
 same members ask. A round that loses a member fails for all members, whom the sender notifies; they
-ask again, and continue from the byte that all of them have. Built on torch.distributed, and on
-``transport/limits.py``.
+ask again, and continue from the byte that all of them have.
 
 gloo moves the bytes between processes of any kind; NCCL is used if each member has a GPU of its
 own. The NCCL path has never run: it is written from torch's documentation. **Neither encrypts**:
@@ -25,6 +24,14 @@ import numpy.typing as npt
 
 from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count
+from tidegate.transport.messages import InitWeights
+from tidegate.transport.weight_channels.base import (
+    WeightChannel,
+    WeightReceiver,
+    WeightReceiverConfig,
+    WeightSender,
+    WeightSenderConfig,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -306,3 +313,18 @@ def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:
         master_listen_fd=listen_fd,
         use_libuv=False,  # libuv would listen on every interface
     )
+
+
+def _open_sender(config: WeightSenderConfig) -> WeightSender:
+    from tidegate.transport.weight_channels.collective_sender import CollectiveSender
+
+    return CollectiveSender(config.address, keys=config.keys)
+
+
+def _open_receiver(init: InitWeights, config: WeightReceiverConfig) -> WeightReceiver:
+    from tidegate.transport.weight_channels.collective_receiver import CollectiveReceiver
+
+    return CollectiveReceiver(init, config)
+
+
+CHANNEL = WeightChannel(open_sender=_open_sender, open_receiver=_open_receiver, one_reader=True)

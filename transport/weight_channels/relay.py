@@ -21,6 +21,11 @@ from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys, ephemeral_keys
+from tidegate.transport.weight_channels.base import (
+    WeightChannel,
+    WeightReceiver,
+    WeightReceiverConfig,
+)
 from tidegate.transport.weight_channels.zmq import ChunkHeader, ZmqSender
 
 NAME = "relay"
@@ -213,3 +218,16 @@ class RelaySender(ZmqSender):
         tree = self._trees.setdefault(request.location, RelayTree())
         address = tree.parent(request, fan_out=self._fan_out)
         return ParentAssignment(request.location, address, nbytes, list(sizes))
+
+
+def _open_receiver(init: InitWeights, config: WeightReceiverConfig) -> WeightReceiver:
+    from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
+
+    return RelayReceiver(init, config)
+
+
+CHANNEL = WeightChannel(
+    open_sender=lambda config: RelaySender(config.address, keys=config.keys),
+    open_receiver=_open_receiver,
+    one_reader=True,
+)
