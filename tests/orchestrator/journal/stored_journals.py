@@ -34,7 +34,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import encode_event, replay
 from tidegate.orchestrator.core.rules import Rules, record_of
-from tidegate.orchestrator.core.state import digest, save
+from tidegate.orchestrator.core.snapshot_codec import digest, save
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.run_journal import EVENT_FORMAT, JournalHeader
 from tidegate.policies.adaptive import AdaptiveStaleness

@@ -12,7 +12,7 @@ import pytest
 
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import replay
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.replay import replay_journal
 from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, core_from_header
