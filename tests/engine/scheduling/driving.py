@@ -56,8 +56,9 @@ def drive(runner: Runner, turns: Sequence[DrivenTurn], *, new_tokens: int) -> No
             computed[n] += len(row.token_ids)
             if row.sampling is not None:
                 index, (token_id, logprob) = next(results)
-                if index in output.routed_experts:
-                    turns[n].routed_experts.append(output.routed_experts[index])
+                experts = output.by_position.get("routed_experts", {})
+                if index in experts:
+                    turns[n].routed_experts.append(experts[index])
                 turns[n].sampled.append(token_id)
                 turns[n].logprobs.append(logprob)
 
