@@ -1,5 +1,6 @@
 """Tests of all weight channels: bytes arrive unchanged, and nothing is left over."""
 
+import ast
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.layers import ROOT
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights, encode
 from tidegate.transport.weight_channels import (
@@ -355,3 +357,19 @@ def test_whatever_needs_a_gpu_stays_on_its_host_and_carries_no_patches() -> None
 
 def test_a_sender_names_its_own_channel_to_engines(weights: WeightSender) -> None:
     assert weights.init().channel in readable_channels(has_gpu=False)
+
+
+def test_no_other_code_decides_by_the_name_of_a_channel() -> None:
+    """What a channel can do is declared with it; engine/external/ has the servers' own methods."""
+    for folder in ("orchestrator", "engine", "simulation", "observability"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "external" in path.parts:
+                continue
+            compared = {
+                constant.value
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Compare | ast.MatchValue)
+                for constant in ast.walk(node)
+                if isinstance(constant, ast.Constant)
+            }
+            assert not compared & set(CHANNELS), path
