@@ -23,14 +23,13 @@ from tidegate.transport.weight_channels import (
     receiver,
     relay_node,
 )
-from tidegate.transport.weight_channels.relay import (
+from tidegate.transport.weight_channels.relay import RelaySender, RelayTree
+from tidegate.transport.weight_channels.relay_messages import (
     ParentRequest,
-    RelaySender,
-    RelayTree,
     decode_parent_assignment,
     decode_parent_request,
 )
-from tidegate.transport.weight_channels.relay import encode as encode_relay
+from tidegate.transport.weight_channels.relay_messages import encode as encode_relay
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     ChunkHeader,

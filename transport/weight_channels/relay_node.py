@@ -24,7 +24,7 @@ from tidegate.transport.weight_channels.host_memory import (
     HostMemory,
     is_own_user,
 )
-from tidegate.transport.weight_channels.relay import (
+from tidegate.transport.weight_channels.relay_messages import (
     KEEP_ALIVE_INTERVAL_S,
     PARENT_TIMEOUT_S,
     STALL_TIMEOUT_S,
