@@ -69,19 +69,14 @@ def _functions(kind: type[Saved]) -> tuple[Callable[..., Any], Callable[[Saved, 
     They are compiled from the names, as a dataclass's ``__init__`` is. A loop over the names takes
     three times as long, and a run may have a million turns outstanding.
     """
-    types = get_type_hints(kind, include_extras=True)
-    is_converted = {
-        name: CONVERTED in getattr(types[name], "__metadata__", ())
-        for name in kind.__struct_fields__
-    }
-    plain = [name for name, converted in is_converted.items() if not converted]
-    arguments = ["source", *(name for name, converted in is_converted.items() if converted)]
-    values = [name if converted else f"source.{name}" for name, converted in is_converted.items()]
-    assignments = [f"target.{name} = saved.{name}" for name in plain]
+    fields, types = kind.__struct_fields__, get_type_hints(kind, include_extras=True)
+    converted = [n for n in fields if CONVERTED in getattr(types[n], "__metadata__", ())]
+    values = ", ".join(n if n in converted else f"source.{n}" for n in fields)
+    assignments = "; ".join(f"target.{n} = saved.{n}" for n in fields if n not in converted)
     functions: dict[str, Any] = {"kind": kind}
     exec(
-        f"def save({', '.join(arguments)}): return kind({', '.join(values)})\n"
-        f"def restore(saved, target): {'; '.join(assignments)}",
+        f"def save(source, {', '.join(converted)}): return kind({values})\n"
+        f"def restore(saved, target): {assignments}",
         functions,
     )
     return functions["save"], functions["restore"]

@@ -527,7 +527,7 @@ def write_adapter(
 ) -> list[UpdateWeights]:
     """Write an adapter to the run's weight channel; return messages that locate it. Blocks."""
     return write_checked(
-        run.channel,
+        run.channel.write,
         buffer,
         named_buffers(adapter.tensors),
         keep=keep,

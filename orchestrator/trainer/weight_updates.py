@@ -37,8 +37,9 @@ from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, Weig
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers, named_tensors, tensors_of
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart, joined
 from tidegate.transport.messages import Adapter, UpdateWeights
-from tidegate.transport.weight_channels import GpuWeightSender, NamedBuffer
+from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.checksums import write_checked
+from tidegate.transport.weight_channels.cuda_memory import NamedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -157,21 +158,14 @@ class WeightPublish:
             raise
 
     def _write(self, reserved: Reserved) -> list[UpdateWeights]:
-        version, keep = reserved.version, reserved.keep
+        version = reserved.version
         written, settings = self._run.written, self._run.settings.weights
         written.forget(version)
         self._run.written_by_ranks = None
         if self._is_part and not self.state_dict:
             return []
-        channel = self._run.channel
-        if isinstance(channel, GpuWeightSender):
-            return write_checked(
-                channel,
-                version,
-                named_tensors(self.state_dict),
-                keep=keep,
-                has_checksums=settings.weight_checksums,
-            )
+        if settings.channel.needs_gpu:
+            return self._write_tensors(reserved, named_tensors(self.state_dict))
         buffers = named_buffers(self.state_dict)
         if (before := reserved.delta_base_version) is not None:
             if isinstance(written, WrittenElements):
@@ -185,15 +179,15 @@ class WeightPublish:
                 buffers, self._change = changed, change
             if not buffers:
                 return []
-        return self._write_buffers(reserved, buffers)
+        return self._write_tensors(reserved, buffers)
 
-    def _write_buffers(
-        self, reserved: Reserved, buffers: Sequence[NamedBuffer]
+    def _write_tensors(
+        self, reserved: Reserved, tensors: Sequence[NamedBuffer | NamedTensor]
     ) -> list[UpdateWeights]:
         return write_checked(
-            self._run.channel,
+            self._run.channel.write,
             reserved.version,
-            buffers,
+            tensors,
             keep=reserved.keep,
             has_checksums=self._run.settings.weights.weight_checksums,
         )
@@ -302,7 +296,7 @@ class ShardedPublish(WeightPublish):
         if has_patches:
             assert reserved.delta_base_version is not None  # else no plan asks for patches
             self._change = partial(patch_elements, reserved.delta_base_version)
-            chunks = self._write_buffers(reserved, buffers)
+            chunks = self._write_tensors(reserved, buffers)
         else:
             self.state_dict = tensors_of(buffers)
             if isinstance(self._run.written, WrittenElements):

@@ -13,7 +13,6 @@ from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys
 from tidegate.transport.weight_channels.base import (
-    GpuWeightSender,
     NamedBuffer,
     WeightChannel,
     WeightReceiver,
@@ -27,7 +26,6 @@ __all__ = [
     "DEFAULT",
     "DEFAULT_ACROSS_HOSTS",
     "LOCAL_CONFIG",
-    "GpuWeightSender",
     "NamedBuffer",
     "WeightChannel",
     "WeightChannelName",

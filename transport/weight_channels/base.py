@@ -8,7 +8,6 @@ in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messag
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from tidegate.transport.messages import InitWeights, TensorPatch, TensorSpec, Up
 from tidegate.transport.security import EngineKeys, OrchestratorKeys
 
 if TYPE_CHECKING:
-    from tidegate.transport.weight_channels.cuda_memory import Gpu, NamedTensor, TensorView
+    from tidegate.transport.weight_channels.cuda_memory import Gpu, TensorView
 
 ITEM_BYTES = {
     "float64": 8,
@@ -97,8 +96,8 @@ class WeightChannel:
     open_receiver: "Callable[[InitWeights, WeightReceiverConfig], WeightReceiver]"
     """Raises ``WeightsRefused`` if the sender's weights are out of reach."""
     needs_gpu: bool = False
-    """Whether weights stay on one GPU, which trainer and engines share. Its sender is a
-    :class:`GpuWeightSender`."""
+    """Whether weights stay on one GPU, which trainer and engines share: the sender is given device
+    tensors."""
     one_host: bool = False
     """Whether it reaches engines on the orchestrator's host only."""
     one_reader: bool = False
@@ -134,24 +133,6 @@ class WeightSender(Protocol):
     def close(self) -> None:
         """Remove the published data; receivers keep what they have mapped. Idempotent."""
         ...
-
-
-class GpuWeightSender(WeightSender):
-    """The orchestrator's end of a channel that reads tensors where they are: on a GPU."""
-
-    @abstractmethod
-    def write(
-        self,
-        version: int,
-        tensors: "Sequence[NamedBuffer | NamedTensor]",
-        *,
-        keep: Collection[int] = (),
-    ) -> list[UpdateWeights]:
-        """As :meth:`WeightSender.write`, for device tensors.
-
-        Raises:
-            WeightsRefused: a tensor is not on the GPU, or the GPU's memory does not suffice.
-        """
 
 
 class WeightReceiver(Protocol):

@@ -6,8 +6,8 @@ engine, in parallel with decoding. Specs are those of ``base.py``.
 """
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,33 +30,22 @@ def checksums(tensors: Iterable[NamedBuffer | NamedTensor]) -> dict[str, int]:
     return {tensor.name: crc32_of(tensor.data) for tensor in tensors}
 
 
-Tensor_contra = TypeVar("Tensor_contra", NamedBuffer, NamedTensor, contravariant=True)
-
-
-class _Writer(Protocol[Tensor_contra]):
-    """A :class:`WeightSender` of such tensors."""
-
-    def write(
-        self, version: int, tensors: Sequence[Tensor_contra], *, keep: Collection[int] = ()
-    ) -> list[UpdateWeights]: ...
-
-
 def write_checked(
-    channel: _Writer[Tensor_contra],
+    write: Callable[..., list[UpdateWeights]],
     version: int,
-    tensors: Sequence[Tensor_contra],
+    tensors: Sequence[NamedBuffer | NamedTensor],
     *,
     keep: Collection[int],
     has_checksums: bool,
 ) -> list[UpdateWeights]:
-    """Write a version to a channel; fill in checksums if ``has_checksums``. Blocks.
+    """Write a version by a sender's ``write``; fill in checksums if ``has_checksums``. Blocks.
 
     Raises:
         WeightsRefused: as :meth:`WeightSender.write`.
     """
     # Computed over the source tensors, so that copy errors are detected too.
     sums = checksums(tensors) if has_checksums else {}
-    chunks = channel.write(version, tensors, keep=keep)
+    chunks = write(version, tensors, keep=keep)
     return with_checksums(chunks, sums) if sums else chunks
 
 

@@ -15,7 +15,6 @@ from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import CudaIpcHandle, InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.weight_channels.base import (
     ALIGNMENT_BYTES,
-    GpuWeightSender,
     NamedBuffer,
     WeightChannel,
     WeightSenderConfig,
@@ -48,7 +47,7 @@ class _Buffer:
     handle: CudaIpcHandle
 
 
-class CudaIpcSender(GpuWeightSender):
+class CudaIpcSender:
     """Sender that owns the buffers of the newest version and of kept versions."""
 
     def __init__(self, gpu: Gpu) -> None:

@@ -235,7 +235,7 @@ def test_a_published_state_dict_is_staged_with_its_sums_and_tied_tensors_come_on
 ) -> None:
     state = dict(read_tensors(directories[1]))
     twice = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
-    updates = write_checked(channel, 1, named_tensors(twice), keep=(), has_checksums=True)
+    updates = write_checked(channel.write, 1, named_tensors(twice), keep=(), has_checksums=True)
     specs = [spec for update in updates for spec in update.tensors]
     assert [spec.name for spec in specs] == list(state)
     assert [spec.crc32 for spec in specs] == [crc32_of(one) for one in state.values()]
