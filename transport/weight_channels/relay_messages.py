@@ -58,62 +58,36 @@ class LocationProgress(msgspec.Struct, frozen=True, array_like=True, tag="locati
     refusal: str = ""
 
 
-RelayMessage = TypeVar("RelayMessage", ParentAssignment, LocationRequest, LocationProgress)
-
-_encoder = msgspec.msgpack.Encoder()
-_where = msgspec.msgpack.Decoder(ParentRequest)
-_parent = msgspec.msgpack.Decoder(ParentAssignment)
-_want = msgspec.msgpack.Decoder(LocationRequest)
-_ready = msgspec.msgpack.Decoder(LocationProgress)
+RelayMessage = TypeVar(
+    "RelayMessage", ParentRequest, ParentAssignment, LocationRequest, LocationProgress
+)
 
 
 def encode(message: ParentRequest | ParentAssignment | LocationRequest | LocationProgress) -> bytes:
     """Encode a message as one frame."""
-    return _encoder.encode(message)
+    return msgspec.msgpack.encode(message)
+
+
+def decode(frame: bytes, kind: type[RelayMessage]) -> RelayMessage:
+    """Decode a message.
+
+    Raises:
+        BadFrame: the frame is not a message of this kind.
+    """
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"unreadable word between relays of weights: {error}") from error
 
 
 def decode_parent_request(frame: bytes) -> ParentRequest | None:
     """Decode a parent request; None if the frame is something else."""
     try:
-        return _where.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+        return decode(frame, ParentRequest)
+    except BadFrame:
         return None
-
-
-def decode_parent_assignment(frame: bytes) -> ParentAssignment:
-    """Decode the sender's assignment.
-
-    Raises:
-        BadFrame: the frame is not a ``ParentAssignment``.
-    """
-    return _read(_parent, frame)
-
-
-def decode_location_request(frame: bytes) -> LocationRequest:
-    """Decode a request of an engine of this host.
-
-    Raises:
-        BadFrame: the frame is not a ``LocationRequest``.
-    """
-    return _read(_want, frame)
-
-
-def decode_location_progress(frame: bytes) -> LocationProgress:
-    """Decode a message of this host's relay.
-
-    Raises:
-        BadFrame: the frame is not a ``LocationProgress``.
-    """
-    return _read(_ready, frame)
 
 
 def keep_alive(location: str) -> ChunkHeader:
     """Return a keep-alive: a chunk header without a chunk."""
     return ChunkHeader(location, 0)
-
-
-def _read(decoder: "msgspec.msgpack.Decoder[RelayMessage]", frame: bytes) -> "RelayMessage":
-    try:
-        return decoder.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"unreadable word between relays of weights: {error}") from error

@@ -27,7 +27,7 @@ from tidegate.transport.weight_channels.relay_messages import (
     STALL_TIMEOUT_S,
     LocationProgress,
     LocationRequest,
-    decode_location_progress,
+    decode,
     encode,
 )
 from tidegate.transport.weight_channels.relay_node import RelayBootstrap, RelayNode
@@ -132,7 +132,7 @@ class RelayReceiver:
             self._fail_over()
             return
         try:
-            progress = decode_location_progress(frame)
+            progress = decode(frame, LocationProgress)
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
         if progress.location != self._location:
