@@ -196,6 +196,8 @@ def agents() -> Recorded:
     run, order = AgentsRun(1), random.Random(1)
     for _ in range(120):
         run.move(order.choice((run.solver, run.critic)))
+    for name in ("critic", "solver"):
+        run.do(ev.AdapterTrainingEnded(name))
     return Recorded("agents", BASE_RULES, run.records)
 
 
@@ -250,6 +252,7 @@ def rounds() -> Driver:
     driver.do(ev.RunResumed(2, 2))
     driver.come_back("a")
     driver.do(ev.TasksOffered("play"))
+    driver.do(ev.RunEnded())
     return driver
 
 
