@@ -205,7 +205,7 @@ def everything() -> Iterator[Recorded]:
     """Yield all runs to store."""
     yield from simulated()
     yield agents()
-    for play in (attachments, stragglers, learned, curriculum, hand_overs, rounds):
+    for play in (attachments, stragglers, learned, curriculum, hand_overs, rounds, losses):
         driver = play()
         yield Recorded(play.__name__, driver.rules, driver.records)
 
@@ -253,6 +253,32 @@ def rounds() -> Driver:
     driver.come_back("a")
     driver.do(ev.TasksOffered("play"))
     driver.do(ev.RunEnded())
+    return driver
+
+
+def losses() -> Driver:
+    """Play a turn that two engines lose, and batches of falling staleness."""
+    driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.fill()
+    first, second = driver.running.values()
+    driver.solve(first)
+    driver.publish_and_swap([])
+    driver.do(ev.BatchRequested())
+    driver.publish_and_swap()
+    driver.ask_turn(second)
+    driver.leave("a")
+    driver.join("b")
+    place = driver.where(second)
+    assert place is not None
+    driver.sample(*place, 2)
+    driver.leave("b")
+    driver.join("c")
+    driver.sample("c", *driver.engines["c"].turns, 1, STOP)
+    driver.return_reward(second)
+    driver.do(ev.BatchRequested())
+    driver.leave("c")
+    driver.fill()
     return driver
 
 
