@@ -122,8 +122,7 @@ def sample(runner: Runner) -> Sampled:
         output = runner.step(decode_rows(tokens, step, reports_experts=True))
         tokens[:, end] = output.token_ids
         logprobs.append(output.logprobs)
-        of_rows = output.by_position["routed_experts"]
-        experts.append(np.stack([of_rows[row] for row in range(TURNS)]))
+        experts.append(np.stack([output.routed_experts[row] for row in range(TURNS)]))
     return Sampled(
         torch.from_numpy(tokens).long(),
         torch.from_numpy(np.stack(logprobs, 1)).double(),

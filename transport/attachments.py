@@ -26,9 +26,7 @@ AttachmentName = Literal[
     "teacher_top_logprobs",
 ]
 
-AttachmentDtype = Literal["float32", "int32", "uint8", "uint16"]
-
-ITEM_BYTES: dict[AttachmentDtype, int] = {"float32": 4, "int32": 4, "uint8": 1, "uint16": 2}
+ITEM_BYTES = {"float32": 4, "int32": 4, "uint8": 1, "uint16": 2}
 """Bytes of one value, by dtype; values are little-endian."""
 
 HIDDEN_STATES_BYTES_MAX = 64 * 1024 * 1024
@@ -51,7 +49,7 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: AttachmentName
     start: Count
     """Index of the first entry: among the output tokens of this submission, or context position."""
-    dtype: AttachmentDtype
+    dtype: Literal["float32", "int32", "uint8", "uint16"]
     values: bytes
     shape: list[Count] = []
     """Shape of an entry, e.g. [L, k]; empty for scalars and for ragged entries."""
@@ -81,7 +79,7 @@ class AttachmentKind:
     axis: Literal["token", "position"]
     """``token``: an entry for each output token. ``position``: for each context position, prompt
     included, whose KV the engine has computed or taken from its cache."""
-    dtypes: tuple[AttachmentDtype, ...]
+    dtypes: tuple[str, ...]
     dimensions: int = 0
     """Length of ``Attachment.shape``."""
     is_ragged: bool = False

@@ -20,7 +20,7 @@ from tidegate.engine.execution.runner import DecodeRows
 from tidegate.engine.sampling.sampling import (
     RowSampling,
     StepOutput,
-    TokenEntries,
+    TokenAttachments,
     limits,
     random_numbers,
     sample_rows,
@@ -86,7 +86,7 @@ class PendingDraw:
         host_rows = self.draw.host_rows
         host_output = sample_rows(self.logits, [self.draw.sampling[row] for row in host_rows])
         token_ids[host_rows], logprobs[host_rows] = host_output.token_ids, host_output.logprobs
-        attachments: dict[int, TokenEntries] = {
+        attachments: dict[int, TokenAttachments] = {
             host_rows[i]: each for i, each in host_output.attachments.items()
         }
         failures = {host_rows[i]: reason for i, reason in host_output.failures.items()}

@@ -142,8 +142,8 @@ class FallbackRunner:
         if hidden:
             states = torch.stack([hidden[row] for row in sorted(hidden)])
             output = with_hidden_states(output, hidden_rows(sampling), states)
-        by_position = reported_experts(self._routed_experts, rows)
-        return replace(output, scores=row_scores, by_position=by_position)
+        routed_experts = reported_experts(self._routed_experts, rows)
+        return replace(output, scores=row_scores, routed_experts=routed_experts)
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[list[_Chunk]]:
         """Yield the step's forward passes, in an order in which each row's past is computed.

@@ -59,7 +59,6 @@ from tidegate.kernels.attention import (
 )
 from tidegate.kernels.layers import DecodeColumns, Layers
 from tidegate.kernels.native import LastTokens, Native, SlotMapping
-from tidegate.transport.attachments import AttachmentName
 
 ATTENDS_SINGLY = 0
 """Kind of the rows whose attention compiled code computes token by token; sorts before all padded
@@ -193,20 +192,14 @@ class Runner(Protocol):
         """
 
 
-def reported_experts(
-    cache: RoutedExpertsCache, rows: Sequence[Row]
-) -> dict[AttachmentName, dict[int, Experts]]:
-    """Return the routed experts that a computed step's rows ask for, as
-    :attr:`StepOutput.by_position`."""
+def reported_experts(cache: RoutedExpertsCache, rows: Sequence[Row]) -> dict[int, Experts]:
+    """Return the routed experts that a computed step's rows ask for, by sampling row."""
     requested = {
         number: Positions(row.block_table, row.experts_from, row.start + len(row.token_ids))
         for number, row in enumerate(row for row in rows if row.sampling is not None)
         if row.experts_from is not None
     }
-    if not requested:
-        return {}
-    experts = cache.read(list(requested.values()))
-    return {"routed_experts": dict(zip(requested, experts, strict=True))}
+    return dict(zip(requested, cache.read(list(requested.values())), strict=True))
 
 
 def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
@@ -307,7 +300,7 @@ class ModelRunner:
         if reported := hidden_rows(sampling):
             output = with_hidden_states(output, reported, hidden[reported])
         if self._num_mixtures and (experts := reported_experts(self._routed_experts, rows)):
-            output = replace(output, by_position=experts)
+            output = replace(output, routed_experts=experts)
         return replace(output, scores=scores) if scores else output
 
     @torch.inference_mode()

@@ -9,7 +9,6 @@ Letters in shapes: S sampling rows, V vocabulary.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,6 @@ from tidegate.kernels.sampling import (
     weights_of,
 )
 from tidegate.kernels.uniforms import uniforms
-from tidegate.transport.attachments import ATTACHMENTS, AttachmentName
 
 SEED_MASK = 2**64 - 1
 """Seeds may be any int; the generator takes 64 bits."""
@@ -52,18 +50,22 @@ class RowSampling:
         return self.options is None
 
 
-TokenEntries: TypeAlias = Mapping[AttachmentName, bytes]
-"""Requested attachments of one sampled token, encoded as in ``transport/attachments.py``."""
+@dataclass(frozen=True, slots=True)
+class TokenAttachments:
+    """Attachments of one sampled token, encoded as in ``transport/attachments.py``; empty if not
+    requested."""
+
+    raw_logprobs: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    kept_ids: bytes | None = None
+    """None if not requested; empty if all tokens were left."""
+    hidden_state: bytes = b""
 
 
-def all_finite(attachments: Iterable[TokenEntries]) -> bool:
+def all_finite(attachments: Iterable[TokenAttachments]) -> bool:
     """Return whether no value is NaN; excluded tokens have -inf."""
-    columns = [
-        entry
-        for entries in attachments
-        for name, entry in entries.items()
-        if ATTACHMENTS[name].dtypes == ("float32",)
-    ]
+    columns = [c for a in attachments for c in (a.raw_logprobs, a.top_logprobs, a.hidden_state)]
     return not np.isnan(np.frombuffer(b"".join(columns), np.float32)).any()
 
 
@@ -75,17 +77,15 @@ class StepOutput:
     """Sampled token of each sampling row, [S]."""
     logprobs: npt.NDArray[np.float32]
     """[S], natural log, of the distribution sampled from; of the unscaled one at temperature 0."""
-    attachments: Mapping[int, TokenEntries] = field(default_factory=dict)
-    """Attachments of a token, by sampling row; rows that request none are absent."""
+    attachments: Mapping[int, TokenAttachments] = field(default_factory=dict)
+    """Requested attachments of a token, by sampling row; rows that request none are absent."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """Reason for each sampling row without a sample; its columns' values are meaningless."""
     scores: Sequence[RowScore] = ()
     """Scores of the scored rows, in their order."""
-    by_position: Mapping[AttachmentName, Mapping[int, npt.NDArray[Any]]] = field(
-        default_factory=dict
-    )
-    """Attachments by position: entries [P, *shape] by sampling row, of the P positions that the row
-    asks for. Attachments that no row asks for are absent."""
+    routed_experts: Mapping[int, npt.NDArray[np.uint8 | np.uint16]] = field(default_factory=dict)
+    """Routed experts [P, L, k] by sampling row, of the P positions that the row asks for, for each
+    of L mixture layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _sample_groups(
     """Sample plain rows with ``native``, and each group of ``other_rows`` in one torch call."""
     token_ids = np.empty(len(sampling), np.int32)
     logprobs = np.empty(len(sampling), np.float32)
-    attachments: dict[int, TokenEntries] = {}
+    attachments: dict[int, TokenAttachments] = {}
     failures: dict[int, str] = {}
     plain = [row for row, params in enumerate(sampling) if params.is_plain]
     if plain:
@@ -264,21 +264,15 @@ def _attachments(
     distribution: TokenDistribution,
     options: Mapping[int, RowOptions],
     raw_logprobs: Mapping[int, bytes],
-) -> dict[int, TokenEntries]:
+) -> dict[int, TokenAttachments]:
     top = _top_tokens(distribution, options)
     kept_rows = [row for row, row_options in options.items() if row_options.kept_tokens]
     kept = dict(zip(kept_rows, distribution.kept(kept_rows), strict=True)) if kept_rows else {}
-    by_name: dict[AttachmentName, Mapping[int, bytes]] = {
-        "raw_logprobs": raw_logprobs,
-        "top_ids": {row: ids for row, (ids, _) in top.items()},
-        "top_logprobs": {row: logprobs for row, (_, logprobs) in top.items()},
-        "kept_ids": kept,
+    return {
+        row: TokenAttachments(raw_logprobs.get(row, b""), *top.get(row, (b"", b"")), kept.get(row))
+        for row in options
+        if row in raw_logprobs or row in top or row in kept
     }
-    entries: dict[int, dict[AttachmentName, bytes]] = {}
-    for name, values in by_name.items():
-        for row, value in values.items():
-            entries.setdefault(row, {})[name] = value
-    return {**entries}
 
 
 def hidden_rows(sampling: Sequence[RowSampling]) -> list[int]:
@@ -294,7 +288,8 @@ def with_hidden_states(output: StepOutput, rows: Sequence[int], hidden: torch.Te
     """Attach the normed last hidden states ``hidden`` [len(rows), H] of these sampling rows."""
     attachments = dict(output.attachments)
     for row, state in zip(rows, hidden.float().numpy(), strict=True):
-        attachments[row] = {**attachments.get(row, {}), "hidden_states": state.tobytes()}
+        known = attachments.get(row, TokenAttachments())
+        attachments[row] = replace(known, hidden_state=state.tobytes())
     return replace(output, attachments=attachments)
 
 

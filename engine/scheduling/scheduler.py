@@ -597,7 +597,7 @@ class EngineScheduler:
         """Apply a step's output to the planned sequences; None if the step sampled nothing."""
         self._budget.succeed()
         failures = failures_of(output, self.version)
-        is_plain = not failures and not output.attachments and not output.by_position
+        is_plain = not failures and not output.attachments and not output.routed_experts
         if self._batch is not None and is_plain:
             return self._complete_batch(self._batch, output)
         self._batch = None
@@ -770,11 +770,12 @@ class EngineScheduler:
     ) -> None:
         """Add the attachments of the ``accepted`` sampling rows, which are one sequence's."""
         if accepted.start in output.attachments:
-            rows.add_entries(sequence, [output.attachments[index] for index in accepted])
-        for name, entries in output.by_position.items():
-            if accepted.start in entries:
-                own = np.concatenate([entries[index] for index in accepted])
-                rows.add_positions(sequence, name, own)
+            options = sequence.sampling.options
+            attachments = [output.attachments[index] for index in accepted]
+            rows.add_attachments(sequence, attachments, options.top_logprobs if options else 0)
+        if accepted.start in output.routed_experts:
+            experts = [output.routed_experts[index] for index in accepted]
+            rows.add_experts(sequence, np.concatenate(experts))
 
     def _record_accepted(
         self, sequence: EngineSequence, accepted: AcceptedTokens, drafted: int

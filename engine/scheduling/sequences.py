@@ -136,6 +136,7 @@ class EngineSequence:
         "chunk_tokens",
         "computed",
         "drafted",
+        "experts_reported",
         "handle",
         "history",
         "is_pinned",
@@ -144,7 +145,6 @@ class EngineSequence:
         "length",
         "length_max",
         "node",
-        "positions_reported",
         "prompt_tokens",
         "rank",
         "row",
@@ -170,7 +170,7 @@ class EngineSequence:
         self.is_pinned = False
         """Whether swaps of the adapter leave the sequence at its version."""
         self.cache_salt = message.sampling.cache_salt
-        self.positions_reported = 0
+        self.experts_reported = 0
         """Number of leading positions whose routed experts were reported since they were computed;
         unused unless the row asks for them."""
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
@@ -259,7 +259,7 @@ class EngineSequence:
             row.sampling = self.sampling
             self.sampling.index = self.sampled_before + end - self.prompt_tokens
         if row.experts_from is not None:
-            row.experts_from = self.positions_reported
+            row.experts_from = self.experts_reported
         return row
 
     def draft_rows(self) -> Iterator[Row]:
@@ -323,7 +323,7 @@ class EngineSequence:
         self.share_at = NEVER
         self.computed = 0
         self.cached_tokens = 0
-        self.positions_reported = 0
+        self.experts_reported = 0
         self.is_prefilling = True
         self.history.clear()
         return blocks
@@ -345,7 +345,7 @@ class EngineSequence:
         del self.blocks[blocks_kept:]
         self.block_tokens_held = blocks_kept * block_tokens
         self.computed = self.cached_tokens = kept_positions
-        self.positions_reported = min(self.positions_reported, kept_positions)
+        self.experts_reported = min(self.experts_reported, kept_positions)
         self.is_prefilling = True
         return blocks
 

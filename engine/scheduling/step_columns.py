@@ -7,22 +7,16 @@ Used by the scheduler's ``complete``, sequence by sequence. Columns are numpy ar
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from tidegate.engine.execution.routed_experts import Experts
 from tidegate.engine.execution.step_layout import AdapterVersion
-from tidegate.engine.sampling.sampling import StepOutput, TokenEntries, all_finite
+from tidegate.engine.sampling.sampling import StepOutput, TokenAttachments, all_finite
 from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineSequence
-from tidegate.transport.attachments import (
-    ATTACHMENTS,
-    ITEM_BYTES,
-    Attachment,
-    AttachmentDtype,
-    AttachmentName,
-)
+from tidegate.transport.attachments import Attachment, AttachmentName
 from tidegate.transport.messages import Prefill, Step
 
 
@@ -170,30 +164,54 @@ class SampledRows:
         self.accepted_indices.append(index)
         return finish
 
-    def add_entries(self, sequence: EngineSequence, tokens: Sequence[TokenEntries]) -> None:
+    def add_attachments(
+        self, sequence: EngineSequence, tokens: Sequence[TokenAttachments], top_logprobs: int
+    ) -> None:
         """Add the attachments of a sequence's newest tokens, which :meth:`add` has accepted."""
         start = sequence.output_tokens - len(tokens)
-        for name, first in tokens[0].items():  # which has what the others have, too
-            kind, entries = ATTACHMENTS[name], [token[name] for token in tokens]
-            (dtype,) = kind.dtypes
-            shape, counts = [len(first) // ITEM_BYTES[dtype]] if kind.dimensions else [], b""
-            if kind.is_ragged:
-                sizes = [len(entry) // ITEM_BYTES[dtype] for entry in entries]
-                counts = np.array(sizes, "<u4").tobytes()
-            values = b"".join(entries)
+        first = tokens[0]  # which has what the others have, too
+        if first.raw_logprobs:
+            values = b"".join([t.raw_logprobs for t in tokens])
+            self._add(sequence, start, "raw_logprobs", "float32", values)
+        if first.top_ids:
+            ids, logprobs = [t.top_ids for t in tokens], [t.top_logprobs for t in tokens]
+            shape = [top_logprobs]
+            self._add(sequence, start, "top_ids", "int32", b"".join(ids), shape)
+            self._add(sequence, start, "top_logprobs", "float32", b"".join(logprobs), shape)
+        if first.hidden_state:
+            values = b"".join([t.hidden_state for t in tokens])
+            shape = [len(first.hidden_state) // 4]
+            self._add(sequence, start, "hidden_states", "float32", values, shape)
+        kept = [t.kept_ids for t in tokens if t.kept_ids is not None]
+        if kept:
+            counts = np.array([len(ids) // 4 for ids in kept], "<u4").tobytes()
+            values = b"".join(kept)
             self.attachments.append(
-                Attachment(sequence.handle, name, start, dtype, values, shape, counts)
+                Attachment(sequence.handle, "kept_ids", start, "int32", values, counts=counts)
             )
 
-    def add_positions(
-        self, sequence: EngineSequence, name: AttachmentName, entries: npt.NDArray[Any]
+    def _add(
+        self,
+        sequence: EngineSequence,
+        start: int,
+        name: AttachmentName,
+        dtype: Literal["float32", "int32"],
+        values: bytes,
+        shape: Sequence[int] = (),
     ) -> None:
-        """Add the entries [P, *shape] of the sequence's positions that were not reported."""
-        start = sequence.positions_reported
-        sequence.positions_reported += len(entries)
-        dtype = cast("AttachmentDtype", entries.dtype.name)
-        values, shape = entries.tobytes(), list(entries.shape[1:])
-        self.attachments.append(Attachment(sequence.handle, name, start, dtype, values, shape))
+        self.attachments.append(
+            Attachment(sequence.handle, name, start, dtype, values, list(shape))
+        )
+
+    def add_experts(self, sequence: EngineSequence, experts: Experts) -> None:
+        """Add the routed experts [P, L, k] of the sequence's positions that were not reported."""
+        start = sequence.experts_reported
+        sequence.experts_reported += len(experts)
+        dtype: Literal["uint8", "uint16"] = "uint8" if experts.dtype == np.uint8 else "uint16"
+        values, shape = experts.tobytes(), list(experts.shape[1:])
+        self.attachments.append(
+            Attachment(sequence.handle, "routed_experts", start, dtype, values, shape)
+        )
 
     def columns(self, output: StepOutput, version: int, adapter: str = "") -> StepColumns:
         """Return the columns without rejected draft tokens and failed rows."""

@@ -128,8 +128,7 @@ def test_only_rows_that_ask_have_their_experts_reported(tmp_path: Path) -> None:
 
     assert runner.step(rows[::2]).routed_experts == {}
     output = runner.step(rows)
-    experts = output.by_position["routed_experts"]
-    assert {row: part.shape for row, part in experts.items()} == {1: (2, 2, 2)}
+    assert {row: part.shape for row, part in output.routed_experts.items()} == {1: (2, 2, 2)}
 
 
 def test_ids_above_255_are_two_bytes() -> None:

@@ -209,8 +209,8 @@ class VllmDouble:
             one.computed += len(row.token_ids)
             if row.sampling is not None:
                 index, sample = next(samples)
-                one.experts = output.by_position.get("routed_experts", {}).get(index)
-                kept = output.attachments.get(index, {}).get("kept_ids")
+                one.experts = output.routed_experts.get(index)
+                kept = output.attachments[index].kept_ids if index in output.attachments else None
                 self._sampled(one, *sample, kept)
 
     def _row(self, one: Asked) -> Row:

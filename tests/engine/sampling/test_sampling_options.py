@@ -70,8 +70,8 @@ def reported_distribution(turn: EngineSequence, logits: torch.Tensor) -> np.ndar
     """Return the reported distribution of the next token; the turn asks for all log-probs."""
     attachments = draw([turn], logits[None]).attachments[0]
     probabilities = np.zeros(VOCAB)
-    ids = np.frombuffer(attachments["top_ids"], np.int32)
-    probabilities[ids] = np.exp(np.frombuffer(attachments["top_logprobs"], np.float32))
+    ids = np.frombuffer(attachments.top_ids, np.int32)
+    probabilities[ids] = np.exp(np.frombuffer(attachments.top_logprobs, np.float32))
     return probabilities
 
 
@@ -279,7 +279,7 @@ def test_raw_log_probs_are_those_of_the_model_whatever_is_sampled_from() -> None
     turn = make_turn(asking_for_everything(1, temperature=0.3), [4, 4, 9])
     logits = random_logits(0)
     output = draw([turn], logits)
-    raw = np.frombuffer(output.attachments[0]["raw_logprobs"], np.float32)
+    raw = np.frombuffer(output.attachments[0].raw_logprobs, np.float32)
     plain = torch.log_softmax(logits, -1)[0, output.token_ids[0]]
     assert raw.tolist() == [plain.item()]
     assert abs(raw[0] - output.logprobs[0]) > 0.1
@@ -289,12 +289,12 @@ def test_likeliest_tokens_come_in_order_and_excluded_ones_have_no_probability() 
     turn = make_turn(SamplingParams(max_tokens=5, top_k=3, top_logprobs=5), [4])
     logits = random_logits(3)
     attachments = draw([turn], logits).attachments[0]
-    logprobs = np.frombuffer(attachments["top_logprobs"], np.float32)
+    logprobs = np.frombuffer(attachments.top_logprobs, np.float32)
     best = torch.topk(logits[0], 3)
-    assert np.frombuffer(attachments["top_ids"], np.int32)[:3].tolist() == best.indices.tolist()
+    assert np.frombuffer(attachments.top_ids, np.int32)[:3].tolist() == best.indices.tolist()
     np.testing.assert_allclose(logprobs[:3], torch.log_softmax(best.values, -1), atol=1e-6)
     assert np.isneginf(logprobs[3:]).all()
-    assert attachments.keys() == {"top_ids", "top_logprobs"}
+    assert attachments.raw_logprobs == b""
 
 
 def test_stop_tokens_come_no_sooner_than_min_tokens() -> None:

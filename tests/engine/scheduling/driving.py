@@ -56,9 +56,8 @@ def drive(runner: Runner, turns: Sequence[DrivenTurn], *, new_tokens: int) -> No
             computed[n] += len(row.token_ids)
             if row.sampling is not None:
                 index, (token_id, logprob) = next(results)
-                experts = output.by_position.get("routed_experts", {})
-                if index in experts:
-                    turns[n].routed_experts.append(experts[index])
+                if index in output.routed_experts:
+                    turns[n].routed_experts.append(output.routed_experts[index])
                 turns[n].sampled.append(token_id)
                 turns[n].logprobs.append(logprob)
 
