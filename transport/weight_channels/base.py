@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorPatch, TensorSpec, UpdateWeights
 from tidegate.transport.security import EngineKeys, OrchestratorKeys
 
 if TYPE_CHECKING:
-    from tidegate.transport.weight_channels.cuda_memory import Gpu, TensorView
+    from tidegate.transport.weight_channels.cuda_memory import Gpu
 
 ITEM_BYTES = {
     "float64": 8,
@@ -140,9 +140,9 @@ class WeightReceiver(Protocol):
 
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
-    ) -> "Iterator[tuple[TensorSpec, TensorView]]":
-        """Yield the bytes of each tensor, after all specs have been checked: a device tensor if the
-        channel needs a GPU, else memory of the host.
+    ) -> Iterator[tuple[TensorSpec, Any]]:
+        """Yield the bytes of each tensor, after all specs have been checked: as a ``memoryview``,
+        or as a device tensor if the channel needs a GPU.
 
         A channel that fetches over the network polls ``is_wanted`` and stops yielding once it
         returns False.
