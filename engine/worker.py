@@ -37,7 +37,7 @@ from tidegate.engine.memory.kv_size import (
 )
 from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.models.tokenizer import ModelTokenizer
-from tidegate.engine.ranks.ranks import Ranks, ranks_channels
+from tidegate.engine.ranks.ranks import Ranks
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.scheduling.adapter_versions import VERSIONS_MAX_DEFAULT, AdapterVersions
@@ -52,7 +52,7 @@ from tidegate.transport.printable import print_stderr
 from tidegate.transport.private_directory import remove_abandoned
 from tidegate.transport.regular_files import check_all_regular
 from tidegate.transport.security import EngineKeys, read_engine_keys
-from tidegate.transport.weight_channels import WeightReceiverConfig, cuda_ipc
+from tidegate.transport.weight_channels import WeightReceiverConfig, readable_channels
 from tidegate.transport.weight_channels.cuda_memory import CudaGpu
 
 ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
@@ -449,8 +449,9 @@ def _hello(
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],
         weight_channels=[
-            *ranks_channels(arguments.tensor_parallel_size),
-            *([] if arguments.device == CPU else [cuda_ipc.NAME]),
+            *readable_channels(
+                has_gpu=arguments.device != CPU, ranks=arguments.tensor_parallel_size
+            )
         ],
         pid=os.getpid(),
         model_code=model.code,

@@ -1,12 +1,13 @@
 """Token attachments: typed per-token data that rides beside a turn's token ids and log-probs.
 
 A ``Step`` carries a list of :class:`Attachment`, for turns whose ``SamplingParams`` request any.
-Engines make them, the orchestrator's core stores them with the turn. Built on ``msgspec`` and
-``limits.py`` only; :mod:`tidegate.orchestrator.core.step_checks` checks the values.
+Engines make them, the orchestrator's core stores them with the turn, and a trainer's batch has them
+as columns. Core, journal, batches and the remote trainer's wire carry any attachment that
+:data:`ATTACHMENTS` declares; :mod:`tidegate.orchestrator.core.step_checks` checks the values.
 """
 
 from dataclasses import dataclass
-from math import prod
+from math import inf, nan, prod
 from typing import Literal
 
 import msgspec
@@ -70,8 +71,11 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class AttachmentKind:
-    """Type of an attachment's entries."""
+    """Who makes an attachment, the type of its entries, and how a batch shows them."""
 
+    option: str
+    """Field of ``SamplingParams`` that requests it from engines. Empty: the orchestrator adds it to
+    ended turns, from scores, and engines must not report it."""
     axis: Literal["token", "position"]
     """``token``: an entry for each output token. ``position``: for each context position, prompt
     included, whose KV the engine has computed or taken from its cache."""
@@ -80,23 +84,50 @@ class AttachmentKind:
     """Length of ``Attachment.shape``."""
     is_ragged: bool = False
     """Whether entries have different numbers of values."""
-    is_added: bool = False
-    """Whether the orchestrator adds it to ended turns, from scores. Engines must not report it."""
+    is_sized_by_option: bool = False
+    """Whether ``option`` is the length of an entry."""
     is_logprob: bool = False
     """Whether its values are natural logarithms of probabilities."""
+    unknown: float = 0
+    """Value in a batch of a sampled token whose entry is not known."""
+    padding: float = 0
+    """Value in a batch of a token that was not sampled, and after the end of a shorter entry."""
+    companion: str = ""
+    """Second column of a batch: of a ragged attachment, each token's number of values; of one by
+    position, which positions are known. Empty if there is none."""
+
+    @property
+    def is_added(self) -> bool:
+        """Whether the orchestrator adds it; see ``option``."""
+        return not self.option
 
 
 ATTACHMENTS: dict[AttachmentName, AttachmentKind] = {
-    "raw_logprobs": AttachmentKind("token", ("float32",), is_logprob=True),
-    "top_ids": AttachmentKind("token", ("int32",), 1),
-    "top_logprobs": AttachmentKind("token", ("float32",), 1, is_logprob=True),
-    "kept_ids": AttachmentKind("token", ("int32",), is_ragged=True),
-    "routed_experts": AttachmentKind("position", ("uint8", "uint16"), 2),
-    "hidden_states": AttachmentKind("token", ("float32",), 1),
-    "teacher_logprobs": AttachmentKind("token", ("float32",), is_added=True, is_logprob=True),
-    "teacher_top_ids": AttachmentKind("token", ("int32",), 1, is_added=True),
+    "raw_logprobs": AttachmentKind(
+        "raw_logprobs", "token", ("float32",), is_logprob=True, unknown=nan
+    ),
+    "top_ids": AttachmentKind("top_logprobs", "token", ("int32",), 1, is_sized_by_option=True),
+    "top_logprobs": AttachmentKind(
+        "top_logprobs",
+        "token",
+        ("float32",),
+        1,
+        is_sized_by_option=True,
+        is_logprob=True,
+        unknown=-inf,
+        padding=-inf,
+    ),
+    "kept_ids": AttachmentKind(
+        "kept_tokens", "token", ("int32",), is_ragged=True, companion="kept_counts"
+    ),
+    "routed_experts": AttachmentKind(
+        "routed_experts", "position", ("uint8", "uint16"), 2, companion="routed_experts_mask"
+    ),
+    "hidden_states": AttachmentKind("hidden_states", "token", ("float32",), 1),
+    "teacher_logprobs": AttachmentKind("", "token", ("float32",), is_logprob=True, unknown=nan),
+    "teacher_top_ids": AttachmentKind("", "token", ("int32",), 1),
     "teacher_top_logprobs": AttachmentKind(
-        "token", ("float32",), 1, is_added=True, is_logprob=True
+        "", "token", ("float32",), 1, is_logprob=True, unknown=-inf, padding=-inf
     ),
 }
 """Kind of each attachment.

@@ -94,7 +94,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     kv_policies: list[KvPolicy]
     """Supported KV policies of a weight update."""
     weight_channels: list[str]
-    """Supported channels: ``shm``, ``cuda_ipc``, ``zmq``, ``relay``, ``collective``, ``disk``."""
+    """Names of the weight channels that the engine can read."""
     pid: Count = 0
     """Process id on the engine's host; 0: not reported."""
     first_seq: Count = 0

@@ -41,7 +41,7 @@ from tidegate.transport.printable import print_stderr
 from tidegate.transport.private_directory import PrivateDirectory, remove_abandoned
 from tidegate.transport.security import read_engine_keys
 from tidegate.transport.server_keys import refuse_secrets
-from tidegate.transport.weight_channels import CHANNELS, WeightReceiverConfig
+from tidegate.transport.weight_channels import WeightReceiverConfig, readable_channels
 
 KINDS = {
     "sglang": "tidegate.engine.external.sglang",
@@ -236,7 +236,7 @@ def _hello(arguments: argparse.Namespace, capabilities: Capabilities, epoch: int
         block_tokens=block_tokens,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"] if capabilities.keeps_kv else ["recompute"],
-        weight_channels=list(CHANNELS),
+        weight_channels=[*readable_channels(has_gpu=False)],
         pid=os.getpid(),
         model_code=capabilities.engine,
         dtype=capabilities.dtype,

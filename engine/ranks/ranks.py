@@ -32,7 +32,7 @@ from tidegate.transport.messages import (
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.rank_messages import InitProcessGroup, RunStep
 from tidegate.transport.security import EngineKeys
-from tidegate.transport.weight_channels import CHANNELS, LOCAL_CONFIG, WeightReceiverConfig
+from tidegate.transport.weight_channels import LOCAL_CONFIG, WeightReceiverConfig
 
 if TYPE_CHECKING:
     from tidegate.engine.models.rank_group import RankGroup
@@ -189,14 +189,6 @@ class MultiRankStaging(Staging):
 
 RANKS_MAX = 64
 """Limit of ranks; larger values are taken for mistakes."""
-
-ONE_READER_CHANNELS = ("relay", "collective")
-"""Weight channels with one reader per engine; here every rank reads for itself."""
-
-
-def ranks_channels(count: int) -> list[str]:
-    """Return the weight channels of an engine with ``count`` ranks."""
-    return [name for name in CHANNELS if count == 1 or name not in ONE_READER_CHANNELS]
 
 
 class Ranks:

@@ -39,11 +39,9 @@ from tidegate.transport.weight_channels import (
     LOCAL_CONFIG,
     WeightReceiver,
     WeightReceiverConfig,
-    cuda_ipc,
     receiver,
 )
 from tidegate.transport.weight_channels.checksums import verify_checksum
-from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver, host_bytes
 from tidegate.transport.weight_channels.patches import ElementPatch, decode_patch
 
 JOIN_TIMEOUT_S = 5.0
@@ -159,7 +157,7 @@ class Staging:
         """Number of calls of :meth:`abandon`; adapters requested before the last are dropped."""
         self._buffer: WeightStore | None = None
         """Owned by the staging thread while jobs are pending, else by the main thread."""
-        self._receiver: WeightReceiver | CudaIpcReceiver | None = None
+        self._receiver: WeightReceiver | None = None
         """Open weight channel. Used by the staging thread only."""
         self._buffer_version: int | None = None
         """Version that the buffer holds completely; None if it was written to since, or lost."""
@@ -346,7 +344,7 @@ class Staging:
             if self._receiver is not None:
                 self._receiver.close()
                 self._receiver = None
-            self._receiver = _receiver(message, self._receiver_config)
+            self._receiver = receiver(message, self._receiver_config)
             if self._buffer is None:
                 with blame_memory(doing="for a second set of weights", remedy=SECOND_SET_REMEDY):
                     self._buffer = self._allocate()
@@ -375,13 +373,8 @@ class Staging:
             tensors: dict[str, torch.Tensor] = {}
             for chunk in message.chunks:
                 for spec, view in self._receiver.tensors(chunk) if chunk.tensors else ():
-                    if isinstance(view, torch.Tensor):
-                        tensors[spec.name] = view.clone()
-                        if spec.crc32 is not None:
-                            verify_checksum(spec, host_bytes(view))
-                    else:
-                        tensors[spec.name] = _tensor(spec, view).clone()
-                        verify_checksum(spec, view)
+                    tensors[spec.name] = _tensor(spec, view).clone()
+                    verify_checksum(spec, view)
             adapter = self._buffer.make_adapter(tensors, message.scale)
         except Exception as error:  # noqa: BLE001  (as in _copy)
             why = _error_text(error)
@@ -416,13 +409,9 @@ class Staging:
             if spec.patch is not None and isinstance(view, memoryview):
                 self._patch(update, spec, view, base)
             else:
-                tensor = view if isinstance(view, torch.Tensor) else _tensor(spec, view)
-                self._store(update, message.adapter, spec.name, tensor)
+                self._store(update, message.adapter, spec.name, _tensor(spec, view))
             # After the copy: bytes that match now were right when they were copied.
-            if isinstance(view, memoryview):
-                verify_checksum(spec, view)
-            elif spec.crc32 is not None:
-                verify_checksum(spec, host_bytes(view))
+            verify_checksum(spec, view)
         if not message.is_last:
             return None
         update.adapters = {
@@ -490,14 +479,6 @@ class Staging:
         self._buffer.mark_complete()
 
 
-def _receiver(
-    message: InitWeights, receiver_config: WeightReceiverConfig
-) -> WeightReceiver | CudaIpcReceiver:
-    if message.channel == cuda_ipc.NAME:
-        return CudaIpcReceiver(message, receiver_config.gpu)
-    return receiver(message, receiver_config)
-
-
 def _is_open(update: _StagedUpdate) -> bool:
     return update.state is _State.OPEN
 
@@ -521,8 +502,10 @@ def _base(update: _StagedUpdate, message: UpdateWeights) -> WeightStore | None:
     return live.weights
 
 
-def _tensor(spec: TensorSpec, view: memoryview) -> torch.Tensor:
-    """Return the bytes as a tensor, without a copy."""
+def _tensor(spec: TensorSpec, view: memoryview | torch.Tensor) -> torch.Tensor:
+    """Return what a receiver yields as a tensor, without a copy."""
+    if isinstance(view, torch.Tensor):
+        return view
     dtype = getattr(torch, spec.dtype)
     if not view.nbytes:
         return torch.empty(spec.shape, dtype=dtype)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
-from tidegate.orchestrator.core.token_attachments import RoutedExperts
+from tidegate.orchestrator.episodes.generated_turn import RoutedExperts
 from tidegate.transport.messages import KvSpan
 from tidegate.transport.sampling import LogitsProcessor
 

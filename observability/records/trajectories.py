@@ -23,7 +23,7 @@ from tidegate.observability.records.run_directories import process_directories
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.core.token_attachments import RoutedExperts
+from tidegate.orchestrator.episodes.generated_turn import RoutedExperts
 from tidegate.orchestrator.episodes.media_parts import recorded
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.attachments import ATTACHMENTS
@@ -290,22 +290,22 @@ def _attachment_columns(turn: Turn) -> dict[str, Any]:
     if (attachments := turn.attachments) is None:
         return columns
     for name, kind in ATTACHMENTS.items():
-        if kind.axis == "position" or kind.is_ragged:
-            continue
-        if (entries := attachments.entries(name, turn.length)) is not None:
+        if kind.axis == "position":
+            columns[name] = [
+                {
+                    "start": start,
+                    "shape": list(entries.shape),
+                    "dtype": entries.dtype.name,
+                    "values": entries.tobytes(),
+                }
+                for start, entries in attachments.reports(name)
+            ] or None
+        elif kind.is_ragged:
+            if (values := attachments.ragged_entries(name, turn.length)) is not None:
+                columns[name] = [each.tolist() for each in values]
+        elif (entries := attachments.entries(name, turn.length)) is not None:
             is_binary = name == "hidden_states"
             columns[name] = entries.tobytes() if is_binary else entries.ravel().tolist()
-    if (kept := attachments.kept_ids(turn.length)) is not None:
-        columns["kept_ids"] = [ids.tolist() for ids in kept]
-    columns["routed_experts"] = [
-        {
-            "start": start,
-            "shape": list(experts.shape),
-            "dtype": experts.dtype.name,
-            "values": experts.tobytes(),
-        }
-        for start, experts in attachments.expert_reports()
-    ] or None
     return columns
 
 

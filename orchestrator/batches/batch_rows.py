@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator.batches.attachment_columns import UNKNOWN
 from tidegate.orchestrator.batches.batches import Batch, BatchShard, PackedBatch
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
 from tidegate.policies.sharding import split_rows
+from tidegate.transport.attachments import ATTACHMENTS
 
 TOKEN_COLUMNS = {
     "token_ids": torch.int32,
@@ -37,11 +37,16 @@ ROW_COLUMNS = {
 TURN_REWARDS = "turn_rewards"
 """[N] float32; present only if a turn was rewarded."""
 
-KEPT_IDS, KEPT_COUNTS = "kept_ids", "kept_counts"
+COUNTS: dict[str, str] = {
+    name: kind.companion for name, kind in ATTACHMENTS.items() if kind.is_ragged
+}
+"""Columns with any number of entries per token, and the columns of these numbers."""
 
-ATTACHMENT_COLUMNS = ("routed_experts", "routed_experts_mask", KEPT_IDS, KEPT_COUNTS, *UNKNOWN)
-"""Columns of :class:`PackedBatch` that are present only if a turn requested them. All but
-``kept_ids`` [M] have an entry per token."""
+ATTACHMENT_COLUMNS = tuple(
+    column for name, kind in ATTACHMENTS.items() for column in (name, kind.companion) if column
+)
+"""Columns of :class:`PackedBatch` that are present only if a turn requested them. All but those in
+:data:`COUNTS` have an entry per token."""
 
 OPTIONAL_COLUMNS = {TURN_REWARDS, *ATTACHMENT_COLUMNS}
 
@@ -79,10 +84,11 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     picked = {
         name: column[chosen if name in ROW_COLUMNS else tokens]
         for name, column in columns.items()
-        if name != KEPT_IDS
+        if name not in COUNTS
     }
-    if KEPT_IDS in columns:
-        picked[KEPT_IDS] = _ragged(columns[KEPT_IDS], columns[KEPT_COUNTS], tokens)
+    for name, counts in COUNTS.items():
+        if name in columns:
+            picked[name] = _ragged(columns[name], columns[counts], tokens)
     tasks = tuple(batch.tasks[row] for row in rows) if batch.tasks else ()
     return batch_from_columns(
         BatchMetadata(batch.number, batch.trainer_version, tasks, batch.shard), picked
@@ -179,10 +185,12 @@ def _check(columns: Mapping[str, torch.Tensor]) -> None:
     rows, tokens = len(lengths), int(lengths.sum())
     if rows and int(lengths.min()) < 0:
         raise BadFrame(f"a batch has a row of {int(lengths.min())} tokens; lengths must be >= 0")
-    if (KEPT_IDS in columns) != (KEPT_COUNTS in columns):
-        raise BadFrame(f"a batch has only one of {KEPT_IDS} and {KEPT_COUNTS}")
-    kept = int(columns[KEPT_COUNTS].sum()) if KEPT_COUNTS in columns else 0
+    for name, counts in COUNTS.items():
+        if (name in columns) != (counts in columns):
+            raise BadFrame(f"a batch has only one of {name} and {counts}")
     for name, column in columns.items():
-        wanted = rows if name in ROW_COLUMNS else kept if name == KEPT_IDS else tokens
+        wanted = rows if name in ROW_COLUMNS else tokens
+        if name in COUNTS:
+            wanted = int(columns[COUNTS[name]].sum())
         if len(column) != wanted:
             raise BadFrame(f"a batch's {name} has {len(column)} values, expected {wanted}")

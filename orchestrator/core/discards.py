@@ -2,8 +2,7 @@
 
 :class:`GroupTracker` counts each discard; :class:`RunStatistics` shows the counters. Memory is
 bounded, all numbers are integers, and equal calls give equal states, because the counters are saved
-with the core. The counters' saved form is msgspec Structs. Depends on ``group.py`` and
-``rollout.py``.
+with the core.
 """
 
 from collections import Counter
@@ -98,22 +97,6 @@ class SavedTally(msgspec.Struct, array_like=True):
     task's)."""
 
 
-class SavedLengths(msgspec.Struct, array_like=True):
-    """Saved form of one block of rollouts: counts by length bucket."""
-
-    generated: list[int]
-    trained: list[int]
-    generated_tokens: int
-    trained_tokens: int
-
-
-class SavedDiscards(msgspec.Struct, array_like=True):
-    """Saved form of :class:`Discards`, part of the core's state."""
-
-    tallies: list[SavedTally]
-    blocks: list[SavedLengths]
-
-
 def length_bucket(tokens: int) -> int:
     """Return the histogram bucket of a rollout's length."""
     return min(tokens.bit_length(), LENGTH_BUCKETS - 1)
@@ -178,22 +161,28 @@ class _ReasonCounters:
         )
 
 
-class _Block:
+def _no_lengths() -> list[int]:
+    return [0] * LENGTH_BUCKETS
+
+
+class LengthBlock(msgspec.Struct, array_like=True):
     """Lengths of up to ``WINDOW_ROLLOUTS`` consecutive trained or discarded rollouts."""
 
-    __slots__ = ("generated", "generated_tokens", "rollouts", "trained", "trained_tokens")
+    generated: list[int] = msgspec.field(default_factory=_no_lengths)
+    """Number of rollouts, by length bucket."""
+    trained: list[int] = msgspec.field(default_factory=_no_lengths)
+    """Number of trained rollouts, by length bucket."""
+    generated_tokens: int = 0
+    trained_tokens: int = 0
 
-    def __init__(self) -> None:
-        self.rollouts = 0
-        """Number of rollouts; the sum of ``generated``."""
-        self.generated = [0] * LENGTH_BUCKETS
-        self.trained = [0] * LENGTH_BUCKETS
-        self.generated_tokens = 0
-        self.trained_tokens = 0
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts."""
+        return sum(self.generated)
 
     def count(self, lengths: list[int], *, is_trained: bool) -> None:
+        """Count rollouts of these lengths."""
         tokens = sum(lengths)
-        self.rollouts += len(lengths)
         self.generated_tokens += tokens
         self.trained_tokens += tokens * is_trained
         for bucket, rollouts in Counter(map(int.bit_length, lengths)).items():
@@ -221,12 +210,19 @@ class _Block:
         return True
 
 
+class SavedDiscards(msgspec.Struct, array_like=True):
+    """Saved form of :class:`Discards`, part of the core's state."""
+
+    tallies: list[SavedTally]
+    blocks: list[LengthBlock]
+
+
 class Discards:
     """Counters of discarded rollouts, and of lengths of trained ones."""
 
     def __init__(self) -> None:
         self._tallies: dict[str, _ReasonCounters] = {}
-        self._blocks = [_Block()]
+        self._blocks = [LengthBlock()]
         """The last full block, if there is one, and the block being filled."""
 
     def count_discarded(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
@@ -266,7 +262,7 @@ class Discards:
         start = 0
         while start < len(lengths):
             if self._blocks[-1].rollouts >= WINDOW_ROLLOUTS:
-                self._blocks = [self._blocks[-1], _Block()]
+                self._blocks = [self._blocks[-1], LengthBlock()]
             free = WINDOW_ROLLOUTS - self._blocks[-1].rollouts
             self._blocks[-1].count(lengths[start : start + free], is_trained=is_trained)
             start += free
@@ -317,15 +313,7 @@ class Discards:
                 )
                 for reason, tally in sorted(self._tallies.items())
             ],
-            blocks=[
-                SavedLengths(
-                    list(block.generated),
-                    list(block.trained),
-                    block.generated_tokens,
-                    block.trained_tokens,
-                )
-                for block in self._blocks
-            ],
+            blocks=self._blocks,
         )
 
     def load(self, saved: SavedDiscards) -> None:
@@ -336,14 +324,7 @@ class Discards:
             tally.rollouts, tally.tokens = each.rollouts, each.tokens
             tally.lengths = list(each.lengths)
             tally.tasks = {TaskKey(o, i): (n, overcount) for o, i, n, overcount in each.tasks}
-        self._blocks = []
-        for lengths in saved.blocks:
-            block = _Block()
-            block.generated, block.trained = list(lengths.generated), list(lengths.trained)
-            block.rollouts = sum(block.generated)
-            block.generated_tokens = lengths.generated_tokens
-            block.trained_tokens = lengths.trained_tokens
-            self._blocks.append(block)
+        self._blocks = saved.blocks
 
 
 def _shortest(bucket: int) -> int:

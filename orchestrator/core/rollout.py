@@ -104,25 +104,6 @@ class Turn:
         self.attachments = TurnAttachments(sampling) if sampling.requests_attachments else None
         """Attachments of the output tokens and the context; None if the turn requests none."""
 
-    @classmethod
-    def restored(
-        cls,
-        rollout: "Rollout",
-        sampling: SamplingParams,
-        *,
-        start: int,
-        length: int,
-        runs: list[VersionRun],
-        prefills: list[TurnPrefill],
-        finish_reason: str | None,
-        media: tuple[Media, ...] = (),
-    ) -> "Turn":
-        """Make a turn of a rollout whose context has the turn's tokens already."""
-        turn = cls(rollout, sampling, media)
-        turn.start, turn.filed, turn.finish_reason = start, length, finish_reason
-        turn.runs, turn.prefills = list(runs), list(prefills)
-        return turn
-
     @property
     def length(self) -> int:
         """Number of output tokens so far."""

@@ -9,7 +9,7 @@ token or top tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +18,13 @@ import numpy.typing as npt
 from tidegate.transport.attachments import ATTACHMENTS, Attachment, AttachmentName
 from tidegate.transport.messages import SamplingParams
 
-Experts = npt.NDArray[np.uint8 | np.uint16]
-"""Routed experts [P, L, k], in the order in which the router chose them."""
 
-
-class RoutedExperts(NamedTuple):
-    """Routed experts of the context positions ``[start, start + P)``."""
+class PositionReport(NamedTuple):
+    """Entries of an attachment by position, for the context positions ``[start, start + P)``."""
 
     start: int
-    experts: Experts
-    """[P, L, k]"""
+    entries: npt.NDArray[Any]
+    """[P, *shape]"""
 
 
 class AttachmentColumn:
@@ -102,30 +99,29 @@ class TurnAttachments:
     be matched with tokens, and is not returned.
     """
 
-    __slots__ = ("_columns", "_experts", "_unusable", "top_per_token")
+    __slots__ = ("_columns", "_reports", "_sampling", "_unusable")
 
     def __init__(self, sampling: SamplingParams) -> None:
-        self.top_per_token = sampling.top_logprobs
-        """Number of top tokens for each token."""
+        self._sampling = sampling
         self._columns: dict[AttachmentName, AttachmentColumn] = {}
         """Attachments by output token; each column starts at token 0."""
         self._unusable: set[AttachmentName] = set()
         """Attachments that an engine has omitted for at least one token."""
-        self._experts: list[AttachmentColumn] | None = [] if sampling.routed_experts else None
-        """Reports of routed experts, in order; a later report of a position is of newer KV."""
-        requested: list[tuple[AttachmentName, bool]] = [
-            ("raw_logprobs", sampling.raw_logprobs),
-            ("top_ids", bool(sampling.top_logprobs)),
-            ("top_logprobs", bool(sampling.top_logprobs)),
-            ("kept_ids", sampling.kept_tokens),
-            ("hidden_states", sampling.hidden_states),
-        ]
-        self._unusable.update(name for name, is_requested in requested if not is_requested)
+        self._reports: dict[AttachmentName, list[AttachmentColumn]] = {}
+        """Reports of attachments by position, in order; a later report of a position is of newer
+        KV."""
+        for name, kind in ATTACHMENTS.items():
+            if kind.is_added:
+                continue
+            if not getattr(sampling, kind.option):
+                self._unusable.add(name)
+            elif kind.axis == "position":
+                self._reports[name] = []
 
     def append(self, attachment: Attachment, *, tokens_before: int) -> None:
         """Store entries of a submission before which the turn had ``tokens_before`` tokens."""
         if ATTACHMENTS[attachment.name].axis == "position":
-            self._append_experts(attachment)
+            self._append_to_positions(attachment)
         elif attachment.name not in self._unusable:
             self._append_to_tokens(attachment, tokens_before + attachment.start)
 
@@ -138,8 +134,10 @@ class TurnAttachments:
         column = self._columns.get(attachment.name)
         if column is None:
             column = self._columns[attachment.name] = AttachmentColumn(attachment, 0)
-        is_top = attachment.name in ("top_ids", "top_logprobs")
-        is_requested = not is_top or attachment.shape == [self.top_per_token]
+        kind = ATTACHMENTS[attachment.name]
+        is_requested = not kind.is_sized_by_option or attachment.shape == [
+            getattr(self._sampling, kind.option)
+        ]
         if start > column.end or not column.has_type_of(attachment) or not is_requested:
             self._unusable.add(attachment.name)
             del self._columns[attachment.name]
@@ -147,10 +145,11 @@ class TurnAttachments:
         column.truncate(start)
         column.extend(attachment)
 
-    def _append_experts(self, attachment: Attachment) -> None:
-        if self._experts is None:
+    def _append_to_positions(self, attachment: Attachment) -> None:
+        reports = self._reports.get(attachment.name)
+        if reports is None:
             return
-        last = self._experts[-1] if self._experts else None
+        last = reports[-1] if reports else None
         if (
             last is not None
             and last.has_type_of(attachment)
@@ -160,11 +159,12 @@ class TurnAttachments:
             return
         column = AttachmentColumn(attachment, attachment.start)
         column.extend(attachment)
-        self._experts.append(column)
+        reports.append(column)
 
     def saved(self) -> list[Attachment]:
         """Return everything stored, for :meth:`restore`."""
-        return [column.saved() for column in [*self._columns.values(), *(self._experts or ())]]
+        columns = chain(self._columns.values(), *self._reports.values())
+        return [column.saved() for column in columns]
 
     def restore(self, saved: Sequence[Attachment], *, tokens: int) -> None:
         """Restore what :meth:`saved` returned for a turn of ``tokens`` tokens."""
@@ -211,38 +211,22 @@ class TurnAttachments:
             for entry in zip(ids, logprobs, strict=True)
         ]
 
-    def kept_ids(self, tokens: int) -> "list[npt.NDArray[np.int32]] | None":
-        """Return, for each token, the tokens it was sampled from, in ascending order; an empty
-        array means all tokens. None unless known for all ``tokens`` tokens."""
-        column = self._complete("kept_ids", tokens)
+    def ragged_entries(
+        self, name: AttachmentName, tokens: int
+    ) -> "list[npt.NDArray[np.int32]] | None":
+        """Return each token's values of a ragged attachment, if known for all ``tokens`` tokens."""
+        column = self._complete(name, tokens)
         if column is None or column.ends is None:
             return None
         values = column.array()
         return [values[a // 4 : b // 4] for a, b in pairwise(column.ends[: tokens + 1])]
 
-    def expert_reports(self) -> Iterator[RoutedExperts]:
-        """Yield all reports of routed experts, in the order in which the engines made them.
+    def reports(self, name: AttachmentName) -> Iterator[PositionReport]:
+        """Yield all reports of an attachment by position, in the order in which the engines made
+        them.
 
         A position is reported again when its KV is computed again: under new weights, on another
         engine, or by later turns of the rollout. Reports that agree are joined.
         """
-        for column in self._experts or ():
-            yield RoutedExperts(column.start, column.array())
-
-
-def newest_experts(reports: Sequence[RoutedExperts]) -> Experts | None:
-    """Return the last report of each position [P, L, k]; None if there is none, or reports differ
-    in shape or dtype or leave positions out."""
-    types = {(experts.dtype, experts.shape[1:]) for _, experts in reports}
-    if not reports or reports[0].start or len(types) > 1:
-        return None
-    end = 0
-    for start, experts in reports:
-        if start > end:
-            return None
-        end = max(end, start + len(experts))
-    first = reports[0].experts
-    out = np.empty((end, *first.shape[1:]), first.dtype)
-    for start, experts in reports:
-        out[start : start + len(experts)] = experts
-    return out
+        for column in self._reports.get(name, ()):
+            yield PositionReport(column.start, column.array())

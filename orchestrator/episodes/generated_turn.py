@@ -4,8 +4,9 @@ Users' episodes get it; the gateway and the HTTP servers build their responses f
 of the core's :class:`Turn`.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,6 @@ from tokenizers import Tokenizer
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.provenance import VersionSpan
 from tidegate.orchestrator.core.rollout import Turn
-from tidegate.orchestrator.core.token_attachments import RoutedExperts, newest_experts
 from tidegate.orchestrator.episodes.tool_calls import InvalidToolCall
 from tidegate.orchestrator.fleet.scores import TokenScores
 
@@ -23,6 +23,36 @@ REWARD_TYPES = (float, int)
 
 REWARD_MAX = (2 - 2**-23) * 2.0**127
 """Largest float32, because batches hold rewards as float32; the limit of either sign."""
+
+
+Experts = npt.NDArray[np.uint8 | np.uint16]
+"""Routed experts [P, L, k], in the order in which the router chose them."""
+
+
+class RoutedExperts(NamedTuple):
+    """Routed experts of the context positions ``[start, start + P)``."""
+
+    start: int
+    experts: Experts
+    """[P, L, k]"""
+
+
+def newest_experts(reports: Sequence[tuple[int, Experts]]) -> Experts | None:
+    """Return the last report of each position [P, L, k]; None if there is none, or reports differ
+    in shape or dtype or leave positions out."""
+    types = {(experts.dtype, experts.shape[1:]) for _, experts in reports}
+    if not reports or reports[0][0] or len(types) > 1:
+        return None
+    end = 0
+    for start, experts in reports:
+        if start > end:
+            return None
+        end = max(end, start + len(experts))
+    _, first = reports[0]
+    out = np.empty((end, *first.shape[1:]), first.dtype)
+    for start, experts in reports:
+        out[start : start + len(experts)] = experts
+    return out
 
 
 class GeneratedTurn:
@@ -92,7 +122,7 @@ class GeneratedTurn:
         attachments = self._turn.attachments
         if attachments is None:
             return None
-        kept = attachments.kept_ids(len(self.token_ids))
+        kept = attachments.ragged_entries("kept_ids", len(self.token_ids))
         return None if kept is None else [ids.tolist() for ids in kept]
 
     @cached_property
@@ -119,7 +149,9 @@ class GeneratedTurn:
         reports. A token attended to the KV of the last report before it was sampled.
         """
         attachments = self._turn.attachments
-        return [] if attachments is None else list(attachments.expert_reports())
+        if attachments is None:
+            return []
+        return [RoutedExperts(*report) for report in attachments.reports("routed_experts")]
 
     @property
     def finish_reason(self) -> str:

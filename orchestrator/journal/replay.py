@@ -3,7 +3,7 @@
 `tidegate replay` calls it; a resume does not (:meth:`RunJournal.restore`). The core reads no clock
 and draws no random number, so the same events must give the same state, bit for bit. A difference
 is a bug; the report names its first event. Uses ``core/event_log.py`` to decode events and
-``core/state.py`` to compare states.
+``core/snapshot_codec.py`` to compare states.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from tidegate.errors import JournalCorrupt, JournalError, ResumeMismatch, Tidega
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
-from tidegate.orchestrator.core.state import digest, load
+from tidegate.orchestrator.core.snapshot_codec import digest, load
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, core_from_header
 from tidegate.orchestrator.journal.run_journal import decode_header

@@ -3,7 +3,7 @@
 The scheduler calls it. Messages that other processes rely on (an acknowledgement to an engine, a
 batch for the trainer, a version for the engines) wait until the events before them are committed;
 all other messages are sent at once. From time to time a snapshot of the core replaces older events.
-Events are encoded by ``core/event_log.py``, snapshots by ``core/state.py``.
+Events are encoded by ``core/event_log.py``, snapshots by ``core/snapshot_codec.py``.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tidegate.errors import ResumeMismatch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import encode_event, replay
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.orchestrator.journal.journal import BODY_BYTES_MAX
 from tidegate.orchestrator.journal.reading import JournalSnapshot
 

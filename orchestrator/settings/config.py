@@ -10,7 +10,7 @@ Each field belongs to one record and keeps its name in the flat form: ``pause_mo
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -46,6 +46,14 @@ from tidegate.transport.security import (
     read_orchestrator_keys,
 )
 from tidegate.transport.server_keys import refuse_secrets
+from tidegate.transport.weight_channels import (
+    CHANNELS,
+    DEFAULT,
+    DEFAULT_ACROSS_HOSTS,
+    WeightChannel,
+    WeightChannelName,
+    weight_channel,
+)
 
 _ENGINE_URL = re.compile(r"[a-z][a-z0-9_-]*\+\S+")
 
@@ -57,7 +65,6 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Order = Literal["admission", "completion"]
 Quantization = Literal["int8", "fp8"]
 WeightDeltas = bool | Literal["elements"]
-WeightChannelName = Literal["shm", "cuda_ipc", "zmq", "relay", "collective", "disk"]
 
 ENGINE_THREADS_MAX = 16
 """torch threads of one engine process unless set: a decode step reads the weights, so memory
@@ -497,7 +504,7 @@ class WeightSettings(SettingsRecord):
     """Number of engines that take new weights at the same time, while the others decode; None
     updates all engines at once. Set it if a simultaneous swap loads the network, or stops all
     generation, for too long."""
-    weight_channel: WeightChannelName = "shm"
+    weight_channel: WeightChannelName = DEFAULT
     """How weights reach the engines. ``shm``: shared memory of this host. ``cuda_ipc``: within the
     GPU that trainer and engines share. ``zmq``: ZeroMQ to each engine, on any host. ``relay``:
     ZeroMQ along a chain of hosts, each of which serves its own engines and the next host.
@@ -520,14 +527,18 @@ class WeightSettings(SettingsRecord):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.weight_channel == "cuda_ipc" and self.weight_deltas:
+        if self.weight_deltas and not self.channel.carries_patches:
             raise ConfigError(
-                f"weight_channel='cuda_ipc' and weight_deltas={self.weight_deltas!r} can't be "
-                "combined, because "
-                "deltas are computed on the host, and these weights stay on the GPU; omit one "
-                "of them"
+                f"weight_channel={self.weight_channel!r} and weight_deltas={self.weight_deltas!r} "
+                "can't be combined, because deltas are computed on the host, and these weights "
+                "stay on the GPU; omit one of them"
             )
         return self
+
+    @property
+    def channel(self) -> WeightChannel:
+        """What ``weight_channel`` can do."""
+        return weight_channel(self.weight_channel)
 
 
 class RecordSettings(SettingsRecord):
@@ -607,7 +618,7 @@ class RunSettings(SettingsRecord):
             return self.engine_processes + 1
         engines = [self.engine.device_of(index) for index in range(self.fleet.engines)]
         # An engine that is added to a running run may be the first one on its device.
-        return max(1, engines.count(device)) + (self.weights.weight_channel == "cuda_ipc")
+        return max(1, engines.count(device)) + self.weights.channel.needs_gpu
 
     @property
     def engine_threads(self) -> int:
@@ -649,10 +660,7 @@ class RunSettings(SettingsRecord):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        channel, tensor_parallel_size = (
-            self.weights.weight_channel,
-            self.engine.tensor_parallel_size,
-        )
+        channel, tensor_parallel_size = self.weights.channel, self.engine.tensor_parallel_size
         if self.engine.devices:
             self._check_devices()
         if self.fleet.engine_urls and self.engine.step_time_min_s:
@@ -666,16 +674,16 @@ class RunSettings(SettingsRecord):
                 "combined, because engines that round weights do not keep the elements that a "
                 "patch changes; omit one of them, or set weight_deltas=True"
             )
-        if tensor_parallel_size > 1 and channel in ("relay", "collective"):
+        if tensor_parallel_size > 1 and channel.one_reader:
             raise ConfigError(
-                f"weight_channel={channel!r} counts on one reader per engine, and of "
-                f"tensor_parallel_size={tensor_parallel_size} ranks each reads for itself; set "
-                f"weight_channel to 'shm', 'zmq' or 'disk'"
+                f"weight_channel={self.weights.weight_channel!r} counts on one reader per engine, "
+                f"and of tensor_parallel_size={tensor_parallel_size} ranks each reads for itself; "
+                f"set weight_channel to {_channels(lambda able: not able.one_reader)}"
             )
-        if channel == "cuda_ipc":
+        if channel.needs_gpu:
             self._check_gpu_channel()
-        if channel == "shm":
-            self._check_shared_memory()
+        if channel.one_host:
+            self._check_one_host()
         return self
 
     def _check_devices(self) -> None:
@@ -692,45 +700,40 @@ class RunSettings(SettingsRecord):
             )
 
     def _check_gpu_channel(self) -> None:
-        cluster, address = self.fleet.cluster, self.fleet.listen_address
+        name = self.weights.weight_channel
         if len(set(self.engine.devices)) > 1:
             raise ConfigError(
-                f"weight_channel='cuda_ipc' is for engines on the trainer's one GPU, and devices="
-                f"{list(self.engine.devices)} names several; set weight_channel to 'shm'"
+                f"weight_channel={name!r} is for engines on the trainer's one GPU, and devices="
+                f"{list(self.engine.devices)} names several; set weight_channel to {DEFAULT!r}"
             )
         if not self.engine.uses_gpu:
             raise ConfigError(
-                "weight_channel='cuda_ipc' needs a GPU that trainer and engines share, but "
-                "device='cpu'; set device to the trainer's, such as 'cuda:0', or weight_channel "
-                "to 'shm'"
-            )
-        if cluster == "ray" or not is_on_this_host(address or "ipc:"):
-            raise ConfigError(
-                "weight_channel='cuda_ipc' reaches engines on this host's GPU only, and cluster="
-                f"{cluster!r}, listen_address={address!r} are for others too; set "
-                "weight_channel to 'relay', or leave these out"
-            )
-        if self.engine.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"weight_channel='cuda_ipc' is for engines of one process on one GPU, and "
-                f"tensor_parallel_size={self.engine.tensor_parallel_size} has several; set "
-                f"weight_channel to 'shm'"
+                f"weight_channel={name!r} needs a GPU that trainer and engines share, but "
+                f"device='cpu'; set device to the trainer's, such as 'cuda:0', or weight_channel "
+                f"to {DEFAULT!r}"
             )
 
-    def _check_shared_memory(self) -> None:
-        address = self.fleet.listen_address
+    def _check_one_host(self) -> None:
+        name, address = self.weights.weight_channel, self.fleet.listen_address
+        others = _channels(lambda able: not able.one_host)
         if self.fleet.cluster == "ray":
             raise ConfigError(
-                "weight_channel='shm' reaches engines on this host only, and Ray places them on "
-                "any; leave it out, or set 'relay', 'zmq', 'collective', or 'disk' with a "
-                "run_directory that all hosts share"
+                f"weight_channel={name!r} reaches engines on this host only, and Ray places them "
+                f"on any; leave it out, or set {others} (files need a run_directory that all hosts "
+                f"share)"
             )
         if address is not None and not is_on_this_host(address):
             raise ConfigError(
-                f"weight_channel='shm' reaches engines on this host only, and listen_address="
-                f"{address!r} is for others too; set weight_channel='zmq', or 'disk' with a "
-                f"run_directory that all hosts share"
+                f"weight_channel={name!r} reaches engines on this host only, and listen_address="
+                f"{address!r} is for others too; set weight_channel to {others} (files need a "
+                f"run_directory that all hosts share)"
             )
+
+
+def _channels(is_able: Callable[[WeightChannel], bool]) -> str:
+    """Return the names of the channels that can do something, as an error lists them."""
+    names = [repr(name) for name in CHANNELS if is_able(weight_channel(name))]
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 RECORDS: dict[str, type[SettingsRecord]] = {
@@ -783,7 +786,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     if devices and isinstance(devices, Sequence):
         fields["fleet"].setdefault("engines", len(devices))
     if fields["fleet"].get("cluster") == "ray":
-        fields["weights"].setdefault("weight_channel", "relay")
+        fields["weights"].setdefault("weight_channel", DEFAULT_ACROSS_HOSTS)
     return {**fields, **nested}
 
 

@@ -44,8 +44,7 @@ from tidegate.orchestrator.weight_sync.adapter_files import (
 from tidegate.orchestrator.weight_sync.parts import ArchivedAdapter, WeightParts
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport.messages import UpdateWeights
-from tidegate.transport.weight_channels.checksums import checksums, with_checksums
-from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
+from tidegate.transport.weight_channels.checksums import write_checked
 
 if TYPE_CHECKING:
     import torch
@@ -474,8 +473,10 @@ def write_adapter(
     run: Run, buffer: int, adapter: LoadedAdapter, keep: Collection[int]
 ) -> list[UpdateWeights]:
     """Write an adapter to the run's weight channel; return messages that locate it. Blocks."""
-    assert not isinstance(run.channel, CudaIpcSender), "refused before"
-    buffers = named_buffers(adapter.tensors)
-    sums = checksums(buffers) if run.settings.weights.weight_checksums else {}
-    chunks = run.channel.write(buffer, buffers, keep=keep)
-    return with_checksums(chunks, sums) if sums else chunks
+    return write_checked(
+        run.channel.write,
+        buffer,
+        named_buffers(adapter.tensors),
+        keep=keep,
+        has_checksums=run.settings.weights.weight_checksums,
+    )

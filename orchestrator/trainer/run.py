@@ -40,12 +40,12 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder, RunObservers
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.weight_sync.channel import open_channel
 from tidegate.orchestrator.weight_sync.deltas import written_by
 from tidegate.transport.addresses import connectable_address
 from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.router import RouterSocket
+from tidegate.transport.weight_channels import sender
 
 Result = TypeVar("Result")
 
@@ -95,11 +95,12 @@ class Run:
             # After everything that wrong settings can break, because a new journal stays on disk.
             self._journal = open_run_journal(settings, resume)
             undo.callback(self._journal.close)
-            self.channel = open_channel(
-                settings.weights,
-                self._launcher,
+            self.channel = sender(
+                settings.weights.weight_channel,
+                settings.records.run_directory,
+                address=self._launcher.address,
+                keys=self._launcher.keys,
                 device=settings.engine.device_of(0),
-                run_directory=settings.records.run_directory,
             )
             undo.callback(self.channel.close)
             self.written = written_by(settings.weights.weight_deltas)

@@ -32,15 +32,14 @@ from tidegate.orchestrator.core.weight_control import PublishWait, Reserved
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.run import Run, WrittenByRanks
 from tidegate.orchestrator.weight_sync.adapter_files import checked_name, load_adapter
-from tidegate.orchestrator.weight_sync.channel import write_on_gpu
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, WeightParts
-from tidegate.orchestrator.weight_sync.state_dict import named_buffers, tensors_of
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers, named_tensors, tensors_of
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart, joined
 from tidegate.transport.messages import Adapter, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
-from tidegate.transport.weight_channels.checksums import checksums, with_checksums
-from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
+from tidegate.transport.weight_channels.checksums import write_checked
+from tidegate.transport.weight_channels.cuda_memory import NamedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -153,21 +152,14 @@ class WeightPublish:
             raise
 
     def _write(self, reserved: Reserved) -> list[UpdateWeights]:
-        version, keep = reserved.version, reserved.keep
+        version = reserved.version
         written, settings = self._run.written, self._run.settings.weights
         written.forget(version)
         self._run.written_by_ranks = None
         if self._is_part and not self.state_dict:
             return []
-        channel = self._run.channel
-        if isinstance(channel, CudaIpcSender):
-            return write_on_gpu(
-                channel,
-                version,
-                self.state_dict,
-                keep=keep,
-                has_checksums=settings.weight_checksums,
-            )
+        if settings.channel.needs_gpu:
+            return self._write_tensors(reserved, named_tensors(self.state_dict))
         buffers = named_buffers(self.state_dict)
         if (before := reserved.delta_base_version) is not None:
             if isinstance(written, WrittenElements):
@@ -181,17 +173,18 @@ class WeightPublish:
                 buffers, self._change = changed, change
             if not buffers:
                 return []
-        return self._write_buffers(reserved, buffers)
+        return self._write_tensors(reserved, buffers)
 
-    def _write_buffers(
-        self, reserved: Reserved, buffers: Sequence[NamedBuffer]
+    def _write_tensors(
+        self, reserved: Reserved, tensors: Sequence[NamedBuffer | NamedTensor]
     ) -> list[UpdateWeights]:
-        settings, channel = self._run.settings.weights, self._run.channel
-        assert not isinstance(channel, CudaIpcSender)  # the caller has looked
-        # Computed over the source tensors, so that an error of the copy shows too.
-        sums = checksums(buffers) if settings.weight_checksums else {}
-        chunks = channel.write(reserved.version, buffers, keep=reserved.keep)
-        return with_checksums(chunks, sums) if sums else chunks
+        return write_checked(
+            self._run.channel.write,
+            reserved.version,
+            tensors,
+            keep=reserved.keep,
+            has_checksums=self._run.settings.weights.weight_checksums,
+        )
 
 
 def _refuse_under_adapters(adapters: Collection[str]) -> None:
@@ -297,7 +290,7 @@ class ShardedPublish(WeightPublish):
         if has_patches:
             assert reserved.delta_base_version is not None  # else no plan asks for patches
             self._change = partial(patch_elements, reserved.delta_base_version)
-            chunks = self._write_buffers(reserved, buffers)
+            chunks = self._write_tensors(reserved, buffers)
         else:
             self.state_dict = tensors_of(buffers)
             if isinstance(self._run.written, WrittenElements):

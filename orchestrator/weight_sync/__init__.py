@@ -1,6 +1,6 @@
-"""Publishing of weights: reading state dicts, the weight channel, and control of engines' updates.
+"""Publishing of weights: reading state dicts, and control of engines' updates.
 
 Used by the trainer's handles (publish) and the scheduler's :class:`EngineSide` (updates, pauses,
-sleep). The channels' protocols are in ``transport/weight_channels/``. Decisions are
+sleep). The weight channels are in ``transport/weight_channels/``. Decisions are
 ``core/weight_control.py``'s.
 """

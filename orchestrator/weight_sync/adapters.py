@@ -26,9 +26,7 @@ from tidegate.transport.messages import (
     UpdateWeights,
     encode,
 )
-
-CHANNELS = ("shm", "zmq", "disk")
-"""Weight channels that keep many small sets of tensors beside one another."""
+from tidegate.transport.weight_channels import CHANNELS, weight_channel
 
 BUFFERS_FROM = 1 << 40
 """First number of adapters' buffers in the weight channel; weight versions have lower ones."""
@@ -178,10 +176,11 @@ class AdapterManager:
         return self._publishing.setdefault(name, asyncio.Lock())
 
     def _refuse_unable(self, name: str) -> None:
-        if self._channel not in CHANNELS:
+        if not weight_channel(self._channel).carries_adapters:
+            able = [name for name in CHANNELS if weight_channel(name).carries_adapters]
             raise ConfigError(
                 f"weight_channel={self._channel!r} carries no adapters with versions of their own; "
-                f"use one of {', '.join(CHANNELS)}, or publish_adapter"
+                f"use one of {', '.join(able)}, or publish_adapter"
             )
         if unable := self.state.unable:
             raise ConfigError(

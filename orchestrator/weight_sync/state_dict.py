@@ -16,6 +16,7 @@ from tidegate.errors import WeightsRefused
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart
 from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.base import ITEM_BYTES
+from tidegate.transport.weight_channels.cuda_memory import NamedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,11 @@ def _view(own: "torch.Tensor", shape: "torch.Size") -> tuple[object, ...]:
 def named_buffers(state_dict: "Mapping[str, torch.Tensor]") -> list[NamedBuffer]:
     """Return the bytes of a state dict on the host; copies only what is not there already."""
     return [_buffer(name, tensor) for name, tensor in distinct_tensors(state_dict)]
+
+
+def named_tensors(state_dict: "Mapping[str, torch.Tensor]") -> list[NamedTensor]:
+    """Return the tensors of a state dict on the device where they are, each once."""
+    return [NamedTensor(*named) for named in distinct_tensors(state_dict)]
 
 
 def own_parts(state_dict: "Mapping[str, torch.Tensor]", *, rank: int) -> list[TensorPart]:

@@ -17,7 +17,7 @@ from typing import Any
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import replay
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.orchestrator.journal.reading import JournalSnapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler

@@ -168,8 +168,8 @@ import msgspec, torch
 from pathlib import Path
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.transport.messages import encode
-from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender, NamedTensor
-from tidegate.transport.weight_channels.cuda_memory import find_gpu
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
+from tidegate.transport.weight_channels.cuda_memory import NamedTensor, find_gpu
 
 state = {name: tensor.to("cuda:0") for name, tensor in read_tensors(Path(sys.argv[1]))}
 torch.cuda.synchronize()

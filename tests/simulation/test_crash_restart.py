@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.cli.test_cli import status_of
-from tidegate.orchestrator.core import core, state, turns
+from tidegate.orchestrator.core import core, snapshot_codec, turns
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.hand_over import HandedBatch, HandOvers, TrainedCounts
 from tidegate.orchestrator.core.rollout import RolloutState
-from tidegate.orchestrator.core.state import SavedTurns
+from tidegate.orchestrator.core.snapshot_codec import SavedTurns
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.episodes.episode import Episode
@@ -248,14 +248,14 @@ def a_resume_keeps_the_requests_of_the_trainer_before(patch: pytest.MonkeyPatch)
 
 @mutation
 def engines_are_restored_in_the_order_of_their_names(patch: pytest.MonkeyPatch) -> None:
-    right = state._turns
+    right = snapshot_codec._turns
 
     def turns_in_order(core: Core) -> SavedTurns:
         saved = right(core)
         saved.engines.sort(key=lambda engine: engine.name)
         return saved
 
-    patch.setattr(state, "_turns", turns_in_order)
+    patch.setattr(snapshot_codec, "_turns", turns_in_order)
 
 
 def test_a_run_continues_whenever_its_process_dies() -> None:

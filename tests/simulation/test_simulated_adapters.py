@@ -9,12 +9,12 @@ from tests.cli.test_cli import status_of
 from tidegate.orchestrator.core import adapter_control as ac
 from tidegate.orchestrator.core import core as core_module
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import state
+from tidegate.orchestrator.core import snapshot_codec
 from tidegate.orchestrator.core.adapter_control import AdapterControl
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rules import Rules
-from tidegate.orchestrator.core.state import SavedCore
+from tidegate.orchestrator.core.snapshot_codec import SavedCore
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.weight_sync.adapters import AdapterManager
 from tidegate.simulation.checks.coverage import ADAPTER_MARKS
@@ -94,14 +94,14 @@ def adapters_resume_from_the_checkpoint_of_the_base(patch: pytest.MonkeyPatch) -
 
 @mutation(seed=4)
 def a_resume_counts_evaluations_once_for_each_adapter(patch: pytest.MonkeyPatch) -> None:
-    right = state._load_groups
+    right = snapshot_codec._load_groups
 
     def load(saved: SavedCore, core: Core) -> None:
         before = Counter(core.evaluation_ledger.discarded)
         right(saved, core)
         core.evaluation_ledger.discarded.update(before)
 
-    patch.setattr(state, "_load_groups", load)
+    patch.setattr(snapshot_codec, "_load_groups", load)
 
 
 @mutation(seed=0)

@@ -20,11 +20,11 @@ from tidegate.transport.weight_channels import (
     NamedBuffer,
     WeightReceiverConfig,
     collective,
-    collective_sender,
+    collective_rounds,
     receiver,
 )
-from tidegate.transport.weight_channels.collective import PIECE_BYTES
-from tidegate.transport.weight_channels.collective_sender import CollectiveSender
+from tidegate.transport.weight_channels.collective import CollectiveSender
+from tidegate.transport.weight_channels.collective_rounds import PIECE_BYTES
 
 pytestmark = pytest.mark.wire
 
@@ -46,7 +46,7 @@ def weights() -> Iterator[CollectiveSender]:
 
 @pytest.fixture(autouse=True)
 def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "ROUND_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(collective_rounds, "ROUND_TIMEOUT_S", 5.0)
 
 
 class Engine:
@@ -159,9 +159,9 @@ def test_a_round_that_a_member_dies_in_is_done_again_without_it(weights: Collect
 LONG_TIMEOUT_MEMBER = f"""
 import sys, zlib
 from tidegate.transport.messages import decode_from_orchestrator
-from tidegate.transport.weight_channels import WeightReceiverConfig, collective, receiver
+from tidegate.transport.weight_channels import WeightReceiverConfig, collective_rounds, receiver
 
-collective.ROUND_TIMEOUT_S = {FOR_EVER_S}
+collective_rounds.ROUND_TIMEOUT_S = {FOR_EVER_S}
 init, update = (decode_from_orchestrator(bytes.fromhex(line)) for line in sys.argv[1:])
 for spec, view in receiver(init, WeightReceiverConfig("tcp://127.0.0.1:5555")).tensors(update):
     print(zlib.crc32(view), flush=True)
@@ -172,7 +172,7 @@ sys.stdin.read()
 def test_a_member_that_stops_within_a_round_delays_no_other_round(
     weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # so that both are in the round
+    monkeypatch.setattr(collective, "GATHER_S", 2.0)  # so that both are in the round
     short_timeout = Engine(weights)
     [update] = weights.write(1, sent := tensors(1, 4 * PIECE_BYTES))
     # In a process, which can be killed: this one would have to wait for gloo at its exit.
@@ -198,8 +198,8 @@ def test_a_member_that_stops_within_a_round_delays_no_other_round(
 def test_a_member_that_hangs_in_a_round_delays_neither_the_others_nor_the_next_version(
     weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective, "ROUND_TIMEOUT_S", FOR_EVER_S)
-    monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # so that both are in the round
+    monkeypatch.setattr(collective_rounds, "ROUND_TIMEOUT_S", FOR_EVER_S)
+    monkeypatch.setattr(collective, "GATHER_S", 2.0)  # so that both are in the round
     engine = Engine(weights)
     [update] = weights.write(1, tensors(1, 8 * PIECE_BYTES))
     hanging = start_one_that_signals_itself(signal.SIGSTOP, weights, update)
@@ -220,8 +220,8 @@ def test_a_member_that_hangs_in_a_round_delays_neither_the_others_nor_the_next_v
 def test_one_that_gave_up_before_a_round_has_no_place_in_it(
     weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective_sender, "GATHER_S", 1.0)
-    monkeypatch.setattr(collective, "ROUND_TIMEOUT_S", FOR_EVER_S)
+    monkeypatch.setattr(collective, "GATHER_S", 1.0)
+    monkeypatch.setattr(collective_rounds, "ROUND_TIMEOUT_S", FOR_EVER_S)
     first, second = Engine(weights), Engine(weights)
     wait_for_two(weights)
     [update] = weights.write(1, sent := tensors(3))

@@ -27,14 +27,9 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
-from tidegate.transport.weight_channels import cuda_ipc
-from tidegate.transport.weight_channels.cuda_ipc import (
-    CudaIpcReceiver,
-    CudaIpcSender,
-    NamedTensor,
-    host_bytes,
-)
-from tidegate.transport.weight_channels.cuda_memory import find_gpu
+from tidegate.transport.weight_channels import NamedBuffer, cuda_ipc
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from tidegate.transport.weight_channels.cuda_memory import NamedTensor, find_gpu, host_bytes
 
 pytestmark = pytest.mark.wire
 
@@ -174,7 +169,8 @@ ENGINE = """
 import json, sys
 from tests.host_gpu import HostGpu
 from tidegate.transport.messages import InitWeights, decode_from_orchestrator
-from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver, host_bytes
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver
+from tidegate.transport.weight_channels.cuda_memory import host_bytes
 from zlib import crc32
 
 gpu = HostGpu()
@@ -208,12 +204,16 @@ def test_another_process_reads_the_bytes_that_were_sent(channel: CudaIpcSender) 
     ("spoilt", "why"),
     [
         ([NamedTensor("w", torch.empty(2, device="meta"))], "'w' is on meta, .* move the model"),
+        ([NamedBuffer("w", "uint8", (2,), memoryview(b"ab"))], "'w' is on the host, .* move the"),
         ([NamedTensor("w", torch.zeros(2, dtype=torch.complex64))], "dtype 'complex64'"),
         ([NamedTensor("w", torch.zeros(2))] * 2, "appears twice"),
     ],
 )
 def test_a_sender_refuses_what_no_engine_would_take_and_keeps_what_it_has(
-    channel: CudaIpcSender, end: CudaIpcReceiver, spoilt: list[NamedTensor], why: str
+    channel: CudaIpcSender,
+    end: CudaIpcReceiver,
+    spoilt: list[NamedTensor | NamedBuffer],
+    why: str,
 ) -> None:
     updates = channel.write(1, tensors(5))
     with pytest.raises(WeightsRefused, match=why):

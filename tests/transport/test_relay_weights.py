@@ -23,14 +23,14 @@ from tidegate.transport.weight_channels import (
     receiver,
     relay_node,
 )
-from tidegate.transport.weight_channels.relay import (
+from tidegate.transport.weight_channels.relay import RelaySender, RelayTree
+from tidegate.transport.weight_channels.relay_messages import (
+    ParentAssignment,
     ParentRequest,
-    RelaySender,
-    RelayTree,
-    decode_parent_assignment,
+    decode,
     decode_parent_request,
 )
-from tidegate.transport.weight_channels.relay import encode as encode_relay
+from tidegate.transport.weight_channels.relay_messages import encode as encode_relay
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     ChunkHeader,
@@ -359,6 +359,6 @@ def test_a_question_is_answered_with_what_is_kept(weights: Sender) -> None:
         client.connect(weights.address.replace("*", "127.0.0.1"))
         client.send(encode_relay(ParentRequest(two.location, "tcp://10.0.0.1:1")))
         assert client.poll(round(WAIT_S * 1000))
-        answer = decode_parent_assignment(client.recv())
+        answer = decode(client.recv(), ParentAssignment)
     assert answer.address == ""
     assert answer.kept_locations == [one.location, two.location]

@@ -1,5 +1,6 @@
 """Tests of all weight channels: bytes arrive unchanged, and nothing is left over."""
 
+import ast
 import gc
 import json
 import os
@@ -15,14 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.layers import ROOT
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights, encode
 from tidegate.transport.weight_channels import (
     CHANNELS,
     NamedBuffer,
     WeightSender,
+    readable_channels,
     receiver,
     sender,
+    weight_channel,
 )
 from tidegate.transport.weight_channels.base import ITEM_BYTES, views
 
@@ -93,7 +97,7 @@ def shared_memory_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "tidegate"))}
 
 
-@pytest.fixture(params=CHANNELS)
+@pytest.fixture(params=readable_channels(has_gpu=False))
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSender]:
     channel = sender(request.param, tmp_path / "weights")
     yield channel
@@ -331,8 +335,41 @@ def test_an_init_that_leads_nowhere_is_refused(channel: str, info: dict[str, Any
 
 
 def test_an_unknown_channel_or_an_impossible_directory_is_a_settings_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there are shm, zmq, relay, collective, disk"):
+    with pytest.raises(ConfigError, match="there are shm, cuda_ipc, zmq, relay, collective, disk"):
         sender("pigeon")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't make its directory"):
         sender("disk", tmp_path / "file" / "below")
+
+
+def test_an_engine_names_only_channels_that_its_device_and_its_ranks_can_read() -> None:
+    assert readable_channels(has_gpu=True) == [*CHANNELS]
+    assert readable_channels(has_gpu=False) == ["shm", "zmq", "relay", "collective", "disk"]
+    assert readable_channels(has_gpu=True, ranks=2) == ["shm", "zmq", "disk"]
+
+
+def test_whatever_needs_a_gpu_stays_on_its_host_and_carries_no_patches() -> None:
+    channels = [weight_channel(name) for name in CHANNELS]
+    on_gpu = [channel for channel in channels if channel.needs_gpu]
+    assert on_gpu
+    assert all(channel.one_host and not channel.carries_patches for channel in on_gpu)
+
+
+def test_a_sender_names_its_own_channel_to_engines(weights: WeightSender) -> None:
+    assert weights.init().channel in readable_channels(has_gpu=False)
+
+
+def test_no_other_code_decides_by_the_name_of_a_channel() -> None:
+    """What a channel can do is declared with it; engine/external/ has the servers' own methods."""
+    for folder in ("orchestrator", "engine", "simulation", "observability"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "external" in path.parts:
+                continue
+            compared = {
+                constant.value
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Compare | ast.MatchValue)
+                for constant in ast.walk(node)
+                if isinstance(constant, ast.Constant)
+            }
+            assert not compared & set(CHANNELS), path

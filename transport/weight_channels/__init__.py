@@ -1,39 +1,77 @@
-"""Weight channels: shared memory, ZeroMQ, relay chain, torch.distributed broadcast, and files.
+"""Weight channels: how the trainer's weights reach the engines.
 
 The orchestrator publishes weights through a :func:`sender`, engines read them through a
-:func:`receiver`. A run uses one channel; only that channel's module is imported. Built on
-``base.py`` (the interfaces) and one module per channel.
+:func:`receiver`. A run uses one channel. A new channel is one module with a ``CHANNEL`` (see
+:class:`WeightChannel`), and its name in :data:`WeightChannelName`.
 """
 
+from importlib import import_module
 from pathlib import Path
+from typing import Literal, get_args
 
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys
 from tidegate.transport.weight_channels.base import (
     NamedBuffer,
+    WeightChannel,
     WeightReceiver,
     WeightReceiverConfig,
     WeightSender,
+    WeightSenderConfig,
 )
 
 __all__ = [
     "CHANNELS",
+    "DEFAULT",
+    "DEFAULT_ACROSS_HOSTS",
     "LOCAL_CONFIG",
     "NamedBuffer",
+    "WeightChannel",
+    "WeightChannelName",
     "WeightReceiver",
     "WeightReceiverConfig",
     "WeightSender",
+    "readable_channels",
     "receiver",
     "sender",
+    "weight_channel",
 ]
 
-CHANNELS = ("shm", "zmq", "relay", "collective", "disk")
-"""Names of the available channels, the fastest first."""
+WeightChannelName = Literal["shm", "cuda_ipc", "zmq", "relay", "collective", "disk"]
+"""Names of the weight channels, the fastest first; each is a module of this folder."""
+
+CHANNELS: tuple[WeightChannelName, ...] = get_args(WeightChannelName)
+
+DEFAULT: WeightChannelName = "shm"
+
+DEFAULT_ACROSS_HOSTS: WeightChannelName = "relay"
 
 LOCAL_CONFIG = WeightReceiverConfig()
 """Configuration of an engine that needs no network to fetch weights, because the buffer is on its
 host."""
+
+
+def weight_channel(name: str) -> WeightChannel:
+    """Return a channel; only its own module is imported.
+
+    Raises:
+        ConfigError: there is no such channel.
+    """
+    if name not in CHANNELS:
+        raise ConfigError(f"no weight channel {name!r}; there are {', '.join(CHANNELS)}")
+    channel: WeightChannel = import_module(f"{__name__}.{name}").CHANNEL
+    return channel
+
+
+def readable_channels(*, has_gpu: bool, ranks: int = 1) -> list[WeightChannelName]:
+    """Return the channels that an engine of so many ranks can read, on a GPU or on the CPU."""
+    channels = ((name, weight_channel(name)) for name in CHANNELS)
+    return [
+        name
+        for name, channel in channels
+        if (has_gpu or not channel.needs_gpu) and (ranks == 1 or not channel.one_reader)
+    ]
 
 
 def sender(
@@ -42,38 +80,16 @@ def sender(
     *,
     address: str | None = None,
     keys: OrchestratorKeys | None = None,
+    device: str = "cpu",
 ) -> WeightSender:
-    """Create the orchestrator's end of a channel.
-
-    ``disk`` writes into ``directory``, or a private one if None. ``zmq``, ``relay`` and
-    ``collective`` listen on the interface of the orchestrator's ``address``, and admit the same
-    ``keys``.
+    """Create the orchestrator's end of a channel; the arguments are :class:`WeightSenderConfig`'s.
 
     Raises:
-        ConfigError: the channel is unknown, or its files or sockets cannot be created.
+        ConfigError: the channel is unknown, its files or sockets cannot be created, or there is no
+            such GPU.
     """
-    match channel:
-        case "shm":
-            from tidegate.transport.weight_channels.shm import ShmSender
-
-            return ShmSender()
-        case "zmq":
-            from tidegate.transport.weight_channels.zmq import ZmqSender
-
-            return ZmqSender(address, keys=keys)
-        case "relay":
-            from tidegate.transport.weight_channels.relay import RelaySender
-
-            return RelaySender(address, keys=keys)
-        case "collective":
-            from tidegate.transport.weight_channels.collective_sender import CollectiveSender
-
-            return CollectiveSender(address, keys=keys)
-        case "disk":
-            from tidegate.transport.weight_channels.disk import DiskSender
-
-            return DiskSender(directory)
-    raise ConfigError(f"no weight channel {channel!r}; there are {', '.join(CHANNELS)}")
+    config = WeightSenderConfig(directory, address, keys, device)
+    return weight_channel(channel).open_sender(config)
 
 
 def receiver(init: InitWeights, config: WeightReceiverConfig = LOCAL_CONFIG) -> WeightReceiver:
@@ -82,27 +98,8 @@ def receiver(init: InitWeights, config: WeightReceiverConfig = LOCAL_CONFIG) -> 
     Raises:
         WeightsRefused: the channel is unknown here, or the sender's buffer is unreachable.
     """
-    match init.channel:
-        case "shm":
-            from tidegate.transport.weight_channels.shm import ShmReceiver
-
-            return ShmReceiver(init)
-        case "zmq":
-            from tidegate.transport.weight_channels.zmq import ZmqReceiver
-
-            return ZmqReceiver(init, config)
-        case "relay":
-            from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
-
-            return RelayReceiver(init, config)
-        case "collective":
-            from tidegate.transport.weight_channels.collective_receiver import CollectiveReceiver
-
-            return CollectiveReceiver(init, config)
-        case "disk":
-            from tidegate.transport.weight_channels.disk import DiskReceiver
-
-            return DiskReceiver(init)
-    raise WeightsRefused(
-        f"this engine has no weight channel {init.channel!r}; it has {', '.join(CHANNELS)}"
-    )
+    if init.channel not in CHANNELS:
+        raise WeightsRefused(
+            f"this engine has no weight channel {init.channel!r}; it has {', '.join(CHANNELS)}"
+        )
+    return weight_channel(init.channel).open_receiver(init, config)

@@ -1,21 +1,21 @@
 """Interfaces of weight channels, and the checks of tensor specs that all of them share.
 
-Implemented by the channels in this folder, called by the publish path (sender) and by staging
-(receiver). A channel moves named byte buffers and uses only the size of a dtype; the engine checks
-whether names and shapes fit its model. The phases are vLLM's: init, start, update, finish. A
-channel takes part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the
-messages of phases 1 and 3; phases 2 and 4 carry no data. Built on ``transport/messages.py``,
-``transport/security.py`` and ``cuda_memory.py``.
+The publish path writes to a channel's sender, an engine's staging reads from its receiver. A
+channel moves named byte buffers and uses only the size of a dtype; the engine checks whether names
+and shapes fit its model. The phases are vLLM's: init, start, update, finish. A channel takes part
+in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases 1 and
+3; phases 2 and 4 carry no data.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorPatch, TensorSpec, UpdateWeights
-from tidegate.transport.security import EngineKeys
+from tidegate.transport.security import EngineKeys, OrchestratorKeys
 
 if TYPE_CHECKING:
     from tidegate.transport.weight_channels.cuda_memory import Gpu
@@ -59,6 +59,21 @@ class NamedBuffer:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightSenderConfig:
+    """Where the orchestrator's end of a channel writes or listens."""
+
+    directory: Path | None = None
+    """Directory for files; None: a private one."""
+    address: str | None = None
+    """The orchestrator's address, whose interface is listened on; None: engines are on this
+    host."""
+    keys: OrchestratorKeys | None = None
+    """Keys of the engines that may connect."""
+    device: str = "cpu"
+    """Device of the tensors to publish, by torch's name."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightReceiverConfig:
     """How an engine reaches its orchestrator, for channels that fetch weights over the network."""
 
@@ -69,6 +84,29 @@ class WeightReceiverConfig:
     it."""
     gpu: "Gpu | None" = None
     """GPU that the engine computes on, able to open another process's memory; None: the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChannel:
+    """How to open the two ends of a weight channel, and what it can do. Each channel's module has
+    one, named ``CHANNEL``."""
+
+    open_sender: "Callable[[WeightSenderConfig], WeightSender]"
+    """Raises ``ConfigError`` if the files or sockets cannot be created, or there is no such GPU."""
+    open_receiver: "Callable[[InitWeights, WeightReceiverConfig], WeightReceiver]"
+    """Raises ``WeightsRefused`` if the sender's weights are out of reach."""
+    needs_gpu: bool = False
+    """Whether weights stay on one GPU, which trainer and engines share: the sender is given device
+    tensors."""
+    one_host: bool = False
+    """Whether it reaches engines on the orchestrator's host only."""
+    one_reader: bool = False
+    """Whether an engine must read with one process, so not with several ranks."""
+    carries_patches: bool = True
+    """Whether versions may be patches, which are computed on the host."""
+    carries_adapters: bool = False
+    """Whether it keeps many small sets of tensors beside one another, for adapters with versions of
+    their own."""
 
 
 class WeightSender(Protocol):
@@ -102,8 +140,9 @@ class WeightReceiver(Protocol):
 
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
-    ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Yield the bytes of each tensor, after all specs have been checked.
+    ) -> Iterator[tuple[TensorSpec, Any]]:
+        """Yield the bytes of each tensor, after all specs have been checked: as a ``memoryview``,
+        or as a device tensor if the channel needs a GPU.
 
         A channel that fetches over the network polls ``is_wanted`` and stops yielding once it
         returns False.

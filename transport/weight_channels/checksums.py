@@ -6,18 +6,47 @@ engine, in parallel with decoding. Specs are those of ``base.py``.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import TensorSpec, UpdateWeights
 from tidegate.transport.weight_channels.base import NamedBuffer
+from tidegate.transport.weight_channels.cuda_memory import NamedTensor, host_bytes
+
+if TYPE_CHECKING:
+    from tidegate.transport.weight_channels.cuda_memory import TensorView
 
 
-def checksums(tensors: Iterable[NamedBuffer]) -> dict[str, int]:
+def crc32_of(view: "TensorView") -> int:
+    """Return the CRC-32 of a tensor's bytes, computed on the host."""
+    return zlib.crc32(view if isinstance(view, memoryview) else host_bytes(view))
+
+
+def checksums(tensors: Iterable[NamedBuffer | NamedTensor]) -> dict[str, int]:
     """Return each tensor's CRC-32, by name."""
-    return {tensor.name: zlib.crc32(tensor.data) for tensor in tensors}
+    return {tensor.name: crc32_of(tensor.data) for tensor in tensors}
+
+
+def write_checked(
+    write: Callable[..., list[UpdateWeights]],
+    version: int,
+    tensors: Sequence[NamedBuffer | NamedTensor],
+    *,
+    keep: Collection[int],
+    has_checksums: bool,
+) -> list[UpdateWeights]:
+    """Write a version by a sender's ``write``; fill in checksums if ``has_checksums``. Blocks.
+
+    Raises:
+        WeightsRefused: as :meth:`WeightSender.write`.
+    """
+    # Computed over the source tensors, so that copy errors are detected too.
+    sums = checksums(tensors) if has_checksums else {}
+    chunks = write(version, tensors, keep=keep)
+    return with_checksums(chunks, sums) if sums else chunks
 
 
 POLYNOMIAL = 0xEDB88320
@@ -59,13 +88,13 @@ def specs_with(specs: Iterable[TensorSpec], sums: Mapping[str, int]) -> list[Ten
     return [msgspec.structs.replace(spec, crc32=sums[spec.name]) for spec in specs]
 
 
-def verify_checksum(spec: TensorSpec, view: memoryview) -> None:
+def verify_checksum(spec: TensorSpec, view: "TensorView") -> None:
     """Compare a tensor's bytes with its checksum, if it has one.
 
     Raises:
         WeightsRefused: the bytes differ.
     """
-    if spec.crc32 is not None and (actual := zlib.crc32(view)) != spec.crc32:
+    if spec.crc32 is not None and (actual := crc32_of(view)) != spec.crc32:
         raise WeightsRefused(
             f"tensor {spec.name!r} has the checksum {actual:#010x}, but {spec.crc32:#010x} was "
             "sent: its bytes changed in transit; publish again, and check the memory, disk or "

@@ -1,308 +1,259 @@
-"""Weight channel by torch.distributed: gloo or NCCL broadcasts, in rounds.
+"""Weight channel by torch.distributed: gloo or NCCL broadcasts, in rounds. The orchestrator's end.
 
-Both ends (:mod:`collective_sender`, :mod:`collective_receiver`) import this module. A process group
-needs all members in advance, but engines come and go. So an engine requests a version from the
-sender over ZeroMQ; the requests that arrive until all known receivers have asked, or
-:data:`GATHER_S` after the first, form a round: a process group of its own, reused as long as the
-same members ask. A round that loses a member fails for all members, whom the sender notifies; they
-ask again, and continue from the byte that all of them have. Built on torch.distributed, and on
-``transport/limits.py``.
-
-gloo moves the bytes between processes of any kind; NCCL is used if each member has a GPU of its
-own. The NCCL path has never run: it is written from torch's documentation. **Neither encrypts**:
-requests use the run's keys, but weights travel unencrypted, so the network must be trusted.
+:mod:`collective_rounds` describes the protocol. The sender forms rounds and broadcasts as rank 0.
+It stores versions as :class:`ZmqSender` does, and also answers that channel's requests. Rounds run
+one after another on a thread of their own, so that new requests are read meanwhile.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
+import zmq
 
-from tidegate.errors import BadFrame
-from tidegate.transport.limits import Count
+from tidegate.errors import ConfigError
+from tidegate.transport.addresses import listening_host
+from tidegate.transport.messages import InitWeights
+from tidegate.transport.security import OrchestratorKeys
+from tidegate.transport.weight_channels.base import WeightChannel
+from tidegate.transport.weight_channels.collective_receiver import CollectiveReceiver
+from tidegate.transport.weight_channels.collective_rounds import (
+    GATHER_S,
+    PIECE_BYTES,
+    BroadcastGroup,
+    BroadcastMember,
+    RoundAssignment,
+    RoundRequest,
+    decode_round_request,
+    encode,
+    join_custom_group,
+    open_store,
+    own_gpu,
+)
+from tidegate.transport.weight_channels.zmq import StoredVersion, ZmqSender
 
-if TYPE_CHECKING:
-    import torch
+__all__ = [
+    "CHANNEL",
+    "BroadcastGroup",
+    "CollectiveSender",
+    "join_custom_group",
+    "open_store",
+]
 
 NAME = "collective"
 
-GATHER_S = 0.25
-"""Time in seconds for which a round waits for others to ask for the same version."""
+TICK_MS = 50
+"""Polling interval for due rounds while requests are waiting."""
 
-PIECE_BYTES = 16 * 1024 * 1024
-"""Size of one broadcast; a tensor can be used once its last piece has arrived."""
-
-ROUND_TIMEOUT_S = 30.0
-"""Timeout of one piece; a stopped member delays the whole round by this long."""
-
-POLL_S = 0.1
-"""Polling interval for whether the weights are still wanted."""
-
-ATTEMPTS_MAX = 4
-"""Number of rounds that an engine tries for one version before it gives up."""
-
-Piece = npt.NDArray[np.uint8]
-
-Text = Annotated[str, msgspec.Meta(max_length=256)]
+LOST_AFTER_S = 600.0
+"""A receiver silent for this long is no longer waited for."""
 
 
-class RoundRequest(msgspec.Struct, frozen=True, array_like=True, tag="round_request"):
-    """Engine -> sender: request for ``location``; if empty, announces an engine that will ask
-    later."""
+class CollectiveSender(ZmqSender):
+    """Rank 0 of every round."""
 
-    location: Text
-    received_bytes: Count = 0
-    """Number of leading bytes that the engine has already."""
-    gpu: Text = ""
-    """UUID of the GPU that the engine would use; empty: none."""
-
-
-class RoundAssignment(msgspec.Struct, frozen=True, array_like=True, tag="round_assignment"):
-    """Sender -> engine: join this group as ``rank`` of ``size``. Rank 0 is the sender.
-
-    Size 0 means that the round of this group has failed, which gloo does not report to all members.
-    """
-
-    location: str
-    group: str = ""
-    """Name of the group in the store; a name used before is the same group again."""
-    store: str = ""
-    """``tcp://HOST:PORT`` of the TCPStore; ``*`` stands for the host at which the sender is
-    reached."""
-    backend: str = "gloo"
-    rank: Count = 0
-    world_size: Count = 0
-    start: Count = 0
-    nbytes: Count = 0
-    """Bytes [start, nbytes) will be broadcast."""
-    refusal: str = ""
-
-
-_encoder = msgspec.msgpack.Encoder()
-_join = msgspec.msgpack.Decoder(RoundRequest)
-_round = msgspec.msgpack.Decoder(RoundAssignment)
-
-
-def encode(message: RoundRequest | RoundAssignment) -> bytes:
-    """Encode a message as one frame."""
-    return _encoder.encode(message)
-
-
-def decode_round_request(frame: bytes) -> RoundRequest | None:
-    """Decode a request; None if the frame is something else."""
-    try:
-        return _join.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-
-
-def decode_round_assignment(frame: bytes) -> RoundAssignment:
-    """Decode the sender's answer.
-
-    Raises:
-        BadFrame: the frame is not a ``RoundAssignment``.
-    """
-    try:
-        return _round.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"the weight sender's reply can't be decoded: {error}") from error
-
-
-# ------------------------------------------------------------ torch.distributed
-
-
-def own_gpu() -> str:
-    """Return the UUID of the GPU that this process computes on; empty if it has none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
-class BroadcastGroup:
-    """Joined torch.distributed process group.
-
-    A gloo collective cannot be interrupted: its ``abort`` wakes no waiting member, and afterwards
-    the others no longer notice that this one has left (torch 2.13). So ``abort`` is used for NCCL
-    only. Dropping a gloo group waits for the operation in progress.
-    """
-
-    def __init__(self, group: Any, device: str) -> None:
-        """Wrap a ``torch.distributed.ProcessGroup`` backend that is not part of the default group,
-        because that is the trainer's."""
-        self._group: Any = group
-        self.device = device
-
-    def broadcast(self, tensor: "torch.Tensor") -> None:
-        """Broadcast ``tensor`` from rank 0; on other ranks, overwrite it.
+    def __init__(self, address: str | None = None, *, keys: OrchestratorKeys | None = None) -> None:
+        """Listen as :class:`ZmqSender` does, and open the TCPStore through which groups meet.
 
         Raises:
-            RuntimeError: a member is gone.
+            ConfigError: the address cannot be bound, or this torch has no torch.distributed.
         """
-        from torch.distributed import BroadcastOptions
+        self._host = listening_host(address)
+        self._store, self._store_port = _store(self._host)
+        self._gpu = own_gpu()
+        self._member: BroadcastMember | None = None
+        self._members: tuple[bytes, ...] = ()
+        """Peers in the current group beside this end, in rank order."""
+        self._groups = 0
+        self._requests: dict[bytes, RoundRequest] = {}
+        self._first_request_s = 0.0
+        self._receivers_last_message_s: dict[bytes, float] = {}
+        """Known receivers, with the time of their last request."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights round")
+        self._running: Future[RoundAssignment | None] | None = None
+        """Running round; its result is sent to the members if it failed."""
+        self._has_member_left = False
+        """Whether a member has left the running round."""
+        self._is_closed = False
+        self.rounds = 0
+        """Number of rounds started so far."""
+        super().__init__(address, keys=keys)
 
-        options = BroadcastOptions()
-        options.rootRank = 0
-        staged = tensor.to(self.device)
-        self._group.broadcast([staged], options).wait()
-        if staged is not tensor:
-            tensor.copy_(staged)
-
-    def abort(self) -> None:
-        """Abort the operation in progress, on NCCL only."""
-        group = self._group
-        if group is not None and self.device != "cpu":
-            with suppress(RuntimeError):
-                group.abort()
-
-    def leave(self) -> None:
-        """Drop the process group, which the other members see as an error. Dropping this object is
-        not enough, because an exception's traceback may hold it."""
-        self.abort()
-        self._group = None
-
-
-class BroadcastMember:
-    """One process's membership in a group, on a thread of its own.
-
-    Only that thread blocks in torch, at most :data:`ROUND_TIMEOUT_S`; callers may stop waiting at
-    any time. A process that exits meanwhile waits for the thread, because torch would otherwise end
-    it with SIGABRT.
-    """
-
-    def __init__(
-        self, round_: RoundAssignment, store: Callable[[], Any], *, own_host: str | None
-    ) -> None:
-        """Start joining the group through ``store()``, which may block."""
-        self.name = round_.group
-        self._group: BroadcastGroup | None = None
-        gpu = _current_gpu() if round_.backend == "nccl" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights group")
-        self._joined = self._thread.submit(self._join, round_, store, own_host, gpu)
-
-    def broadcast(self, piece: Piece, is_wanted: Callable[[], bool]) -> bool:
-        """Broadcast these bytes from rank 0; on other ranks, overwrite them.
-
-        Returns False if the weights are no longer wanted. Close the member then and do not reuse
-        the memory, because the operation in progress may still write to it.
-
-        Raises:
-            RuntimeError: a member is gone, or did not join.
-        """
-        future = self._thread.submit(self._broadcast, piece)
-        while is_wanted():
-            if wait([future], POLL_S).done:
-                future.result()
-                return True
-        return False
+    def init(self) -> InitWeights:
+        """Return the phase-1 message: the address to send requests to."""
+        return InitWeights(channel=NAME, info={"address": self.address})
 
     def close(self) -> None:
-        """Leave without waiting; the others see an error once the operation in progress has
-        ended."""
-        with suppress(RuntimeError):  # already closed
-            self._thread.submit(self._leave)
-            self._thread.shutdown(wait=False)
-        group = self._group
-        if group is not None:
-            group.abort()
+        """Stop serving; members of a running round see it fail. Idempotent."""
+        self._is_closed = True
+        super().close()
+        self._leave()
+        self._pool.shutdown(wait=False)
 
     # ------------------------------------------------------------ the thread
 
-    def _join(
-        self,
-        round_: RoundAssignment,
-        store: Callable[[], Any],
-        own_host: str | None,
-        gpu: int | None,
-    ) -> None:
-        import torch
+    def _serve(self) -> None:
+        try:
+            while True:
+                is_idle = not self._requests and self._running is None
+                if is_idle or self._socket.poll(TICK_MS):
+                    peer, *frames = self._socket.recv_multipart()
+                    self._reply(peer, frames)
+                self._finish_round_if_done()
+                self._start_round_if_due()
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close()
 
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
-        self._group = join_group(round_, store(), own_host=own_host)
+    def _reply(self, peer: bytes, frames: list[bytes]) -> None:
+        request = decode_round_request(frames[0]) if len(frames) == 1 else None
+        if request is None:
+            super()._reply(peer, frames)
+            return
+        self._receivers_last_message_s[peer] = now_s = time.monotonic()
+        if not request.location:
+            self._requests.pop(peer, None)
+            self._has_member_left |= peer in self._members
+            return
+        if not self._requests:
+            self._first_request_s = now_s
+        self._requests[peer] = request
 
-    def _broadcast(self, piece: Piece) -> None:
-        import torch
+    def _finish_round_if_done(self) -> None:
+        if self._running is None or not self._running.done():
+            return
+        failed, self._running = self._running.result(), None
+        if failed is not None:
+            for peer in self._members:
+                self._socket.send_multipart([peer, encode(failed)])
 
-        self._joined.result()
-        assert self._group is not None
-        self._group.broadcast(torch.from_numpy(piece))
+    def _start_round_if_due(self) -> None:
+        if not self._requests or self._running is not None:
+            return
+        now_s = time.monotonic()
+        receivers = {
+            peer
+            for peer, last_message_s in self._receivers_last_message_s.items()
+            if now_s - last_message_s < LOST_AFTER_S
+        }
+        if receivers <= self._requests.keys() or now_s - self._first_request_s > GATHER_S:
+            self._start_round()
+
+    def _start_round(self) -> None:
+        """Start a round of all requests for the version that the oldest request asks for."""
+        location = next(iter(self._requests.values())).location
+        requests = {
+            peer: request
+            for peer, request in self._requests.items()
+            if request.location == location
+        }
+        for peer in requests:
+            del self._requests[peer]
+        with self._lock:
+            stored = next((p for p in self._stored if p.location == location), None)
+        if stored is None:
+            reason = f"{location!r} is not in the sender's memory (any more)"
+            for peer in requests:
+                self._socket.send_multipart(
+                    [peer, encode(RoundAssignment(location, refusal=reason))]
+                )
+            return
+        received_bytes = min(request.received_bytes for request in requests.values())
+        start = received_bytes // PIECE_BYTES * PIECE_BYTES
+        backend = self._backend(requests)
+        peers = tuple(sorted(requests))
+        name = self._group_name(peers, backend)
+        size = len(peers) + 1
+        rounds = [
+            RoundAssignment(
+                location,
+                group=name,
+                store=f"tcp://*:{self._store_port}",
+                backend=backend,
+                rank=rank,
+                world_size=size,
+                start=min(start, stored.nbytes),
+                nbytes=stored.nbytes,
+            )
+            for rank in range(size)
+        ]
+        for peer, assignment in zip(peers, rounds[1:], strict=True):
+            self._socket.send_multipart([peer, encode(assignment)])
+        self.rounds += 1
+        self._has_member_left = False
+        self._running = self._pool.submit(self._broadcast, rounds[0], stored)
+
+    def _backend(self, requests: dict[bytes, RoundRequest]) -> str:
+        """Return ``nccl`` only if every member has a GPU of its own, because NCCL refuses to share
+        one."""
+        gpus = [self._gpu, *(request.gpu for request in requests.values())]
+        return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+
+    def _group_name(self, peers: tuple[bytes, ...], backend: str) -> str:
+        member = self._member
+        if member is None or peers != self._members or not member.name.endswith(backend):
+            self._leave()
+            self._members = peers
+            self._groups += 1
+        return f"{self._groups}-{backend}"
 
     def _leave(self) -> None:
-        if self._group is not None:
-            self._group.leave()
+        member, self._member = self._member, None
+        if member is not None:
+            member.close()
+
+    # ------------------------------------------------------------ the round's thread
+
+    def _broadcast(self, round_: RoundAssignment, stored: StoredVersion) -> RoundAssignment | None:
+        """Broadcast a version; return the failure notice for the members, or None."""
+        member = self._member
+        if member is None or member.name != round_.group:
+            host = None if self._host == "0.0.0.0" else self._host
+            member = self._member = BroadcastMember(round_, lambda: self._store, own_host=host)
+        try:
+            for start in range(round_.start, round_.nbytes, PIECE_BYTES):
+                piece = stored.memory.bytes[start : min(start + PIECE_BYTES, round_.nbytes)]
+                if not member.broadcast(piece, lambda: self._is_wanted(stored)):
+                    break
+                self.sent_bytes += len(piece)
+            else:
+                return None
+        except RuntimeError:
+            pass  # a member is gone; the others ask again
+        self._leave()
+        return RoundAssignment(round_.location, group=round_.group)
+
+    def _is_wanted(self, stored: StoredVersion) -> bool:
+        with self._lock:
+            served = (stored_version.location for stored_version in self._stored)
+            is_stopped = self._is_closed or self._has_member_left
+            return not is_stopped and stored.location in served
 
 
-def _current_gpu() -> int:
-    """Return this thread's current device; it may differ between threads."""
-    import torch
-
-    return torch.cuda.current_device()
-
-
-def join_group(round_: RoundAssignment, store: Any, *, own_host: str | None) -> BroadcastGroup:
-    """Create the process group of a round through ``store``.
-
-    Raises:
-        RuntimeError: a member did not join in time.
-    """
-    import torch.distributed
-
-    dist: Any = torch.distributed  # its type stubs are incomplete
-    timeout = timedelta(seconds=ROUND_TIMEOUT_S)
-    prefix_store = dist.PrefixStore(round_.group, store)
-    if round_.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(prefix_store, round_.rank, round_.world_size, options)
-        return BroadcastGroup(nccl, "cuda")
-    gloo = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    device = gloo.create_device(hostname=own_host) if own_host else gloo.create_default_device()
-    options._devices = [device]
-    return BroadcastGroup(gloo(prefix_store, round_.rank, round_.world_size, options), "cpu")
+def _store(host: str) -> tuple[Any, int]:
+    """Open the store on the interface that serves weights, and on no other."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    connect_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        with socket.socket(family) as listener:
+            listener.bind((host, 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            return open_store(connect_host, port, listen_fd=listener.detach()), port
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"weight_channel='collective' needs torch.distributed, and this torch has none: {error}"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"can't serve the TCPStore of weight broadcasts at {host!r}: {error}"
+        ) from error
 
 
-def join_custom_group(
-    store: Any, name: str, *, backend: str, rank: int, world_size: int, own_host: str | None
-) -> BroadcastGroup:
-    """Join a group that SGLang's ``init_custom_process_group`` joins, by torch's key prefixes.
-
-    Raises:
-        RuntimeError: a member did not join in time.
-    """
-    import torch.distributed
-
-    dist: Any = torch.distributed
-    prefixed = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-    device = "cpu/" if backend == "gloo" else "cuda/"
-    round_ = RoundAssignment("", group=device, backend=backend, rank=rank, world_size=world_size)
-    return join_group(round_, prefixed, own_host=own_host)
-
-
-def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:
-    """Open the TCPStore through which groups meet: serve it on a socket, or connect to it.
-
-    Raises:
-        ImportError: this torch has no torch.distributed.
-        RuntimeError: the store cannot be reached.
-    """
-    import torch.distributed
-
-    dist: Any = torch.distributed
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=listen_fd is not None,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=ROUND_TIMEOUT_S),
-        master_listen_fd=listen_fd,
-        use_libuv=False,  # libuv would listen on every interface
-    )
+CHANNEL = WeightChannel(
+    open_sender=lambda config: CollectiveSender(config.address, keys=config.keys),
+    open_receiver=CollectiveReceiver,
+    one_reader=True,
+)

@@ -1,8 +1,8 @@
 """Engine's end of the ``collective`` weight channel: joins rounds, receives into a buffer.
 
-Created by :func:`receiver` for the engine's staging thread. Requests a version over ZeroMQ and
-receives it through torch.distributed. :mod:`collective` describes the protocol; the receiver
-connects to the sender only, not to the other members.
+For the engine's staging thread. Requests a version over ZeroMQ and receives it through
+torch.distributed. :mod:`collective_rounds` describes the protocol; the receiver connects to the
+sender only, not to the other members.
 """
 
 import time
@@ -24,7 +24,7 @@ from tidegate.transport.addresses import (
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import secure_connector
 from tidegate.transport.weight_channels.base import WeightReceiverConfig, views
-from tidegate.transport.weight_channels.collective import (
+from tidegate.transport.weight_channels.collective_rounds import (
     ATTEMPTS_MAX,
     PIECE_BYTES,
     POLL_S,

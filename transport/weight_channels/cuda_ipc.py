@@ -5,17 +5,29 @@ buffers of its own, so the trainer may change its tensors as soon as they are wr
 engine still finds them. The bytes never leave the device. :mod:`cuda_memory` does the sharing.
 """
 
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidegate.errors import WeightsRefused
+from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import CudaIpcHandle, InitWeights, TensorSpec, UpdateWeights
-from tidegate.transport.weight_channels.base import ALIGNMENT_BYTES, check_specs, checked_nbytes
-from tidegate.transport.weight_channels.cuda_memory import Gpu, check_memory, host_name
+from tidegate.transport.weight_channels.base import (
+    ALIGNMENT_BYTES,
+    NamedBuffer,
+    WeightChannel,
+    WeightSenderConfig,
+    check_specs,
+    checked_nbytes,
+)
+from tidegate.transport.weight_channels.cuda_memory import (
+    Gpu,
+    NamedTensor,
+    check_memory,
+    find_gpu,
+    host_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,19 +37,6 @@ NAME = "cuda_ipc"
 BUFFER_BYTES = 256 * 2**20
 """Tensors share buffers up to this size; a larger tensor has its own. Each engine opens each buffer
 anew, which costs CUDA some 0.1 ms and the engine address space, not memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
-    """One device tensor to send."""
-
-    name: str
-    data: "torch.Tensor"
-
-    @property
-    def dtype(self) -> str:
-        """Dtype by torch's name, without ``torch.``."""
-        return str(self.data.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,11 @@ class CudaIpcSender:
         return InitWeights(channel=NAME, info={"gpu": self._gpu.uuid, "host": host_name()})
 
     def write(
-        self, version: int, tensors: Sequence[NamedTensor], *, keep: Collection[int] = ()
+        self,
+        version: int,
+        tensors: Sequence[NamedBuffer | NamedTensor],
+        *,
+        keep: Collection[int] = (),
     ) -> list[UpdateWeights]:
         """Free all versions not in ``keep``, then copy the tensors into new buffers.
 
@@ -71,13 +74,13 @@ class CudaIpcSender:
             WeightsRefused: a tensor is not on the device or of an unknown dtype, memory is short,
                 or cannot be shared.
         """
-        self._check(tensors)
+        checked = self._checked(tensors)
         for old in [old for old in self._buffers if old not in keep or old == version]:
             self._free(old)
         self._gpu.settle()  # the trainer's kernels that produce them may run on any stream
         self._buffers[version] = []
         try:
-            parts = [self._part(version, layout) for layout in _buffer_layouts(tensors)]
+            parts = [self._part(version, layout) for layout in _buffer_layouts(checked)]
             self._gpu.settle()
         except BaseException:
             self._free(version)
@@ -90,21 +93,26 @@ class CudaIpcSender:
         for version in list(self._buffers):
             self._free(version)
 
-    def _check(self, tensors: Sequence[NamedTensor]) -> None:
-        names = set()
+    def _checked(self, tensors: Sequence[NamedBuffer | NamedTensor]) -> list[NamedTensor]:
+        checked: dict[str, NamedTensor] = {}
         for tensor in tensors:
+            if isinstance(tensor, NamedBuffer):
+                raise self._elsewhere(tensor.name, "the host")
             checked_nbytes(tensor.name, tensor.dtype, tensor.data.shape)
             if not self._gpu.has(tensor.data):
-                raise WeightsRefused(
-                    f"tensor {tensor.name!r} is on {tensor.data.device}, but "
-                    f"weight_channel='cuda_ipc' sends from the engines' GPU, {self._gpu.uuid}; "
-                    "move the model there, or set weight_channel to 'shm'"
-                )
-            if tensor.name in names:
+                raise self._elsewhere(tensor.name, str(tensor.data.device))
+            if tensor.name in checked:
                 raise WeightsRefused(
                     f"tensor {tensor.name!r} appears twice in one version; publish each name once"
                 )
-            names.add(tensor.name)
+            checked[tensor.name] = tensor
+        return list(checked.values())
+
+    def _elsewhere(self, name: str, device: str) -> WeightsRefused:
+        return WeightsRefused(
+            f"tensor {name!r} is on {device}, but weight_channel='cuda_ipc' sends from the "
+            f"engines' GPU, {self._gpu.uuid}; move the model there, or set weight_channel to 'shm'"
+        )
 
     def _part(self, version: int, layout: "_BufferLayout") -> UpdateWeights:
         # An empty buffer cannot be shared.
@@ -221,14 +229,18 @@ def _tensor_at(buffer: "torch.Tensor", spec: TensorSpec) -> "torch.Tensor":
     return buffer[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
 
 
-def crc32_of(tensor: "torch.Tensor") -> int:
-    """Return the CRC-32 of a tensor's bytes, computed on the host on a copy."""
-    return zlib.crc32(host_bytes(tensor))
+def _open_sender(config: WeightSenderConfig) -> CudaIpcSender:
+    try:
+        return CudaIpcSender(find_gpu(config.device))
+    except WeightsRefused as error:
+        raise ConfigError(f"weight_channel='cuda_ipc': {error}") from error
 
 
-def host_bytes(tensor: "torch.Tensor") -> memoryview:
-    """Return a copy of the tensor's bytes on the host, row-major."""
-    import torch
-
-    host = tensor.detach().to("cpu").contiguous()
-    return host.view(-1).view(torch.uint8).numpy().data
+CHANNEL = WeightChannel(
+    open_sender=_open_sender,
+    open_receiver=lambda init, config: CudaIpcReceiver(init, config.gpu),
+    needs_gpu=True,
+    one_host=True,
+    one_reader=True,
+    carries_patches=False,
+)

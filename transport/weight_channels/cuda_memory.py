@@ -2,11 +2,11 @@
 
 The ``cuda_ipc`` channel uses it through the :class:`Gpu` protocol, which tests implement without
 CUDA. The fields are those of ``_share_cuda_`` without its event: the sender synchronises before it
-sends a handle, and an event opened by the receiver would never be closed. Built on
-``transport/messages.py`` and torch.
+sends a handle, and an event opened by the receiver would never be closed.
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +15,9 @@ from tidegate.transport.messages import CudaIpcHandle
 
 if TYPE_CHECKING:
     import torch
+
+    TensorView = memoryview | torch.Tensor
+    """A tensor as a receiver yields it: its bytes on the host, or a tensor on a device."""
 
 HANDLE_BYTES = 66
 """Length of torch's IPC handle: its version, ``c`` for cudaMalloc memory, and CUDA's own 64
@@ -36,6 +39,27 @@ _COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 whatever is named, so other memory of this user must not be named."""
 
 _NO_EVENT = bytes(EVENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """One device tensor to send."""
+
+    name: str
+    data: "torch.Tensor"
+
+    @property
+    def dtype(self) -> str:
+        """Dtype by torch's name, without ``torch.``."""
+        return str(self.data.dtype).removeprefix("torch.")
+
+
+def host_bytes(tensor: "torch.Tensor") -> memoryview:
+    """Return a copy of the tensor's bytes on the host, row-major."""
+    import torch
+
+    host = tensor.detach().to("cpu").contiguous()
+    return host.view(-1).view(torch.uint8).numpy().data
 
 
 class Gpu(Protocol):

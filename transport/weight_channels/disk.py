@@ -20,6 +20,7 @@ from tidegate.transport.regular_files import open_regular, read_exactly
 from tidegate.transport.weight_channels.base import (
     ITEM_BYTES,
     NamedBuffer,
+    WeightChannel,
     check_buffers,
     check_specs,
 )
@@ -226,3 +227,10 @@ def _header(version: int, tensors: Sequence[NamedBuffer]) -> tuple[bytes, list[T
         for t, start in zip(tensors, starts, strict=True)
     ]
     return header, specs
+
+
+CHANNEL = WeightChannel(
+    open_sender=lambda config: DiskSender(config.directory),
+    open_receiver=lambda init, config: DiskReceiver(init),
+    carries_adapters=True,
+)

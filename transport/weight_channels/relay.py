@@ -1,4 +1,4 @@
-"""Messages and sender of the ``relay`` weight channel: hosts forward weights in a chain.
+"""Weight channel by relays: hosts forward weights in a chain. The orchestrator's end.
 
 One engine per host becomes the host's relay (:mod:`relay_node`): it fetches into memory that the
 host's other engines map, and forwards chunks to the next host as they arrive. :class:`RelaySender`
@@ -12,128 +12,22 @@ second term equals the time of 0.25 GB: a tree is faster for models smaller than
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
 
-import msgspec
 import zmq
 
-from tidegate.errors import BadFrame
-from tidegate.transport.limits import Count
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys, ephemeral_keys
-from tidegate.transport.weight_channels.zmq import ChunkHeader, ZmqSender
+from tidegate.transport.weight_channels.base import WeightChannel
+from tidegate.transport.weight_channels.relay_messages import (
+    ParentAssignment,
+    ParentRequest,
+    decode_parent_request,
+    encode,
+)
+from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
+from tidegate.transport.weight_channels.zmq import ZmqSender
 
 NAME = "relay"
-
-PARENT_TIMEOUT_S = 3.0
-"""A parent silent for this long counts as dead."""
-
-KEEP_ALIVE_INTERVAL_S = 1.0
-"""Interval of keep-alive messages from a relay that is itself waiting."""
-
-STALL_TIMEOUT_S = 30.0
-"""Timeout without a single chunk, from any parent."""
-
-Text = Annotated[str, msgspec.Meta(max_length=256)]
-
-
-class ParentRequest(msgspec.Struct, frozen=True, array_like=True, tag="parent_request"):
-    """Relay -> sender: asks which node to fetch ``location`` from."""
-
-    location: Text
-    relay_address: Text
-    """Address at which this relay serves other relays."""
-    silent_parent: Text = ""
-    """Address of the parent assigned before, if it is silent."""
-
-
-class ParentAssignment(msgspec.Struct, frozen=True, array_like=True, tag="parent_assignment"):
-    """Sender -> relay: assigns the node to fetch from."""
-
-    location: str
-    address: str = ""
-    """Address of the parent; empty: the sender itself."""
-    nbytes: Count = 0
-    """Total size of the location, in bytes."""
-    kept_locations: list[str] = []
-    """Locations that may still be requested; the relay may drop all others."""
-    refusal: str = ""
-
-
-class LocationRequest(msgspec.Struct, frozen=True, array_like=True, tag="location_request"):
-    """Engine -> its host's relay: asks for ``location`` and for progress reports."""
-
-    location: Text
-
-
-class LocationProgress(msgspec.Struct, frozen=True, array_like=True, tag="location_progress"):
-    """Relay -> engine: number of leading bytes available. The first one carries the memory's
-    descriptor."""
-
-    location: str
-    ready_bytes: Count = 0
-    refusal: str = ""
-
-
-RelayMessage = TypeVar("RelayMessage", ParentAssignment, LocationRequest, LocationProgress)
-
-_encoder = msgspec.msgpack.Encoder()
-_where = msgspec.msgpack.Decoder(ParentRequest)
-_parent = msgspec.msgpack.Decoder(ParentAssignment)
-_want = msgspec.msgpack.Decoder(LocationRequest)
-_ready = msgspec.msgpack.Decoder(LocationProgress)
-
-
-def encode(message: ParentRequest | ParentAssignment | LocationRequest | LocationProgress) -> bytes:
-    """Encode a message as one frame."""
-    return _encoder.encode(message)
-
-
-def decode_parent_request(frame: bytes) -> ParentRequest | None:
-    """Decode a parent request; None if the frame is something else."""
-    try:
-        return _where.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-
-
-def decode_parent_assignment(frame: bytes) -> ParentAssignment:
-    """Decode the sender's assignment.
-
-    Raises:
-        BadFrame: the frame is not a ``ParentAssignment``.
-    """
-    return _read(_parent, frame)
-
-
-def decode_location_request(frame: bytes) -> LocationRequest:
-    """Decode a request of an engine of this host.
-
-    Raises:
-        BadFrame: the frame is not a ``LocationRequest``.
-    """
-    return _read(_want, frame)
-
-
-def decode_location_progress(frame: bytes) -> LocationProgress:
-    """Decode a message of this host's relay.
-
-    Raises:
-        BadFrame: the frame is not a ``LocationProgress``.
-    """
-    return _read(_ready, frame)
-
-
-def keep_alive(location: str) -> ChunkHeader:
-    """Return a keep-alive: a chunk header without a chunk."""
-    return ChunkHeader(location, 0)
-
-
-def _read(decoder: "msgspec.msgpack.Decoder[RelayMessage]", frame: bytes) -> "RelayMessage":
-    try:
-        return decoder.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"unreadable word between relays of weights: {error}") from error
 
 
 @dataclass(slots=True)
@@ -213,3 +107,10 @@ class RelaySender(ZmqSender):
         tree = self._trees.setdefault(request.location, RelayTree())
         address = tree.parent(request, fan_out=self._fan_out)
         return ParentAssignment(request.location, address, nbytes, list(sizes))
+
+
+CHANNEL = WeightChannel(
+    open_sender=lambda config: RelaySender(config.address, keys=config.keys),
+    open_receiver=RelayReceiver,
+    one_reader=True,
+)

@@ -24,15 +24,15 @@ from tidegate.transport.weight_channels.host_memory import (
     HostMemory,
     is_own_user,
 )
-from tidegate.transport.weight_channels.relay import (
+from tidegate.transport.weight_channels.relay_messages import (
     KEEP_ALIVE_INTERVAL_S,
     PARENT_TIMEOUT_S,
     STALL_TIMEOUT_S,
     LocationProgress,
+    LocationRequest,
     ParentAssignment,
     ParentRequest,
-    decode_location_request,
-    decode_parent_assignment,
+    decode,
     encode,
     keep_alive,
 )
@@ -196,7 +196,7 @@ class Clients:
     def _on_request(self, client: Client) -> None:
         try:
             frame = client.link.recv(MESSAGE_BYTES_MAX)
-            request = decode_location_request(frame) if frame else None
+            request = decode(frame, LocationRequest) if frame else None
         except BlockingIOError:
             return
         except (OSError, BadFrame):
@@ -385,7 +385,7 @@ class RelayNode:
         sender = self._sockets.sender
         while is_readable(sender):
             with suppress(BadFrame):  # the request is repeated
-                self._apply_assignment(decode_parent_assignment(sender.recv_multipart()[0]))
+                self._apply_assignment(decode(sender.recv_multipart()[0], ParentAssignment))
 
     def _apply_assignment(self, parent: ParentAssignment) -> None:
         slot = self._slots.get(parent.location)

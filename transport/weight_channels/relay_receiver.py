@@ -1,8 +1,8 @@
 """Engine's end of the ``relay`` weight channel: maps the weights that its host's relay fetches.
 
-Engines make one by :func:`weight_channels.receiver`. The first engine of a host to ask becomes that
-relay, in a thread (:mod:`relay_node`), and is its own client. When the relay's process dies,
-another engine takes over with what it has mapped. Chunks are mapped by ``host_memory.py``.
+The first engine of a host to ask becomes that relay, in a thread (:mod:`relay_node`), and is its
+own client. When the relay's process dies, another engine takes over with what it has mapped. Chunks
+are mapped by ``host_memory.py``.
 """
 
 import os
@@ -23,11 +23,11 @@ from tidegate.transport.weight_channels.host_memory import (
     listen,
     retry_until,
 )
-from tidegate.transport.weight_channels.relay import (
+from tidegate.transport.weight_channels.relay_messages import (
     STALL_TIMEOUT_S,
     LocationProgress,
     LocationRequest,
-    decode_location_progress,
+    decode,
     encode,
 )
 from tidegate.transport.weight_channels.relay_node import RelayBootstrap, RelayNode
@@ -132,7 +132,7 @@ class RelayReceiver:
             self._fail_over()
             return
         try:
-            progress = decode_location_progress(frame)
+            progress = decode(frame, LocationProgress)
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
         if progress.location != self._location:

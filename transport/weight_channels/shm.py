@@ -20,6 +20,7 @@ from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.weight_channels.base import (
     ALIGNMENT_BYTES,
     NamedBuffer,
+    WeightChannel,
     check_buffers,
     layout,
     views,
@@ -138,3 +139,11 @@ class ShmReceiver:
             self._is_closed = True
             self._buffer = memoryview(b"")
             os.close(self._fd)
+
+
+CHANNEL = WeightChannel(
+    open_sender=lambda config: ShmSender(),
+    open_receiver=lambda init, config: ShmReceiver(init),
+    one_host=True,
+    carries_adapters=True,
+)

@@ -31,6 +31,7 @@ from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.security import OrchestratorKeys, secure_connector, secure_listener
 from tidegate.transport.weight_channels.base import (
     NamedBuffer,
+    WeightChannel,
     WeightReceiverConfig,
     check_buffers,
     layout,
@@ -533,3 +534,10 @@ class ZmqReceiver:
             self._connections += 1
             if self._connections > 1:
                 self._send_requests(transfer.outstanding())
+
+
+CHANNEL = WeightChannel(
+    open_sender=lambda config: ZmqSender(config.address, keys=config.keys),
+    open_receiver=ZmqReceiver,
+    carries_adapters=True,
+)

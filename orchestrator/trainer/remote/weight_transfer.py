@@ -22,7 +22,7 @@ from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.messages import InitWeights, TensorSpec
-from tidegate.transport.weight_channels import NamedBuffer, WeightReceiver, receiver
+from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.base import check_buffers, layout, views
 from tidegate.transport.weight_channels.checksums import (
     checksums,
@@ -30,7 +30,7 @@ from tidegate.transport.weight_channels.checksums import (
     verify_checksum,
     with_checksums,
 )
-from tidegate.transport.weight_channels.shm import ShmSender
+from tidegate.transport.weight_channels.shm import NAME, ShmReceiver, ShmSender
 
 if TYPE_CHECKING:
     import torch
@@ -168,11 +168,11 @@ class ReceivedWeights:
     """Receiver of weights on the run's side: holds a trainer's uploads until their publish."""
 
     def __init__(self, shared_memory: InitWeights | None) -> None:
-        self._receiver: WeightReceiver | None = None
+        self._receiver: ShmReceiver | None = None
         self._uploads: dict[str, npt.NDArray[np.uint8]] = {}
-        if shared_memory is not None and shared_memory.channel == "shm":
+        if shared_memory is not None and shared_memory.channel == NAME:
             try:
-                self._receiver = receiver(shared_memory)
+                self._receiver = ShmReceiver(shared_memory)
             except WeightsRefused:  # on another host, or in another container
                 self._receiver = None
 

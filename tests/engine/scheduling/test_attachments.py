@@ -19,7 +19,8 @@ from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.scheduling.step_columns import StepColumns, split_attachments
 from tidegate.errors import TurnRefused
-from tidegate.orchestrator.core.token_attachments import TurnAttachments, newest_experts
+from tidegate.orchestrator.core.token_attachments import TurnAttachments
+from tidegate.orchestrator.episodes.generated_turn import newest_experts
 from tidegate.policies.routing_replay import record_routed_experts
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.messages import FinishWeightUpdate, SamplingParams, SubmitTurn
@@ -79,7 +80,7 @@ class Engine:
         """Compare the turns' routed experts with those of one forward pass of transformers."""
         peer = load_peer(path)
         for turn in turns:
-            reports = list(self.attachments[turn].expert_reports())
+            reports = list(self.attachments[turn].reports("routed_experts"))
             experts = newest_experts(reports)
             assert experts is not None
             context = self.contexts[turn][:-1]  # the last token's KV was never needed
@@ -111,7 +112,9 @@ def test_every_position_but_the_last_tokens_has_the_experts_that_computed_it(
         engine.submit(turn, prompt)
     engine.run()
     engine.check(mixture, list(range(6)))
-    assert all(len(list(each.expert_reports())) == 1 for each in engine.attachments.values())
+    assert all(
+        len(list(each.reports("routed_experts"))) == 1 for each in engine.attachments.values()
+    )
 
 
 def test_preempted_turns_report_their_recomputed_positions_again(mixture: Path) -> None:
@@ -150,7 +153,7 @@ def test_new_weights_with_recompute_report_the_prefix_again(mixture: Path) -> No
     engine.run(swap)
     engine.check(mixture, [0])
     # The same weights route alike, so the second report repeats the first.
-    assert len(list(engine.attachments[0].expert_reports())) == 1
+    assert len(list(engine.attachments[0].reports("routed_experts"))) == 1
 
 
 def runners(path: Path) -> list[Runner]:
@@ -250,8 +253,8 @@ def test_attachments_that_exceed_a_message_go_ahead_of_the_tokens(
     joined = TurnAttachments(SAMPLING)
     for each in parts[:3]:
         joined.append(each, tokens_before=0)
-    [report] = joined.expert_reports()
-    assert report.experts.tobytes() == columns.attachments[0].values
+    [report] = joined.reports("routed_experts")
+    assert report.entries.tobytes() == columns.attachments[0].values
 
 
 def test_a_step_without_large_attachments_is_one_message() -> None:

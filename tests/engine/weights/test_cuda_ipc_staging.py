@@ -22,7 +22,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.weight_content import WeightContent, replace_some
 from tidegate.orchestrator.settings.config import run_settings
 from tidegate.orchestrator.trainer.run import Run
-from tidegate.orchestrator.weight_sync.channel import write_on_gpu
+from tidegate.orchestrator.weight_sync.state_dict import named_tensors
 from tidegate.runs import run_parts
 from tidegate.transport.messages import (
     BaseVersions,
@@ -37,8 +37,14 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.security import make_keys
 from tidegate.transport.weight_channels import WeightReceiverConfig, cuda_ipc, sender
-from tidegate.transport.weight_channels.checksums import with_checksums
-from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender, NamedTensor
+from tidegate.transport.weight_channels.checksums import (
+    checksums,
+    crc32_of,
+    with_checksums,
+    write_checked,
+)
+from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender
+from tidegate.transport.weight_channels.cuda_memory import NamedTensor
 
 CPU = torch.device("cpu")
 
@@ -190,15 +196,12 @@ def test_a_tensor_the_model_has_not_or_whose_sum_is_another_fails_the_version(
     assert isinstance(failed, WeightsFailed)
     assert "has no tensor 'strange'" in failed.message
     good = published(directories[1])
-    sums = {
-        tensor.name: cuda_ipc.crc32_of(tensor.data) ^ (tensor.name == "model.norm.weight")
-        for tensor in good
-    }
-    (failed,) = stage(staging, 2, with_checksums(channel.write(2, good), sums))
+    sums = checksums(good)
+    wrong = sums | {"model.norm.weight": sums["model.norm.weight"] ^ 1}
+    (failed,) = stage(staging, 2, with_checksums(channel.write(2, good), wrong))
     assert isinstance(failed, WeightsFailed)
     assert "'model.norm.weight' has the checksum" in failed.message
     assert engine.mapped == 0
-    sums = {tensor.name: cuda_ipc.crc32_of(tensor.data) for tensor in good}
     (staged,) = stage(staging, 3, with_checksums(channel.write(3, good), sums))
     assert isinstance(staged, WeightsStaged)
 
@@ -232,10 +235,10 @@ def test_a_published_state_dict_is_staged_with_its_sums_and_tied_tensors_come_on
 ) -> None:
     state = dict(read_tensors(directories[1]))
     twice = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
-    updates = write_on_gpu(channel, 1, twice, keep=(), has_checksums=True)
+    updates = write_checked(channel.write, 1, named_tensors(twice), keep=(), has_checksums=True)
     specs = [spec for update in updates for spec in update.tensors]
     assert [spec.name for spec in specs] == list(state)
-    assert [spec.crc32 for spec in specs] == [cuda_ipc.crc32_of(one) for one in state.values()]
+    assert [spec.crc32 for spec in specs] == [crc32_of(one) for one in state.values()]
     assert [type(one) for one in stage(staging, 1, updates)] == [WeightsStaged]
 
 
@@ -243,10 +246,10 @@ def test_a_published_state_dict_is_staged_with_its_sums_and_tied_tensors_come_on
     ("values", "why"),
     [
         ({"device": "cpu"}, "but device='cpu'; set device to the trainer's"),
-        ({"cluster": "ray"}, "this host's GPU only, and cluster='ray'"),
-        ({"listen_address": "tcp://*:5555"}, r"listen_address='tcp://\*:5555' are for others too"),
+        ({"cluster": "ray"}, "this host only, and Ray places them on any"),
+        ({"listen_address": "tcp://*:5555"}, r"listen_address='tcp://\*:5555' is for others too"),
         ({"weight_deltas": True}, "weight_deltas=True can't be combined"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 has several"),
+        ({"tensor_parallel_size": 2}, "of tensor_parallel_size=2 ranks each reads"),
     ],
 )
 def test_settings_by_which_no_engine_shares_the_gpu_are_refused(

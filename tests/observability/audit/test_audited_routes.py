@@ -159,10 +159,10 @@ def test_a_wrong_expert_of_one_position_is_reported(
     run = recorded(tmp_path / "run", models, samplers, "float32")
     attachments = samplers[rollout_id].rollout.turns[0].attachments
     assert attachments is not None
-    reports = list(attachments.expert_reports())
+    reports = list(attachments.reports("routed_experts"))
     if report >= len(reports):
         pytest.skip("this version chose as the one before")
-    own = set(reports[report].experts[position, -1].tolist())
+    own = set(reports[report].entries[position, -1].tolist())
     others = [expert for expert in range(EXPERTS) if expert not in own]
 
     edit_rollout(run, rollout_id, lambda row: change_position(row, report, position, others))
@@ -183,7 +183,7 @@ def test_routes_of_another_version_are_reported(
     others = recorder.routed_experts().numpy().astype(np.uint8)
     attachments = samplers[0].rollout.turns[0].attachments
     assert attachments is not None
-    assert (others != next(attachments.expert_reports()).experts).any()
+    assert (others != next(attachments.reports("routed_experts")).entries).any()
 
     def replace(row: dict[str, Any]) -> None:
         row["turns"][0]["routed_experts"][0]["values"] = others.tobytes()

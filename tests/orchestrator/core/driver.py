@@ -12,7 +12,7 @@ from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.failures import FailureCause, FailurePolicy
 from tidegate.policies.filters import GroupFilter

@@ -7,7 +7,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import encode_event, replay
 from tidegate.orchestrator.core.rules import Rules
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import SamplingParams
 

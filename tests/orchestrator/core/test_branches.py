@@ -16,7 +16,7 @@ from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.orchestrator.telemetry.timekeeping import Usage
 from tidegate.orchestrator.trainer.batch_metrics import batch_metrics
 from tidegate.transport.messages import STOP

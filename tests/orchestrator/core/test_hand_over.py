@@ -9,7 +9,7 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.errors import BatchNotHeld, PublishUnclear
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.hand_over import BatchState
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import STOP
 

@@ -3,7 +3,7 @@
 from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX, LOSSES_TOTAL_MAX
 
 

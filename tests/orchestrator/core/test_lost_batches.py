@@ -5,7 +5,7 @@ import pytest
 from tests.orchestrator.core.driver import Driver
 from tidegate.errors import PublishUnclear
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 
 
 def lost_batch() -> Driver:

@@ -14,7 +14,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.core.state import digest
+from tidegate.orchestrator.core.snapshot_codec import digest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.migration import EvenOut, LongTailLane

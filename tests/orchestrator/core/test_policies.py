@@ -9,7 +9,7 @@ from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import describe, made_of, record_of
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window

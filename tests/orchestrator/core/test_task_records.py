@@ -14,7 +14,7 @@ from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.orchestrator.core.task_records import TaskStatistics
 from tidegate.policies.failures import FailureCause
 from tidegate.policies.filters import DynamicSampling

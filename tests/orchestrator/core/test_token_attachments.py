@@ -10,7 +10,7 @@ from tests.orchestrator.core.driver import PROMPT, Driver, step
 from tests.orchestrator.episodes.test_turn_replay import DEFAULTS, MODEL, Engines
 from tidegate.errors import TurnRefused
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import state as core_state
+from tidegate.orchestrator.core import snapshot_codec as core_state
 from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode

@@ -22,7 +22,7 @@ from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules, record_of
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.failures import FailureCause

@@ -29,7 +29,7 @@ from tidegate.orchestrator.core.event_log import encode_event, replay
 from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules, record_of
-from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
 from tidegate.policies.consumption import Window

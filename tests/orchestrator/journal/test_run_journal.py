@@ -7,7 +7,7 @@ import pytest
 
 from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.state import digest
+from tidegate.orchestrator.core.snapshot_codec import digest
 from tidegate.orchestrator.journal import run_journal
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.simulation.run.processes import SimulatedStore

@@ -12,7 +12,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
-from tidegate.orchestrator.core.state import load, save
+from tidegate.orchestrator.core.snapshot_codec import load, save
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import STOP, SamplingParams
 

@@ -11,7 +11,7 @@ import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
-from tidegate.orchestrator.settings.config import WeightChannelName
+from tidegate.transport.weight_channels import WeightChannelName
 from tidegate.transport.weight_channels.zmq import ZmqSender
 
 pytestmark = pytest.mark.wire

@@ -3,14 +3,17 @@
 :class:`RunJournal` saves and loads snapshots; replays compare :func:`digest`. The state contains
 everything that the next event could depend on. It omits two things. A task that is not plain data
 is omitted, because the user's iterator gives it again. Tokens that an episode appended are omitted
-until an event reports them. Equal bytes mean equal cores. Built on :class:`Core` and its parts,
-which save and load themselves through the ``Saved`` structs here and in ``discards.py`` and
-``task_records.py``.
+until an event reports them. Equal bytes mean equal cores.
+
+A new field is declared at the end of its :class:`Saved` record, with a default. That is all, unless
+the field is :data:`Converted`.
 """
 
 import hashlib
 from collections import Counter, deque
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -26,15 +29,57 @@ from tidegate.orchestrator.core.placement import EngineTurns
 from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.core.rules import record_of
+from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.task_records import SavedTaskRecords
 from tidegate.orchestrator.core.token_attachments import TurnAttachments
 from tidegate.policies.filters import PromptHistory
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import Attachment, SamplingParams
 
+T = TypeVar("T")
+
+CONVERTED = "converted"
+
+Converted = Annotated[T, CONVERTED]
+"""Type of a record's field that is not the attribute of its name of the saved object: it has
+another form, or is of another object. The functions below save and load it."""
+
 
 class Saved(msgspec.Struct, array_like=True):
-    """Base of saved records."""
+    """Base of saved records. A field that is not :data:`Converted` is the attribute of its name."""
+
+    def restore(self, target: object) -> None:
+        """Set the attributes of ``target`` to the fields that are not converted."""
+        _functions(type(self))[1](self, target)
+
+
+SavedKind = TypeVar("SavedKind", bound=Saved)
+
+
+def record(kind: type[SavedKind]) -> Callable[..., SavedKind]:
+    """Return a function that makes the record of an object; it also takes the converted fields, by
+    name."""
+    return _functions(kind)[0]
+
+
+@cache
+def _functions(kind: type[Saved]) -> tuple[Callable[..., Any], Callable[[Saved, object], None]]:
+    """Return the functions that read a record from an object, and set an object to a record.
+
+    They are compiled from the names, as a dataclass's ``__init__`` is. A loop over the names takes
+    three times as long, and a run may have a million turns outstanding.
+    """
+    fields, types = kind.__struct_fields__, get_type_hints(kind, include_extras=True)
+    converted = [n for n in fields if CONVERTED in getattr(types[n], "__metadata__", ())]
+    values = ", ".join(n if n in converted else f"source.{n}" for n in fields)
+    assignments = "; ".join(f"target.{n} = saved.{n}" for n in fields if n not in converted)
+    functions: dict[str, Any] = {"kind": kind}
+    exec(
+        f"def save(source, {', '.join(converted)}): return kind({values})\n"
+        f"def restore(saved, target): {assignments}",
+        functions,
+    )
+    return functions["save"], functions["restore"]
 
 
 class SavedTurn(Saved):
@@ -43,11 +88,11 @@ class SavedTurn(Saved):
     sampling: Any
     """``SamplingParams``; decoded from a map, whose keys may be the names of an older version."""
     start: int
-    length: int
+    filed: int
     runs: list[VersionRun]
     prefills: list[TurnPrefill]
     finish_reason: str | None
-    attachments: list[Attachment] = []
+    attachments: Converted[list[Attachment]] = []
     reward: float | None = None
     media: tuple[Media, ...] = ()
     losses: int = 0
@@ -63,18 +108,18 @@ class SavedRollout(Saved):
 
     rollout_id: int
     index: int
-    token_ids: bytes
-    logprobs: bytes
-    turns: list[SavedTurn]
+    token_ids: Converted[bytes]
+    logprobs: Converted[bytes]
+    turns: Converted[list[SavedTurn]]
     reward: float | None
     state: RolloutState
     discard_reason: str | None
     oldest_trainable: int
-    branch_of: int | None = None
+    branch_of: Converted[int | None] = None
     fork_reason: str = ""
     retries: int = 0
     pinned_version: int | None = None
-    home: int | None = None
+    home: Converted[int | None] = None
     """Id of the rollout whose episode samples this rollout as one of its agents; None for other
     rollouts."""
 
@@ -86,7 +131,7 @@ class SavedGroup(Saved):
     key: TaskKey | None
     digest: bytes
     running: int
-    rollouts: list[SavedRollout]
+    rollouts: Converted[list[SavedRollout]]
     oldest_possible_version: int
     is_retaken: bool
     split_from: int | None
@@ -94,7 +139,7 @@ class SavedGroup(Saved):
     body: bytes = b""
     """The task as bytes; empty if it is not plain data."""
     is_agents: bool = False
-    home: tuple[str, int] | None = None
+    home: Converted[tuple[str, int] | None] = None
     """Adapter and id of the group whose episodes sample this group as one of their agents; None for
     other groups."""
 
@@ -102,7 +147,7 @@ class SavedGroup(Saved):
 class SavedSubmission(Saved):
     """Saved form of a submitted turn, which is always the last turn of its rollout."""
 
-    handle: int
+    handle: Converted[int]
     rollout_id: int
     priority: int
     sampled_before: int
@@ -111,11 +156,11 @@ class SavedSubmission(Saved):
 class SavedEngine(Saved):
     """Saved form of an engine and of the turns submitted to it."""
 
-    name: str
+    name: Converted[str]
     epoch: int
     weight_version: int
     max_running_turns: int
-    submissions: list[SavedSubmission]
+    submissions: Converted[list[SavedSubmission]]
     missing: list[int]
     replay_until: int
     is_away: bool
@@ -132,9 +177,9 @@ class SavedBatch(Saved):
     num_groups: int
     trainer_version: int
     version: int | None
-    groups: list[SavedGroup]
-    is_holding: bool
-    is_kept: bool
+    groups: Converted[list[SavedGroup]]
+    is_holding: Converted[bool]
+    is_kept: Converted[bool]
     was_undone: bool = False
     is_trained: bool = False
     is_ahead: bool = False
@@ -147,55 +192,55 @@ class SavedLedger(Saved):
     in_flight: int
     buffered: int
     trained: int
-    discarded: dict[str, int]
+    discarded: Converted[dict[str, int]]
 
 
 class SavedTurns(Saved):
     """Saved form of :class:`TurnTracker`."""
 
-    engines: list[SavedEngine]
+    engines: Converted[list[SavedEngine]]
     live_version: int
     next_handle: int
-    waiting: list[tuple[int, int]]
+    waiting: Converted[list[tuple[int, int]]]
     """(rollout id, priority) of each turn that waits for an engine."""
     streams: dict[str, tuple[int, int]]
-    media_taken: list[MediaKind] = []
+    media_taken: Converted[list[MediaKind]] = []
 
 
 class SavedTasks(Saved):
     """Saved form of :class:`TakenTasks`."""
 
     offer: int
-    counts: list[tuple[int, int]]
-    requeued: list[TaskKey]
+    counts: Converted[list[tuple[int, int]]]
+    requeued: Converted[list[TaskKey]]
     is_continued: bool
     first_available_offer: int
-    requeued_bodies: list[bytes] = []
+    requeued_bodies: Converted[list[bytes]] = []
     """Bodies of the tasks in ``requeued``, in the same order."""
-    episodes: list[tuple[int, str]] = []
+    episodes: Converted[list[tuple[int, str]]] = []
     """(iterator, name of its episode function)"""
 
 
 class SavedTraining(Saved):
     """Saved form of :class:`HandOvers` and :class:`TrainedCounts`."""
 
-    batches: list[SavedBatch]
+    batches: Converted[list[SavedBatch]]
     count: int
     checkpointed: int
     checkpoint_offer: int
-    versions: list[tuple[int, int]]
-    trained_batches: int
-    trained_rollouts: int
-    mixed_version: int
-    staleness: list[tuple[int, int]]
-    undone: list[tuple[int, ...]] = []
+    versions: Converted[list[tuple[int, int]]]
+    trained_batches: Converted[int]
+    trained_rollouts: Converted[int]
+    mixed_version: Converted[int]
+    staleness: Converted[list[tuple[int, int]]]
+    undone: Converted[list[tuple[int, ...]]] = []
     """Group ids of undone batches, to be handed over again unchanged; oldest batch first."""
-    requests: list[WaitingRequest] = []
+    requests: Converted[list[WaitingRequest]] = []
     offer: tuple[int, int] | None = None
     is_paused: bool = False
-    lost: list[tuple[int, str]] = []
+    lost: Converted[list[tuple[int, str]]] = []
     has_lost: bool = False
-    emptied: list[int] = []
+    emptied: Converted[list[int]] = []
     newest_trained: int = 0
 
 
@@ -205,43 +250,43 @@ class SavedCore(Saved):
     trainer_version: int
     are_tasks_exhausted: bool
     is_restoring: bool
-    pending_after_resume: list[TaskKey]
-    groups: list[SavedGroup]
-    evaluations: list[SavedGroup]
-    next_rollout_id: int
-    next_group_id: int
-    ledger: SavedLedger
-    evaluation_ledger: SavedLedger
-    discarded_rollouts: dict[str, int]
-    discards: SavedDiscards
-    turns: SavedTurns
-    tasks: SavedTasks
-    training: SavedTraining
-    ended: list[int]
+    pending_after_resume: Converted[list[TaskKey]]
+    groups: Converted[list[SavedGroup]]
+    evaluations: Converted[list[SavedGroup]]
+    next_rollout_id: Converted[int]
+    next_group_id: Converted[int]
+    ledger: Converted[SavedLedger]
+    evaluation_ledger: Converted[SavedLedger]
+    discarded_rollouts: Converted[dict[str, int]]
+    discards: Converted[SavedDiscards]
+    turns: Converted[SavedTurns]
+    tasks: Converted[SavedTasks]
+    training: Converted[SavedTraining]
+    ended: Converted[list[int]]
     """Buffered groups, in the order in which they ended."""
     oldest_versions_as_of: int
     is_paused: bool
-    adaptation: int | None
+    adaptation: Converted[int | None]
     """State of an adaptive staleness policy; None for other policies."""
-    prompts: list[tuple[bytes, int, float]]
+    prompts: Converted[list[tuple[bytes, int, float]]]
     """(digest, rollouts, total reward) of each prompt with a history."""
-    skipped: int
-    adapters: dict[str, int] = {}
-    failures: list[tuple[FailureKey, int]] = []
-    task_records: SavedTaskRecords = SavedTaskRecords()
-    trained_adapters: "list[SavedTrainedAdapter]" = []
+    skipped: Converted[int]
+    adapters: Converted[dict[str, int]] = {}
+    failures: Converted[list[tuple[FailureKey, int]]] = []
+    task_records: Converted[SavedTaskRecords] = SavedTaskRecords()
+    trained_adapters: "Converted[list[SavedTrainedAdapter]]" = []
     is_halted: bool = False
-    drops_since_batch: int = 0
-    kept_at_limit: int = 0
+    drops_since_batch: Converted[int] = 0
+    kept_at_limit: Converted[int] = 0
     agents: tuple[str, ...] = ()
 
 
 class SavedTrainedAdapter(Saved):
     """Saved form of a trained adapter's core; its turns are saved with the run's."""
 
-    name: str
-    rules: dict[str, Any]
-    core: SavedCore
+    name: Converted[str]
+    rules: Converted[dict[str, Any]]
+    core: Converted[SavedCore]
     released: int
     live_version: int
     held: dict[str, int]
@@ -263,12 +308,10 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
 
 
 def _saved(core: Core, is_replayed: bool) -> SavedCore:
-    groups = core.groups
+    groups, prompts = core.groups, core.prompts
     evaluations = {id(g): g for _, g in groups.running.values() if g.is_evaluation}
-    return SavedCore(
-        trainer_version=core.trainer_version,
-        are_tasks_exhausted=core.are_tasks_exhausted,
-        is_restoring=core.is_restoring,
+    return record(SavedCore)(
+        core,
         pending_after_resume=sorted(core.pending_after_resume),
         groups=[_group(group, is_replayed) for group in groups.in_order],
         evaluations=[_group(group, is_replayed) for group in evaluations.values()],
@@ -277,38 +320,28 @@ def _saved(core: Core, is_replayed: bool) -> SavedCore:
         ledger=_ledger(core.ledger),
         evaluation_ledger=_ledger(core.evaluation_ledger),
         discarded_rollouts=dict(core.discarded_rollouts),
+        adapters=core.adapters,
         discards=groups.discards.saved(),
         turns=_turns(core) if not core.adapter else SavedTurns([], 0, 0, [], {}),
         tasks=_tasks(core),
         training=_training(core),
         ended=[group.group_id for group in groups.ended],
-        oldest_versions_as_of=core.oldest_versions_as_of,
-        is_paused=core.is_paused,
         adaptation=core.policy.adaptation,
-        prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
-        skipped=core.prompts.skipped,
-        adapters=core.adapters,
+        prompts=[(d, h.rollouts, h.total_reward) for d, h in prompts.histories.items()],
+        skipped=prompts.skipped,
+        drops_since_batch=prompts.drops_since_batch,
+        kept_at_limit=prompts.kept_at_limit,
         failures=sorted(groups.failures.items()),
-        trained_adapters=[
-            _adapter(core, name, is_replayed) for name in sorted(core.trained_adapters)
-        ],
-        is_halted=core.is_halted,
-        agents=core.agents,
         task_records=core.task_records.saved(),
-        drops_since_batch=core.prompts.drops_since_batch,
-        kept_at_limit=core.prompts.kept_at_limit,
-    )
-
-
-def _adapter(core: Core, name: str, is_replayed: bool) -> SavedTrainedAdapter:
-    trained, versions = core.trained_adapters[name], core.turns.adapter_versions[name]
-    return SavedTrainedAdapter(
-        name,
-        record_of(trained.rules),
-        _saved(trained, is_replayed),
-        versions.released,
-        versions.live_version,
-        dict(sorted(versions.held.items())),
+        trained_adapters=[
+            record(SavedTrainedAdapter)(
+                core.turns.adapter_versions[name],
+                name=name,
+                rules=record_of(trained.rules),
+                core=_saved(trained, is_replayed),
+            )
+            for name, trained in sorted(core.trained_adapters.items())
+        ],
     )
 
 
@@ -319,20 +352,10 @@ def digest(core: Core, *, is_replayed: bool = False) -> str:
 
 
 def _group(group: Group, is_replayed: bool = False) -> SavedGroup:
-    rollouts = [_rollout(rollout, is_replayed) for rollout in group.rollouts]
-    return SavedGroup(
-        group.group_id,
-        group.key,
-        group.digest,
-        group.running,
-        rollouts,
-        group.oldest_possible_version,
-        group.is_retaken,
-        group.split_from,
-        [*group.sibling_rewards],
-        group.body,
-        group.is_agents,
-        _home_of(group),
+    return record(SavedGroup)(
+        group,
+        rollouts=[_rollout(rollout, is_replayed) for rollout in group.rollouts],
+        home=_home_of(group),
     )
 
 
@@ -345,96 +368,60 @@ def _home_of(group: Group) -> tuple[str, int] | None:
 
 
 def _rollout(rollout: Rollout, is_replayed: bool) -> SavedRollout:
-    is_live = rollout.state is RolloutState.RUNNING and not is_replayed
-    end = rollout.sampled_end if is_live else len(rollout.token_ids)
-    return SavedRollout(
-        rollout.rollout_id,
-        rollout.index,
-        rollout.token_ids[:end].tobytes(),
-        rollout.logprobs[:end].tobytes(),
-        [_turn(turn) for turn in rollout.turns],
-        rollout.reward,
-        rollout.state,
-        rollout.discard_reason,
-        rollout.oldest_trainable,
-        None if rollout.branch_of is None else rollout.branch_of.rollout_id,
-        rollout.fork_reason,
-        rollout.retries,
-        rollout.pinned_version,
-        rollout.home.rollout_id
-        if rollout.home is not None and rollout.state is RolloutState.RUNNING
-        else None,
+    is_running = rollout.state is RolloutState.RUNNING
+    branch_of, home = rollout.branch_of, rollout.home
+    end = rollout.sampled_end if is_running and not is_replayed else None
+    return record(SavedRollout)(
+        rollout,
+        token_ids=rollout.token_ids[:end].tobytes(),
+        logprobs=rollout.logprobs[:end].tobytes(),
+        turns=[_turn(turn) for turn in rollout.turns],
+        branch_of=None if branch_of is None else branch_of.rollout_id,
+        home=home.rollout_id if home is not None and is_running else None,
     )
 
 
 def _turn(turn: Turn) -> SavedTurn:
-    saved = SavedTurn(
-        turn.sampling, turn.start, turn.length, turn.runs, list(turn.prefills), turn.finish_reason
-    )
-    if turn.attachments is not None:
-        saved.attachments = turn.attachments.saved()
-    saved.reward = turn.reward
-    saved.media = turn.media
-    saved.losses, saved.consecutive_losses = turn.losses, turn.consecutive_losses
-    return saved
+    attachments = [] if turn.attachments is None else turn.attachments.saved()
+    return record(SavedTurn)(turn, attachments=attachments)
 
 
 def _ledger(ledger: Ledger) -> SavedLedger:
-    return SavedLedger(
-        ledger.generated,
-        ledger.in_flight,
-        ledger.buffered,
-        ledger.trained,
-        {reason: tokens for reason, tokens in ledger.discarded.items() if tokens},
-    )
+    discarded = {reason: tokens for reason, tokens in ledger.discarded.items() if tokens}
+    return record(SavedLedger)(ledger, discarded=discarded)
 
 
 def _turns(core: Core) -> SavedTurns:
     tracker = core.turns
-    return SavedTurns(
+    return record(SavedTurns)(
+        tracker,
         engines=[_engine(name, engine) for name, engine in tracker.engines.items()],
-        live_version=tracker.live_version,
-        next_handle=tracker.next_handle,
         waiting=[(turn.rollout_id, priority) for turn, priority in tracker.waiting.items()],
-        streams=tracker.streams,
         media_taken=sorted(tracker.media_taken),
     )
 
 
 def _engine(name: str, engine: EngineTurns) -> SavedEngine:
     submissions = [
-        SavedSubmission(handle, turn.rollout_id, turn.priority, turn.sampled_before)
-        for handle, turn in engine.submissions.items()
+        record(SavedSubmission)(turn, handle=handle) for handle, turn in engine.submissions.items()
     ]
-    return SavedEngine(
-        name,
-        engine.epoch,
-        engine.weight_version,
-        engine.max_running_turns,
-        submissions,
-        engine.missing,
-        engine.replay_until,
-        engine.is_away,
-        engine.speed,
-        engine.media,
-        engine.is_draining,
-        engine.is_for_evaluation,
-    )
+    return record(SavedEngine)(engine, name=name, submissions=submissions)
 
 
 def _tasks(core: Core) -> SavedTasks:
     tasks = core.tasks
-    counts = [(offer, count) for offer, count in sorted(tasks.counts.items()) if count]
     requeued = sorted(tasks.requeued)
-    return SavedTasks(
-        tasks.offer,
-        counts,
-        requeued,
-        tasks.is_continued,
-        tasks.first_available_offer,
-        [tasks.requeued[key].body for key in requeued],
-        sorted(tasks.episodes.items()),
+    return record(SavedTasks)(
+        tasks,
+        counts=_nonzero(tasks.counts),
+        requeued=requeued,
+        requeued_bodies=[tasks.requeued[key].body for key in requeued],
+        episodes=sorted(tasks.episodes.items()),
     )
+
+
+def _nonzero(counts: Counter[int]) -> list[tuple[int, int]]:
+    return [(key, count) for key, count in sorted(counts.items()) if count]
 
 
 def _training(core: Core) -> SavedTraining:
@@ -442,38 +429,26 @@ def _training(core: Core) -> SavedTraining:
     batches = {batch.number: batch for batch in (*handed.holding, *handed.kept)}
     holding = {batch.number for batch in handed.holding}
     kept = {batch.number for batch in handed.kept}
-    return SavedTraining(
+    return record(SavedTraining)(
+        handed,
         batches=[
-            SavedBatch(
-                number,
-                batch.num_groups,
-                batch.trainer_version,
-                batch.version,
-                [_group(group) for group in batch.groups] if number in kept else [],
-                number in holding,
-                number in kept,
-                batch.was_undone,
-                batch.is_trained,
-                batch.is_ahead,
+            record(SavedBatch)(
+                batch,
+                groups=[_group(group) for group in batch.groups] if number in kept else [],
+                is_holding=number in holding,
+                is_kept=number in kept,
             )
             for number, batch in sorted(batches.items())
         ],
-        count=handed.count,
-        checkpointed=handed.checkpointed,
-        checkpoint_offer=handed.checkpoint_offer,
         versions=list(handed.versions),
+        undone=list(handed.undone),
+        requests=list(handed.requests),
+        lost=list(handed.lost.items()),
+        emptied=list(handed.emptied),
         trained_batches=trained.batches,
         trained_rollouts=trained.rollouts,
         mixed_version=trained.mixed_version,
-        staleness=[(age, count) for age, count in sorted(trained.staleness.items()) if count],
-        undone=list(handed.undone),
-        requests=list(handed.requests),
-        offer=handed.offer,
-        is_paused=handed.is_paused,
-        lost=list(handed.lost.items()),
-        has_lost=handed.has_lost,
-        emptied=list(handed.emptied),
-        newest_trained=handed.newest_trained,
+        staleness=_nonzero(trained.staleness),
     )
 
 
@@ -497,9 +472,7 @@ def load(state: bytes, core: Core) -> None:
 
 def _load(saved: SavedCore, core: Core) -> None:
     """Set a core to a saved state, all but its turns and engines."""
-    core.trainer_version = saved.trainer_version
-    core.are_tasks_exhausted = saved.are_tasks_exhausted
-    core.is_restoring = saved.is_restoring
+    saved.restore(core)
     core.adapters.update(saved.adapters)
     _load_groups(saved, core)
     _load_training(saved.training, core)
@@ -507,33 +480,31 @@ def _load(saved: SavedCore, core: Core) -> None:
     for group in core.groups.in_order:
         if group.key in pending:
             core.pending_after_resume.setdefault(group.key, []).append(group)
-    core.oldest_versions_as_of, core.is_paused = saved.oldest_versions_as_of, saved.is_paused
     core.prompts.skipped = saved.skipped
     core.prompts.drops_since_batch = saved.drops_since_batch
     core.prompts.kept_at_limit = saved.kept_at_limit
     core.prompts.histories = {d: PromptHistory(n, total) for d, n, total in saved.prompts}
     if saved.adaptation is not None:
         core.policy = core.policy.adapted(saved.adaptation)
-    core.tasks.offer = saved.tasks.offer
-    core.tasks.counts = Counter(dict(saved.tasks.counts))
-    bodies = saved.tasks.requeued_bodies or [b""] * len(saved.tasks.requeued)
-    for key, body in zip(saved.tasks.requeued, bodies, strict=True):
-        core.tasks.put_back(key, task_of(body), body)
-    core.tasks.episodes = dict(saved.tasks.episodes)
-    core.tasks.is_continued = saved.tasks.is_continued
-    core.tasks.first_available_offer = saved.tasks.first_available_offer
-    core.is_halted, core.agents = saved.is_halted, saved.agents
+    _load_tasks(saved.tasks, core.tasks)
     for each in saved.trained_adapters:
         core.handle(ev.AdapterTrainingStarted(each.name, each.rules))
-        versions = core.turns.adapter_versions[each.name]
-        versions.released, versions.live_version = each.released, each.live_version
-        versions.held = dict(each.held)
+        each.restore(core.turns.adapter_versions[each.name])
         trained = core.trained_adapters[each.name]
         _load(each.core, trained)
         if trained.is_halted or trained.is_paused:
             core.turns.halted.add(each.name)
     running = (group for group in core.groups.in_order if group.running)
     core.task_records.load(saved.task_records, running)
+
+
+def _load_tasks(saved: SavedTasks, tasks: TakenTasks) -> None:
+    saved.restore(tasks)
+    tasks.counts = Counter(dict(saved.counts))
+    bodies = saved.requeued_bodies or [b""] * len(saved.requeued)
+    for key, body in zip(saved.requeued, bodies, strict=True):
+        tasks.put_back(key, task_of(body), body)
+    tasks.episodes = dict(saved.episodes)
 
 
 def _link_agents(saved: SavedCore, core: Core) -> None:
@@ -587,34 +558,20 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
         (core.ledger, saved.ledger),
         (core.evaluation_ledger, saved.evaluation_ledger),
     ):
-        ledger.generated = figures.generated
-        ledger.in_flight = figures.in_flight
-        ledger.buffered = figures.buffered
-        ledger.trained = figures.trained
+        figures.restore(ledger)
         ledger.discarded.clear()  # the evaluation ledger is loaded once for each trained adapter
         ledger.discarded.update(figures.discarded)
 
 
 def _loaded_group(saved: SavedGroup, adapter: str) -> Group:
-    group = Group(
-        saved.group_id,
-        task_of(saved.body),
-        saved.key,
-        saved.digest,
-        saved.body,
-        is_retaken=saved.is_retaken,
-        split_from=saved.split_from,
-        sibling_rewards=saved.sibling_rewards,
-        is_evaluation=saved.group_id < 0,
-        is_agents=saved.is_agents,
-    )
-    group.running, group.oldest_possible_version = saved.running, saved.oldest_possible_version
+    group = Group(saved.group_id, task_of(saved.body), is_evaluation=saved.group_id < 0)
+    saved.restore(group)
     group.rollouts = [_loaded_rollout(rollout, group, adapter) for rollout in saved.rollouts]
     by_id = {rollout.rollout_id: rollout for rollout in group.rollouts}
     for each in saved.rollouts:
         if each.branch_of is not None:
             branch, forked = by_id[each.rollout_id], by_id[each.branch_of]
-            branch.branch_of, branch.fork_reason = forked, each.fork_reason
+            branch.branch_of = forked
             forked.branches = (*forked.branches, branch)
     return group
 
@@ -623,12 +580,7 @@ def _loaded_rollout(saved: SavedRollout, group: Group, adapter: str) -> Rollout:
     rollout = Rollout(saved.rollout_id, group.group_id, saved.index, adapter)
     rollout.token_ids.frombytes(saved.token_ids)
     rollout.logprobs.frombytes(saved.logprobs)
-    rollout.reward = saved.reward
-    rollout.state = saved.state
-    rollout.discard_reason = saved.discard_reason
-    rollout.oldest_trainable = saved.oldest_trainable
-    rollout.retries = saved.retries
-    rollout.pinned_version = saved.pinned_version
+    saved.restore(rollout)
     for turn in saved.turns:
         rollout.turns.append(_loaded_turn(turn, rollout))
     if saved.state is not RolloutState.RUNNING:
@@ -638,52 +590,29 @@ def _loaded_rollout(saved: SavedRollout, group: Group, adapter: str) -> Rollout:
 
 
 def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
-    turn = Turn.restored(
-        rollout,
-        saved.sampling,
-        start=saved.start,
-        length=saved.length,
-        runs=saved.runs,
-        prefills=saved.prefills,
-        finish_reason=saved.finish_reason,
-        media=saved.media,
-    )
+    turn = Turn(rollout, saved.sampling, saved.media)
+    saved.restore(turn)
     if saved.attachments and turn.attachments is None:
         turn.attachments = TurnAttachments(turn.sampling)
     if turn.attachments is not None:
-        turn.attachments.restore(saved.attachments, tokens=saved.length)
-    turn.reward = saved.reward
-    turn.losses, turn.consecutive_losses = saved.losses, saved.consecutive_losses
+        turn.attachments.restore(saved.attachments, tokens=saved.filed)
     return turn
 
 
 def _load_training(saved: SavedTraining, core: Core) -> None:
     handed, trained = core.handed, core.trained
     for each in saved.batches:
-        groups = [_loaded_group(group, core.adapter) for group in each.groups]
-        batch = HandedBatch(
-            each.number,
-            each.num_groups,
-            each.trainer_version,
-            is_trained=each.is_trained,
-            version=each.version,
-            groups=groups,
-            was_undone=each.was_undone,
-            is_ahead=each.is_ahead,
-        )
+        batch = HandedBatch(each.number, each.num_groups, each.trainer_version)
+        each.restore(batch)
+        batch.groups = [_loaded_group(group, core.adapter) for group in each.groups]
         if each.is_holding:
             handed.holding.append(batch)
         if each.is_kept:
             handed.kept.append(batch)
-    handed.count, handed.checkpointed = saved.count, saved.checkpointed
-    handed.checkpoint_offer = saved.checkpoint_offer
-    handed.versions = deque(saved.versions)
-    handed.undone = deque(saved.undone)
-    handed.requests = deque(saved.requests)
-    handed.offer, handed.is_paused = saved.offer, saved.is_paused
-    handed.lost, handed.has_lost = dict(saved.lost), saved.has_lost
+    saved.restore(handed)
+    handed.versions, handed.undone = deque(saved.versions), deque(saved.undone)
+    handed.requests, handed.lost = deque(saved.requests), dict(saved.lost)
     handed.emptied.extend(saved.emptied)
-    handed.newest_trained = saved.newest_trained
     trained.batches = saved.trained_batches
     trained.rollouts = saved.trained_rollouts
     trained.mixed_version = saved.mixed_version
@@ -692,21 +621,16 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
 
 def _load_turns(saved: SavedTurns, core: Core) -> None:
     tracker = core.turns
-    tracker.live_version = saved.live_version
-    tracker.next_handle = saved.next_handle
-    tracker.streams = dict(saved.streams)
+    saved.restore(tracker)
     tracker.media_taken = set(saved.media_taken)
     running = {rollout.rollout_id: rollout for rollout in core.running_rollouts}
     tracker.waiting = {running[rid].turns[-1]: priority for rid, priority in saved.waiting}
     for each in saved.engines:
-        engine = EngineTurns(each.weight_version, each.max_running_turns, epoch=each.epoch)
-        engine.missing, engine.replay_until = each.missing, each.replay_until
-        engine.is_away, engine.speed, engine.media = each.is_away, each.speed, each.media
-        engine.is_draining = each.is_draining
-        engine.is_for_evaluation = each.is_for_evaluation
+        engine = EngineTurns(each.weight_version, each.max_running_turns)
+        each.restore(engine)
         for s in each.submissions:
             turn = running[s.rollout_id].turns[-1]
-            turn.priority, turn.sampled_before = s.priority, s.sampled_before
+            s.restore(turn)
             engine.submissions[s.handle] = turn
             turn.place = (each.name, s.handle)
         tracker.engines[each.name] = engine
