@@ -274,7 +274,8 @@ def losses() -> Driver:
     driver.sample(*place, 2)
     driver.leave("b")
     driver.join("c")
-    driver.sample("c", *driver.engines["c"].turns, 1, STOP)
+    (handle,) = driver.engines["c"].turns
+    driver.sample("c", handle, 1, STOP)
     driver.return_reward(second)
     driver.do(ev.BatchRequested())
     driver.leave("c")
