@@ -37,7 +37,7 @@ import msgspec
 
 import tidegate
 from benchmarks.engine.shapes import SHAPES, Request, requests
-from benchmarks.servers import free_port, started
+from benchmarks.processes import free_port, started
 from benchmarks.table import Row, show
 from tests.models import make_model_directory
 

@@ -20,14 +20,13 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import free_port, started
+from benchmarks.processes import LineProcess, free_port, started
 from examples.tiny_model import make_model
 
 CLIENT = Path(__file__).parent / "peers" / "tinker_client.py"
@@ -76,41 +75,26 @@ def tidegate_server(model: Path, folder: Path) -> Iterator[str]:
         yield url
 
 
-class Client:
+class Client(LineProcess):
     """Client process of one server."""
 
     def __init__(self, python: Path, url: str, model: Path) -> None:
-        self._process = subprocess.Popen(
-            [str(python), str(CLIENT), url, str(model)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TINKER_TELEMETRY": "0"},
-        )
+        environment = {**os.environ, "TINKER_TELEMETRY": "0"}
+        super().__init__([str(python), str(CLIENT), url, str(model)], env=environment)
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()  # the SDK's threads would keep it
+        super().__exit__(*error)
 
     def window(self, what: str, clients: int, seconds: float) -> dict[str, Any]:
         """Load the server for some seconds; return the client's counts and times."""
-        self.begin(what, clients, seconds)
+        self.send(f"{what} {clients} {seconds}")
         return self.result()
-
-    def begin(self, what: str, clients: int, seconds: float) -> None:
-        """Start a window, whose :meth:`result` comes later."""
-        assert self._process.stdin is not None
-        print(what, clients, seconds, file=self._process.stdin, flush=True)
 
     def result(self) -> dict[str, Any]:
         """Return the counts and times of the window that was begun."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the client has ended; its error is above")
-        result: dict[str, Any] = json.loads(line)
+        result: dict[str, Any] = json.loads(self.receive())
         return result
-
-    def close(self) -> None:
-        """End the client."""
-        self._process.kill()
-        self._process.wait()
 
 
 def figures(windows: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -173,8 +157,8 @@ STREAMS = 4
 
 def tenants_beside(url: str, model: Path, seconds: float, turns: int) -> Iterator[dict[str, Any]]:
     """Yield a row per figure of one tenant's samples, under each condition."""
-    one, other = (Client(Path(sys.executable), url, model) for _ in range(2))
-    with contextlib.closing(one), contextlib.closing(other):
+    python = Path(sys.executable)
+    with Client(python, url, model) as one, Client(python, url, model) as other:
         one.window("sample", STREAMS, 3)
         other.window("publish", STREAMS, 3)
         found: dict[str, list[dict[str, Any]]] = {condition: [] for condition in BESIDE}
@@ -182,7 +166,7 @@ def tenants_beside(url: str, model: Path, seconds: float, turns: int) -> Iterato
             order = list(BESIDE)
             for condition in order[turn % 3 :] + order[: turn % 3]:
                 if what := BESIDE[condition]:
-                    other.begin(what, STREAMS, seconds)
+                    other.send(f"{what} {STREAMS} {seconds}")
                 found[condition].append(one.window("sample", STREAMS, seconds))
                 if what:
                     other.result()
@@ -226,13 +210,12 @@ def main() -> None:
                 print(json.dumps(row) if options.json else beside_text(row), flush=True)
             return
         python = options.skyrl or Path(sys.executable)
-        ours = Client(python, stack.enter_context(tidegate_server(model, folder)), model)
-        stack.callback(ours.close)
+        url = stack.enter_context(tidegate_server(model, folder))
+        ours = stack.enter_context(Client(python, url, model))
         theirs = None
         if options.skyrl:
             url = stack.enter_context(skyrl_server(options.skyrl, model, folder))
-            theirs = Client(python, url, model)
-            stack.callback(theirs.close)
+            theirs = stack.enter_context(Client(python, url, model))
         for what, clients in LOADS:
             ours.window(what, clients, 3)
             if theirs is not None:

@@ -10,6 +10,7 @@
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.table import Row, compared, show
+from benchmarks.table import Row, compared, sample, show
 from benchmarks.transport.weight_end import HOME, End
 from tests.namespaces import Network, are_allowed
 from tidegate.transport.messages import encode
@@ -65,15 +66,15 @@ def measured(weights: WeightSender, ends: Sequence[Callable[[], End]], nbytes: i
     with closing(weights), ExitStack() as stack:
         started = [stack.enter_context(end()) for end in ends]
         for end in started:  # one by one: the first on a host is its relay
-            end.send_line(encode(weights.init()).hex())
-            end.read_seconds()
+            end.send(encode(weights.init()).hex())
+            end.receive_seconds()
 
         def fan_out(version: int) -> tuple[float, float, int]:
             begun_s, cpu_begun_s = time.monotonic(), time.process_time()
             [update] = weights.write(version, tensors)
             for end in started:
-                end.send_line(encode(update).hex())
-            received_s = sum(end.read_seconds() for end in started)
+                end.send(encode(update).hex())
+            received_s = sum(end.receive_seconds() for end in started)
             wall_s, cpu_s = time.monotonic() - begun_s, time.process_time() - cpu_begun_s
             silent = weights.silent_relays if isinstance(weights, RelaySender) else 0
             return wall_s, cpu_s + received_s, silent
@@ -126,13 +127,10 @@ def by_ray(count: int) -> float | None:
         return None
     command = [sys.executable, "-m", "benchmarks.weights", "--ray-store", str(count)]
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, timeout=RAY_TIMEOUT_S, check=True, text=True
-        )
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        return sample(command, RAY_TIMEOUT_S)["wall_s"]
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"Ray's object store, {count} engines: {error}", file=sys.stderr)
         return None
-    return float(done.stdout.splitlines()[-1])
 
 
 def ray_store_s(count: int) -> float:
@@ -211,7 +209,7 @@ def main() -> None:
     parser.add_argument("--ray-store", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.ray_store is not None:
-        print(ray_store_s(arguments.ray_store))
+        print(json.dumps({"wall_s": ray_store_s(arguments.ray_store)}))
         return
     if arguments.deltas:
         from benchmarks import weight_deltas

@@ -6,47 +6,34 @@ so that all run in many steps, to measure the time of a full step.
 """
 
 import argparse
-import asyncio
-import contextlib
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
-import msgspec
-import numpy as np
 import psutil
 
 from benchmarks.engine.shapes import Request, load
 from benchmarks.table import Figures
+from tests.engine.orchestra import Orchestra
 from tidegate.transport.messages import (
-    Ack,
-    BaseVersions,
-    FinishWeightUpdate,
     FromEngine,
     Hello,
-    Message,
     SamplingParams,
-    StartWeightUpdate,
     Step,
-    SubmitTurn,
     TurnFailed,
     WeightsFailed,
-    WeightsLive,
-    WeightsStaged,
     Welcome,
-    decode_from_engine,
 )
-from tidegate.transport.router import RouterSocket
-from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
 
 CREDIT_STEPS = 256
+READ_INTERVAL_S = 0.004
+STEPS_PER_ACK = 32
+"""About as many steps as the tiny model takes in this interval."""
+
 FULL_TOKENS = 64
 """Length of the equal answers, in tokens."""
 
@@ -56,124 +43,29 @@ GPU_STEP_TOKENS = 8192
 TIMEOUT_S = 3600.0
 
 
-class Driver:
-    """Minimal orchestrator end of one engine, which only counts."""
+class Driver(Orchestra):
+    """Orchestrator's end of one engine, which only counts."""
 
-    def __init__(self, socket: RouterSocket) -> None:
-        self._socket = socket
-        self._peer = b""
-        self.greeted = asyncio.Event()
-        self.finished = asyncio.Event()
-        self.staged = asyncio.Event()
-        self.live = asyncio.Event()
-        self.steps: list[Step] = []
-        self.tokens = 0
-        self._open_turns = 0
-        self._turns = 0
-        socket.attach(asyncio.get_running_loop(), self._on_frames)
+    tokens = 0
+    open_turns = 0
+    """Turns that were submitted and have not ended."""
 
-    def submit(self, requests: Sequence[Request], seed: int) -> None:
+    def __init__(self, directory: Path, model: Path, options: Sequence[str], program: str) -> None:
+        super().__init__(directory, model, options, program=program)
+        self.acknowledges = False  # each step of its own
+        self.kept: list[Step] = []
+        """Steps since the list was last cleared."""
+
+    def ask(self, requests: Sequence[Request], seed: int) -> None:
         """Submit all requests at once."""
-        self.finished.clear()
-        self._open_turns += len(requests)
+        self.open_turns += len(requests)
         for one in requests:
-            sampling = SamplingParams(max_tokens=one.output_tokens, seed=seed + self._turns)
-            prompt = np.array(one.prompt, "<i4").tobytes()
-            turn = SubmitTurn(turn=self._turns, token_ids=prompt, sampling=sampling)
-            self._turns += 1
-            self.say(turn)
+            own_seed = seed + self._next_turn
+            self.submit(one.prompt, SamplingParams(max_tokens=one.output_tokens, seed=own_seed))
 
-    def say(self, message: Message) -> None:
-        """Send a message to the engine."""
-        self._socket.send(self._peer, message)
-
-    async def publish(
-        self, tensors: Sequence[NamedBuffer], version: int = 1, base_version: int | None = None
-    ) -> None:
-        """Run all four phases of a weight update, through shared memory.
-
-        ``base_version``: the live version that the tensors' patches apply to; None for whole sets.
-        """
-        channel = sender("shm", None)
-        try:
-            self.say(channel.init())
-            self.live.clear()
-            await self.stage(version, channel, tensors, base_version)
-            self.say(FinishWeightUpdate(version=version, pause_mode="keep", kv_policy="keep"))
-            await self.live.wait()
-        finally:
-            channel.close()
-
-    async def stage(
-        self,
-        version: int,
-        channel: WeightSender,
-        tensors: Sequence[NamedBuffer],
-        base_version: int | None = None,
-    ) -> None:
-        """Stage a version beside the live weights."""
-        self.staged.clear()
-        self.say(StartWeightUpdate(version=version))
-        bases = None if base_version is None else BaseVersions(base_version, base_version)
-        for update in channel.write(version, tensors):
-            self.say(msgspec.structs.replace(update, base_versions=bases))
-        await self.staged.wait()
-
-    def _on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
-        last_seq = None
-        for peer, frame in frames:
-            self._peer = peer
-            message = decode_from_engine(frame)
-            if isinstance(message, Step):
-                last_seq = message.seq
-                self.take(message)
-            else:
-                self._answer(message)
-        if last_seq is not None:
-            self.say(Ack(seq=last_seq))
-
-    def take(self, step: Step) -> None:
-        """Count the tokens and ends of a step."""
-        self.steps.append(step)
-        self.tokens += len(step.token_ids) // 4
-        self._open_turns -= len(step.finish) - step.finish.count(0)
-        if self._open_turns == 0:
-            self.finished.set()
-
-    def _answer(self, message: FromEngine) -> None:
-        match message:
-            case Hello():
-                welcome = Welcome(
-                    heartbeat_interval_s=1.0,
-                    orchestrator_timeout_s=TIMEOUT_S,
-                    credit_steps=CREDIT_STEPS,
-                )
-                self.say(welcome)
-                self.greeted.set()
-            case WeightsStaged():
-                self.staged.set()
-            case WeightsLive():
-                self.live.set()
-            case WeightsFailed() | TurnFailed():
-                raise SystemExit(f"the engine refuses: {message}")
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A worker process with its driver."""
-
-    driver: Driver
-    process: subprocess.Popen[bytes]
-    errors: IO[str]
-
-    async def until(self, event: asyncio.Event) -> None:
-        """Wait for an event, or exit with the worker's errors if it dies."""
-        while not event.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), 1.0)
-            if (status := self.process.poll()) is not None and not event.is_set():
-                self.errors.seek(0)
-                raise SystemExit(f"the worker ended with status {status}: {self.errors.read()}")
+    def read_answers(self) -> None:
+        """Read until all turns have ended."""
+        self.read_until(lambda: not self.open_turns)
 
     def cpu_s(self) -> float:
         """Return the CPU time of the worker's process and its other ranks so far."""
@@ -181,50 +73,67 @@ class Worker:
         all_times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
         return float(sum(times.user + times.system for times in all_times))
 
+    def _take_rows(self, step: Step) -> None:
+        self.kept.append(step)
+        self.tokens += len(step.token_ids) // 4
+        self.open_turns -= len(step.finish) - step.finish.count(0)
+        if self.steps % STEPS_PER_ACK == 0:
+            self.acknowledge()
 
-@contextlib.asynccontextmanager
-async def started(
-    model: Path, concurrent: int, device: str, program: Sequence[str] = ("tidegate.engine.worker",)
-) -> AsyncIterator[Worker]:
+    def _read_one(self) -> FromEngine:
+        self._waited_s = 0.0  # a step may take long; a worker that has ended sends no heartbeat
+        if not self._socket.poll(0):
+            time.sleep(READ_INTERVAL_S)  # a wakeup for each step would compete with the worker
+        message = super()._read_one()
+        if isinstance(message, WeightsFailed | TurnFailed):
+            raise SystemExit(f"the engine refuses: {message}")
+        return message
+
+
+@contextmanager
+def driven(
+    model: Path,
+    concurrent: int,
+    device: str,
+    *arguments: str,
+    program: str = "tidegate.engine.worker",
+) -> Iterator[Driver]:
     """Run a worker until the end of the `with`; on a GPU it has the GPU for itself."""
-    socket = RouterSocket(None, name="benchmark")
-    command = [sys.executable, "-m", *program, "--connect", socket.address, "--model", str(model)]
-    command += ["--engine", "engine-0", "--threads", "1", "--device", device]
-    command += ["--max-running-turns", str(concurrent)]
+    options = ["--threads", "1", "--device", device, "--max-running-turns", str(concurrent)]
     if device != "cpu":
-        command += ["--memory-sharers", "1", "--max-step-tokens", str(GPU_STEP_TOKENS)]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stderr=errors)  # noqa: ASYNC220 - the loop is idle
-        try:
-            worker = Worker(Driver(socket), process, errors)
-            await worker.until(worker.driver.greeted)
-            yield worker
-        finally:
-            process.kill()  # its other ranks end with it
-            process.wait()
-            socket.close()
+        options += ["--memory-sharers", "1", "--max-step-tokens", str(GPU_STEP_TOKENS)]
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        driver = Driver(Path(directory), model, [*options, *arguments], program)
+        stack.enter_context(driver)
+        driver.await_one(Hello)
+        driver.send(
+            Welcome(
+                heartbeat_interval_s=1.0,
+                orchestrator_timeout_s=TIMEOUT_S,
+                credit_steps=CREDIT_STEPS,
+            )
+        )
+        yield driver
 
 
-async def measure(model: Path, requests: Sequence[Request], device: str) -> Figures:
+def measure(model: Path, requests: Sequence[Request], device: str) -> Figures:
     """Warm up on some of the requests, then measure all of them."""
-    async with started(model, len(requests), device) as worker:
-        driver = worker.driver
-        driver.submit(requests[: len(requests) // 4], seed=0)
-        await worker.until(driver.finished)
-        driver.steps.clear()
+    with driven(model, len(requests), device) as driver:
+        driver.ask(requests[: len(requests) // 4], seed=0)
+        driver.read_answers()
         driver.tokens = 0
-        cpu_before_s, began_s = worker.cpu_s(), time.perf_counter()
-        driver.submit(requests, seed=1000)
-        await worker.until(driver.finished)
+        cpu_before_s, began_s = driver.cpu_s(), time.perf_counter()
+        driver.ask(requests, seed=1000)
+        driver.read_answers()
         measured = {
             "tokens": float(driver.tokens),
-            "cpu_s": worker.cpu_s() - cpu_before_s,
+            "cpu_s": driver.cpu_s() - cpu_before_s,
             "wall_s": time.perf_counter() - began_s,
         }
-        driver.steps.clear()
-        driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=2000)
-        await worker.until(driver.finished)
-        full = [step.busy_us for step in driver.steps if len(step.turns) // 4 == len(requests)]
+        driver.kept.clear()
+        driver.ask([Request(one.prompt, FULL_TOKENS) for one in requests], seed=2000)
+        driver.read_answers()
+        full = [step.busy_us for step in driver.kept if len(step.turns) // 4 == len(requests)]
         return measured | {"full_step_us": statistics.median(full)}
 
 
@@ -243,4 +152,4 @@ def parse(description: str | None, *flags: str) -> argparse.Namespace:
 
 if __name__ == "__main__":
     options = parse(__doc__)
-    print(json.dumps(asyncio.run(measure(options.model, options.requests, options.device))))
+    print(json.dumps(measure(options.model, options.requests, options.device)))

@@ -18,27 +18,35 @@ which every turn decodes. Values are medians.
 whole sets. A step of Adam at a learning rate of 1e-6 changes as many.
 """
 
-import asyncio
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
-from benchmarks.engine.ours import FULL_TOKENS, Worker, parse, started
+from benchmarks.engine.ours import FULL_TOKENS, Driver, driven, parse
 from benchmarks.engine.shapes import Request
 from benchmarks.engine.watched_worker import Mark
 from benchmarks.table import Figures
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers
-from tidegate.transport.messages import Shutdown
-from tidegate.transport.weight_channels import NamedBuffer
+from tidegate.transport.messages import (
+    BaseVersions,
+    FinishWeightUpdate,
+    Shutdown,
+    StartWeightUpdate,
+    WeightsLive,
+    WeightsStaged,
+)
+from tidegate.transport.weight_channels import NamedBuffer, sender
 
 ROUNDS_MAX = 24
 """Maximum number of rounds; half of them have an update."""
@@ -97,46 +105,58 @@ class Updates:
         return (whole, None) if patches is None else (patches, before)
 
 
-async def measure(
+def measure(
     model: Path, requests: Sequence[Request], device: str, *, has_patches: bool = False
 ) -> Figures:
     """Start a worker, run the rounds, and evaluate its marks."""
     with tempfile.TemporaryDirectory() as directory:
         noted = Path(directory) / "marks.json"
-        async with started(model, len(requests), device, (WATCHED, str(noted))) as worker:
-            rounds = await _rounds(worker, requests, Updates(model, has_patches=has_patches))
-            worker.driver.say(Shutdown())
-            await asyncio.to_thread(worker.process.wait)
+        with driven(model, len(requests), device, str(noted), program=WATCHED) as driver:
+            rounds = _rounds(driver, requests, Updates(model, has_patches=has_patches))
+            driver.send(Shutdown())
+            driver.exit_status()
         marks = [Mark(*mark) for mark in json.loads(noted.read_text())]
     return reported([(one, full_steps(marks, one, len(requests))) for one in rounds])
 
 
-async def _rounds(worker: Worker, requests: Sequence[Request], updates: Updates) -> list[Round]:
+def _rounds(driver: Driver, requests: Sequence[Request], updates: Updates) -> list[Round]:
     """Run the rounds after one to warm up; every other one has an update."""
-    driver = worker.driver
     for version in (1, 2):  # patches follow a whole set, and bring two buffers up to date
-        await driver.publish(*_versioned(updates, version))
+        _publish(driver, version, *updates.make(version))
     rounds: list[Round] = []
     enough_at_s = time.monotonic() + ENOUGH_S
     for number in range(ROUNDS_MAX + 1):
         if number > ROUNDS_MIN and number % 2 and time.monotonic() > enough_at_s:
             break
         is_updated = number > 0 and number % 2 == 0
-        update = _versioned(updates, 2 + number) if is_updated else None
+        update = updates.make(2 + number) if is_updated else None
         began_ns = time.monotonic_ns()
-        driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=1000 * number)
+        driver.ask([Request(one.prompt, FULL_TOKENS) for one in requests], seed=1000 * number)
         if update is not None:
-            await driver.publish(*update)
-        is_in_time = not driver.finished.is_set()  # otherwise the update came after the answers
-        await worker.until(driver.finished)
+            _publish(driver, 2 + number, *update)
+        is_in_time = driver.open_turns > 0  # otherwise the update came after the answers
+        driver.read_answers()
         if number > 0 and is_in_time:
             rounds.append(Round(began_ns, time.monotonic_ns(), is_updated))
     return rounds
 
 
-def _versioned(updates: Updates, version: int) -> tuple[Sequence[NamedBuffer], int, int | None]:
-    tensors, base_version = updates.make(version)
-    return tensors, version, base_version
+def _publish(
+    driver: Driver, version: int, tensors: Sequence[NamedBuffer], base_version: int | None
+) -> None:
+    """Run all phases of a weight update through shared memory, and wait until it is live.
+
+    ``base_version``: the live version that the tensors' patches apply to; None for whole sets.
+    """
+    bases = None if base_version is None else BaseVersions(base_version, base_version)
+    with closing(sender("shm", None)) as channel:
+        driver.send(channel.init())
+        driver.send(StartWeightUpdate(version=version))
+        for update in channel.write(version, tensors):
+            driver.send(msgspec.structs.replace(update, base_versions=bases))
+        driver.await_one(WeightsStaged)
+        driver.send(FinishWeightUpdate(version=version, pause_mode="keep", kv_policy="keep"))
+        driver.await_one(WeightsLive)
 
 
 def full_steps(marks: Sequence[Mark], one: Round, turns: int) -> list[Step]:
@@ -185,5 +205,5 @@ def _stall(rounds: Sequence[Sequence[int]]) -> float:
 
 if __name__ == "__main__":
     options = parse(__doc__, "--patches")
-    figures = measure(options.model, options.requests, options.device, has_patches=options.patches)
-    print(json.dumps(asyncio.run(figures)))
+    arguments = (options.model, options.requests, options.device)
+    print(json.dumps(measure(*arguments, has_patches=options.patches)))

@@ -1,6 +1,6 @@
 """Engine worker that records each step's start by four clocks, for :mod:`benchmarks.engine.steps`.
 
-``python -m benchmarks.engine.watched_worker FILE ARGUMENT...`` runs ``tidegate.engine.worker
+``python -m benchmarks.engine.watched_worker ARGUMENT... FILE`` runs ``tidegate.engine.worker
 ARGUMENT...`` and writes a JSON list of :class:`Mark` to FILE, one per step. It times compiled
 functions and torch's products, nothing else in a step.
 """
@@ -138,8 +138,9 @@ def main() -> int:
     from tidegate.engine.worker import main as work
 
     watch_steps(watch)
-    status = work(sys.argv[2:])
-    Path(sys.argv[1]).write_text(json.dumps(watch.marks))
+    *arguments, file = sys.argv[1:]
+    status = work(arguments)
+    Path(file).write_text(json.dumps(watch.marks))
     return status
 
 

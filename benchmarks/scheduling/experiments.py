@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.scheduling --experiments`` prints, for each idea and η, the median of
 ``efficiency`` and ``masked_share`` over seeds, with the lowest and highest; the peer is plain
-``split`` with the same seeds. Virtual time, so nothing depends on the machine. The ideas
-are engines and policies that exist here only, unless docs/scheduling.md says otherwise.
+``split`` with the same seeds. All is virtual time, the same on any machine. The ideas are engines
+and policies that exist here only, unless docs/scheduling.md says otherwise.
 
 **Lengths.** The logarithms of a group's lengths have standard deviation s and correlation c
 (:data:`~benchmarks.scheduling.workloads.GROUP_CORRELATION`). Given n siblings' lengths, the best

@@ -1,8 +1,7 @@
 """One run of a policy on a workload: real orchestrator, all else simulated in virtual time.
 
-Real: scheduler, core,
-fleet, weight coordinator, policy, episodes and the codec on both ends of the wire. Simulated:
-engines, the wire, the trainer and the clock.
+Real: scheduler, core, fleet, weight coordinator, policy, episodes and the codec on both ends of the
+wire. Simulated: engines, the wire, the trainer and the clock.
 """
 
 import asyncio

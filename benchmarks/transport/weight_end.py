@@ -9,7 +9,6 @@ open, it prints the CPU seconds that it spent since the one before. :class:`End`
 
 import json
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.processes import LineProcess
 from tidegate.transport.messages import InitWeights, UpdateWeights, decode_from_orchestrator
 from tidegate.transport.security import EngineKeys
 from tidegate.transport.weight_channels import WeightReceiverConfig, receiver
@@ -26,34 +26,18 @@ HOME = "tcp://127.0.0.1:5555"
 """Placeholder for the orchestrator's address; weights use a port beside it."""
 
 
-class End:
+class End(LineProcess):
     """A process that takes part in transfers; ``prefix`` is the command that it runs below."""
 
-    def __init__(self, *arguments: str, prefix: Sequence[str] = (), descriptor: int | None = None):
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "benchmarks.transport.weight_end", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=() if descriptor is None else (descriptor,),
-        )
+    def __init__(
+        self, *arguments: str, prefix: Sequence[str] = (), descriptor: int | None = None
+    ) -> None:
+        command = [*prefix, sys.executable, "-m", "benchmarks.transport.weight_end", *arguments]
+        super().__init__(command, pass_fds=() if descriptor is None else (descriptor,))
 
-    def __enter__(self) -> "End":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def send_line(self, line: str) -> None:
-        """Start its part of a transfer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def read_seconds(self) -> float:
+    def receive_seconds(self) -> float:
         """Wait for the end of its part; return the CPU seconds that it took."""
-        assert self._process.stdout is not None
-        return float(self._process.stdout.readline())
+        return float(self.receive())
 
 
 def fetch(home: str) -> None:

@@ -180,16 +180,16 @@ def _channel(
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(End(role, home or "")) for role in roles]
         for end in ends:
-            end.send_line(encode(out.init()).hex())
-            end.read_seconds()
+            end.send(encode(out.init()).hex())
+            end.receive_seconds()
 
         def run() -> Figures:
             before_s = time.process_time()
             [update] = out.write(0, tensors)
             written_s = time.process_time()
             for end in ends:
-                end.send_line(encode(update).hex())
-            received_s = sum(end.read_seconds() for end in ends)
+                end.send(encode(update).hex())
+            received_s = sum(end.receive_seconds() for end in ends)
             sent_s = time.process_time() - written_s
             return {
                 "sent": sent_s + received_s,
@@ -241,8 +241,8 @@ def _together(ends: list[End]) -> Run:
 
     def run() -> Figures:
         for end in ends:
-            end.send_line("go")
-        return {"sent": sum(end.read_seconds() for end in ends)}
+            end.send("go")
+        return {"sent": sum(end.receive_seconds() for end in ends)}
 
     run()
     return run

@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts, loads and ends."""
+"""Processes that a benchmark starts, loads and ends: servers, and others that answer lines."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, Self
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
@@ -54,3 +55,30 @@ def _wait_for(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
             return
         time.sleep(0.5)
     raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")
+
+
+class LineProcess:
+    """A process that answers each line of its standard input with a line."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self._process: subprocess.Popen[str] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()  # its input ends, and so does the process
+
+    def send(self, line: str) -> None:
+        """Send a line, whose answer comes later."""
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+
+    def receive(self) -> str:
+        """Wait for the next answer."""
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"{self._process.args!r} has ended; its error is above")
+        return line
