@@ -97,6 +97,24 @@ async def test_weights_that_fail_halfway_end_the_engine_and_a_new_adapter_mends_
     assert off_by(models, stream, [(0, 6)]) < TOLERANCE
 
 
+@pytest.mark.parametrize("way", ["http", "gloo"])
+async def test_updates_reported_as_failed_after_changing_the_weights_count_as_done(
+    models: list[Path], way: str
+) -> None:
+    """Another client's request is paused in place, so SGLang does not flush its cache."""
+    async with sglang(models[0], way) as engine:
+        stranger = engine.stream()
+        await stranger.has(1)
+        await engine.double.pause({"mode": "in_place"})  # not by the adapter
+        for label in ("v1", "v2"):
+            await engine.adapter.load_tensors(tensors_of(models[1]), label)
+            assert (engine.double.label, engine.double.info_label) == (label, label)
+        await engine.adapter.resume()
+        await stranger.end()
+        fresh = await engine.stream(FEW, salt="v2").end()
+    assert off_by(models, fresh, [(1, 6)]) < TOLERANCE
+
+
 async def test_an_update_that_does_not_begin_changes_nothing(models: list[Path]) -> None:
     async with sglang(models[0], "http") as engine:
         del engine.double.posts["/begin_weight_update"]

@@ -257,6 +257,13 @@ async def test_weights_that_cannot_be_loaded_leave_those_of_before(
         await adapter.resume()
 
 
+async def test_an_adapter_that_the_server_has_no_more_counts_as_unloaded(models: Models) -> None:
+    """An earlier call unloaded it, and its answer was lost."""
+    with VllmDouble(models.directories[0], lora_rank_max=8) as server:
+        async with opened(server, models.directories[0]) as (adapter, _):
+            await adapter.unload_lora("tidegate-lora-v1")
+
+
 async def test_closing_a_stream_aborts_its_request(models: Models, double: VllmDouble) -> None:
     async with opened(double, models.directories[0]) as (adapter, _):
         async with aclosing(adapter.generate(request(FOREVER))) as chunks:
