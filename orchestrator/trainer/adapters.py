@@ -34,6 +34,7 @@ from tidegate.orchestrator.trainer.handle import (
     blocking,
     in_thread,
     numbers_of,
+    run_blocking,
 )
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.orchestrator.weight_sync.adapter_files import (
@@ -462,7 +463,16 @@ class SyncAdapterTrainer(SyncBatchHandle, SyncAdapterHandle):
     def __init__(self, handle: AdapterTrainer) -> None:
         super().__init__(handle)
 
-    publish = blocking(AdapterTrainer.publish)
+    def publish(  # written out: else type checkers see the base class's arguments
+        self,
+        adapter: "Mapping[str, torch.Tensor] | str | Path",
+        *,
+        batches: "BatchesOfPublish" = None,
+        config: object = None,
+    ) -> int:
+        """As :meth:`AdapterTrainer.publish`."""
+        return run_blocking(self._handle.publish(adapter, batches=batches, config=config))
+
     rollback = blocking(AdapterTrainer.rollback)
     pause = blocking(AdapterTrainer.pause)
     resume = blocking(AdapterTrainer.resume)

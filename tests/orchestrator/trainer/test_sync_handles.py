@@ -1,10 +1,11 @@
 """A sync handle has every public member of its async handle, with its arguments and docstring."""
 
 import inspect
-from typing import Any
+from typing import Any, assert_type
 
 import pytest
 
+import tidegate
 from tidegate.orchestrator.trainer.adapters import (
     AdapterHandle,
     AdapterTrainer,
@@ -43,3 +44,18 @@ def test_a_sync_handle_has_its_async_handles_methods_with_their_arguments(
         if inspect.isfunction(method):
             parameters = inspect.signature(method).parameters
             assert inspect.signature(found[name]).parameters == parameters, name
+
+
+def types_for_mypy(run: SyncRollouts, critic: SyncAdapterTrainer, rank: SyncRemoteRollouts) -> None:
+    """Calls that mypy checks, those with ``type: ignore`` as errors. Nothing calls this."""
+    assert_type(run.publish({}, batches=[1], wait="staged"), int)
+    assert_type(run.next_batch(), tidegate.Batch | None)
+    assert_type(run.statistics(), tidegate.RunStatistics)
+    assert_type(critic.publish("directory", batches=[1]), int)
+    assert_type(critic.pin(), int)
+    assert_type(rank.publish(sharded=True), int)
+    assert_type(rank.statistics(), tidegate.RunStatistics)
+    run.publish({}, wait="never")  # type: ignore[arg-type]
+    tidegate.serve(model="m", pause_mode="abort", devices=["cuda:0"], run_directory="run")
+    tidegate.serve(model="m", pause_mode="stop")  # type: ignore[arg-type]
+    tidegate.serve(model="m", max_stalenes=1)  # type: ignore[call-arg]
