@@ -86,6 +86,7 @@ tuple are side by side: none imports another."""
 UNNAMED_ROOMS = {
     "observability/": "observability/observers",
     "serving/": "serving/vllm_server",
+    "simulation/": "simulation/pytest_plugin",
     "engine/": "engine/worker",
 }
 """What the modules that lie in no room of their folder are drawn as."""

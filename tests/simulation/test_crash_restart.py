@@ -38,10 +38,11 @@ MUTATIONS: list[Mutation] = []
 CAUGHT_FIRST_BY = {
     "steps_are_acknowledged_before_they_are_safe": 10,
     "handles_are_given_out_again_after_a_resume": 48,
-    "engines_are_sent_turns_before_a_resume_is_committed": 53,
+    "engines_are_sent_turns_before_a_resume_is_committed": 245,
     "the_task_of_a_group_that_is_given_up_is_skipped": 10,
     "unfinished_tasks_of_an_earlier_iterator_are_dropped": 90,
-    "returned_tasks_of_an_earlier_iterator_are_forgotten": 185,
+    "returned_tasks_of_an_earlier_iterator_are_forgotten": 909,
+    "engines_are_restored_in_the_order_of_their_names": 909,
     "a_cut_keeps_given_tokens_that_no_event_has_reported": 20,
     "batches_to_be_handed_over_again_are_selected_anew": 19,
     "discarded_rows_are_not_journalled": 27,
