@@ -41,9 +41,9 @@ from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.filters import DynamicSampling
 from tidegate.policies.rounds import Synchronous
-from tidegate.simulation import processes
-from tidegate.simulation.adapter_runs import simulate_adapters
-from tidegate.simulation.crash_restart import simulate_crash_restarts
+from tidegate.simulation.run import processes
+from tidegate.simulation.run.adapter_runs import simulate_adapters
+from tidegate.simulation.run.crash_restart import simulate_crash_restarts
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media
 from tidegate.transport.messages import ABORT, RUNNING, STOP
