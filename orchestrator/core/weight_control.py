@@ -1044,8 +1044,8 @@ class WeightControl:
 
     @property
     def _newest_assigned(self) -> int:
-        """Newest number that a version was given."""
-        coming = 0 if self.update is None else self.update.version
+        """Newest number that no later version is given; one that was given up is used again."""
+        coming = self.update.version if self.is_undecided and self.update is not None else 0
         return max(coming, self.newest_version, self._assigned_version)
 
     def _reserve(self, call: _Call, next_version: int) -> None:
