@@ -409,6 +409,21 @@ def test_after_a_rollback_that_came_to_nothing_the_next_whole_version_resumes_en
     assert run.live("a", reserved.version) == [("a", Resume())]
 
 
+def test_a_rollback_takes_up_the_number_of_a_version_that_was_given_up() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    assert run.reserve().version == 2
+    run.ask(wc.PublishRequested, 2, [chunk(2)])
+    run.fails("a", 2)
+    run.state.take_failure()
+    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    run.hear("a", TurnsPaused(mode="abort"))
+    assert run.result(reserving).version == 2
+    run.ask(wc.PublishRequested, 2, [chunk(2)])
+    run.staged("a", 2)
+    assert run.live("a", 2) == [("a", Resume())]
+
+
 def test_a_rollback_that_is_cancelled_before_versions_are_taken_back_resumes_engines() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
