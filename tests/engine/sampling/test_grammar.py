@@ -19,6 +19,8 @@ from tidegate.orchestrator.episodes.forced_calls import forced_call
 from tidegate.orchestrator.episodes.tool_calls import parse_reply
 from tidegate.transport.sampling import LogitsProcessor
 
+pytestmark = pytest.mark.wire  # grammars are compiled in a process of their own
+
 pytest.importorskip("llguidance")
 
 GLM_AND_MINIMAX = (
