@@ -532,6 +532,10 @@ class Core:
             if batch is None:
                 if self._can_fill():
                     break
+                if self.handed.release_emptied():
+                    if not self.handed.num_groups:
+                        commands += self._resume_generation()
+                    continue
                 request = self.handed.requests.popleft().number
                 held = tuple(each.number for each in self.handed.held)
                 groups = self.handed.unpublished_groups

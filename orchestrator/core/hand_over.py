@@ -371,6 +371,19 @@ class HandOvers:
             self.newest_trained = max(self.newest_trained, batch.number)
             self.emptied.append(batch.number)
 
+    def release_emptied(self) -> bool:
+        """Remove batches without a row to train from admission; return whether there were any.
+
+        They count until the next version, because most trainers publish after every batch. One that
+        asks for another batch when no more can fill goes on without a version.
+        """
+        left = deque(
+            b for b in self.holding if b.version is not None or b.number not in self.emptied
+        )
+        has_emptied = len(left) < len(self.holding)
+        self.holding = left
+        return has_emptied
+
     def publish(self, version: int) -> None:
         """Record the release of a version; it contains all batches named so far."""
         for batch in self.holding:

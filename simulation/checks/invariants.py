@@ -364,7 +364,8 @@ class InvariantChecker:
             case ev.RowsDiscarded(batch=number):
                 self.trained_rows.discarded(event)
                 if number in self._held and self.trained_rows.is_empty(number):
-                    self._held.remove(number)  # nothing is left to train on
+                    self._held.remove(number)  # nothing is left to train on, and nothing to age
+                    self._training[number] = (None, 0)
                     self._named += 1
             case ev.BatchReturned(number=number):
                 self._coverage.add(CoverageMark.BATCH_RETURNED)

@@ -119,21 +119,23 @@ def test_trls_trainer_trains_on_a_run_in_the_place_of_its_own_rollout_worker(mod
     assert seen["tokens"]["discarded"]["not_trained"] > 0  # a micro-batch that TRL never trained on
 
 
-LIMITS = {
-    "too_stale": ["--max-staleness", "0"],
-}
-
-
-@pytest.mark.parametrize("reason", LIMITS)
-def test_what_counts_as_trained_is_what_trls_trainer_trains_on_by_its_own_limits(
-    model: Path, reason: str
+@pytest.mark.parametrize(
+    ("reason", "logged", "limits"),
+    [
+        ("too_stale", "stale", ["--max-staleness", "0"]),
+        ("too_long", "oversize", ["--token-budget", "47"]),
+    ],
+)
+async def test_what_counts_as_trained_is_what_trls_trainer_trains_on_by_its_own_limits(
+    model: Path, reason: str, logged: str, limits: list[str]
 ) -> None:
-    script = ("-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1")
-    seen = run_in_trls_python(*script, "--steps", "4", *LIMITS[reason])
+    """Engines may be further ahead than TRL's own limits allow."""
+    shape: dict[str, Any] = {"max_staleness": 6, "group_size": 4, "groups_per_batch": 2}
+    seen = await run_beside_trl(model, "--steps", "4", *limits, **shape)
     assert seen["steps"] == 4
     assert seen["tokens"]["trained"] == seen["trained_tokens"]
     assert seen["tokens"]["discarded"][reason] > 0
-    assert seen["dropped"]["stale"] > 0  # TRL logs them under its own name
+    assert seen["dropped"][logged] > 0  # TRL logs them under its own name
 
 
 def test_two_ranks_of_trls_trainer_train_on_the_run_of_the_first(model: Path) -> None:
@@ -160,18 +162,26 @@ def questions() -> Iterator[dict[str, Any]]:
         yield {"prompt": [{"role": "user", "content": f"Say {number % 7}."}]}
 
 
-async def test_trls_trainer_trains_on_a_run_of_another_process(model: Path) -> None:
-    script = ("-m", "examples.trl_rollouts", "--model", str(model), "--steps", "3")
+async def run_beside_trl(model: Path, *options: str, **shape: Any) -> dict[str, Any]:
+    """Train in TRL's Python on a run of this process; return what it printed."""
+    script = ("-m", "examples.trl_rollouts", "--model", str(model))
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         address = f"ipc://{folder}/run"
-        shape: dict[str, Any] = {"max_staleness": 1, "group_size": 4, "groups_per_batch": 2}
         async with tidegate.serve(model=model, engines=1, **shape) as run:
             listening = asyncio.create_task(
                 tidegate.listen(run, address, tasks=questions(), episode=solve)
             )
-            seen = await asyncio.to_thread(run_in_trls_python, *script, "--run", address)
+            seen: dict[str, Any] = await asyncio.to_thread(
+                run_in_trls_python, *script, *options, "--run", address
+            )
             await listening
             assert run.version == seen["run_version"]
+    return seen
+
+
+async def test_trls_trainer_trains_on_a_run_of_another_process(model: Path) -> None:
+    shape: dict[str, Any] = {"max_staleness": 1, "group_size": 4, "groups_per_batch": 2}
+    seen = await run_beside_trl(model, "--steps", "3", **shape)
     assert seen["steps"] == 3
     assert seen["versions"] == seen["run_version"] == 4
     assert max(int(age) for age in seen["staleness"]) <= 1

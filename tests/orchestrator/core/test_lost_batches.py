@@ -105,3 +105,22 @@ def test_a_version_after_an_emptied_batch_is_lost_by_a_resume_from_before_that_b
     driver.publish_and_swap([])
     driver.die_and_resume(0, snapshot=False)
     assert driver.core.next_version == 2  # engines may have served another version 1
+
+
+def test_a_trainer_that_discards_batch_after_batch_whole_gets_further_ones_without_a_publish() -> (
+    None
+):
+    driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    for number in range(1, 8):
+        driver.fill()
+        for rollout in list(driver.running.values()):
+            driver.solve(rollout)
+        driver.do(ev.BatchRequested(number))
+        assert driver.refused == []
+        driver.fill()
+        for rollout in list(driver.running.values()):
+            driver.solve(rollout)
+        assert driver.core.handed.count == number
+        driver.do(ev.BatchTaken(number))
+        driver.do(ev.RowsDiscarded(number, (0,), "too_stale"))

@@ -1046,9 +1046,13 @@ class World:
                 for batch in self.batches.values()
                 if batch.in_version is None or batch.in_version > self.live
             ]
-            groups = len(unlive) * self.policy.groups_per_batch
-            assert core.training_groups == groups, (
-                f"{core.training_groups} groups are outstanding in training, {groups} should be"
+            # A batch that was discarded whole counts until the next version, or until its place is
+            # needed for another one.
+            needed = [batch for batch in unlive if not batch.is_discarded]
+            most, least = (len(each) * self.policy.groups_per_batch for each in (unlive, needed))
+            assert least <= core.training_groups <= most, (
+                f"{core.training_groups} groups are outstanding in training, {least} to {most} "
+                f"should be"
             )
         assert core.trained.staleness == self.histogram(), (
             f"statistics {dict(core.trained.staleness)}, model {dict(self.histogram())}"
