@@ -92,7 +92,8 @@ class TaskIterators:
         self._episodes[core.tasks.offer] = episode
 
     def _attach(self, curriculum: Curriculum) -> None:
-        """Give a curriculum its record, and the run the weights that are set in it."""
+        """Give a curriculum the record of its tasks, and forward weights that the user sets in it
+        to the core."""
         loop, name = asyncio.get_running_loop(), curriculum.name
 
         def set_weights(weights: tuple[tuple[int, float], ...]) -> None:

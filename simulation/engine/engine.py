@@ -493,7 +493,7 @@ class SimulatedEngine:
 
 
 class SimulatedSleep:
-    """Sleep state of one engine process, which answers as a real engine does; frees no memory."""
+    """Answers requests to sleep and wake as a real engine does; frees no memory."""
 
     def __init__(self, turns: SimulatedTurns, staging: SimulatedStaging) -> None:
         self._turns = turns

@@ -34,7 +34,7 @@ class MeasuredRun:
 
 
 def measured_run(directory: Path) -> MeasuredRun:
-    """Read a finished run.
+    """Read the workload, the engines and the trainer of a finished run from its directory.
 
     Raises:
         AuditError: the run left no statistics, or its files can't be read.

@@ -82,7 +82,8 @@ class RelaySender(ZmqSender):
         return sum(len(tree.silent) for tree in list(self._trees.values())[-1:])
 
     def init(self) -> InitWeights:
-        """Return the phase-1 message: the address to ask, and the relays' shared keys."""
+        """Return what engines are told once they connect: the address to ask for weights, and the
+        relays' shared keys."""
         info = {"address": self.address, "sender": self._id}
         if self._relay_keys is not None:
             info["public"] = self._relay_keys.public.decode()
