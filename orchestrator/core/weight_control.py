@@ -532,6 +532,9 @@ class _Call:
     under way, or the end of a rollback."""
     is_live: bool = False
     """For a publish after a rollback: whether its version is live, and engines may resume."""
+    bad_before: int | None = None
+    """For a rollback: the newest version that an earlier one took back, if good ones are not live
+    yet."""
     is_woken: bool = False
     """Whether its caller was told to continue it, and has not yet."""
     is_late: bool = False
@@ -900,7 +903,7 @@ class WeightControl:
                 self._out += self._pauses.leave(call_id)
                 self._advance()
                 if isinstance(call.request, ReserveRequested):  # no version was taken back yet
-                    self._bad_until = None
+                    self._bad_until = call.bad_before
                     resume = EngineHaltRequested(call_id, self._is_policy_halted)
                     self._request_pause(_Call(resume, Phase.PAUSE_TURN, is_resolved=True))
             case Phase.SLEEP_REPLIES:
@@ -1035,7 +1038,7 @@ class WeightControl:
             self._end(call, error=failure)
         elif event.first_bad is not None:
             # Paused before, so that no turn continues from KV that bad weights computed.
-            self._bad_until = self._newest_assigned
+            call.bad_before, self._bad_until = self._bad_until, self._newest_assigned
             self._request_pause(call)
         elif self.is_reserved:  # another version is being written
             self._wait(call)

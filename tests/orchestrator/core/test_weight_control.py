@@ -433,6 +433,18 @@ def test_a_rollback_that_is_cancelled_before_versions_are_taken_back_resumes_eng
     assert run.sent[-1] == ("a", Resume())
 
 
+def test_a_cancelled_rollback_resumes_no_engine_that_an_earlier_one_left_with_bad_weights() -> None:
+    run = ControlDriver("a")
+    run.bring(1, "a")
+    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    run.hear("a", TurnsPaused(mode="abort"))
+    assert run.result(reserving).version == 2
+    run.do(wc.ReserveAbandoned())  # its write has failed
+    again = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    run.do(wc.CallCancelled(again))
+    assert Resume() not in [message for _, message in run.sent]
+
+
 def test_engines_resume_after_a_rollback_whose_caller_is_gone_once_its_version_is_live() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
