@@ -1,6 +1,7 @@
 """Tests of the relay weight channel: one transfer per host, failover, and keys."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,9 @@ from tidegate.transport.weight_channels import (
     WeightReceiverConfig,
     receiver,
     relay_node,
+    relay_receiver,
 )
+from tidegate.transport.weight_channels.host_memory import connect
 from tidegate.transport.weight_channels.relay import RelaySender, RelayTree
 from tidegate.transport.weight_channels.relay_messages import (
     ParentAssignment,
@@ -249,6 +252,21 @@ def test_a_host_whose_forerunner_is_killed_is_served_by_another(
     assert got.result(WAIT_S) == as_bytes(sent)
     assert weights.sent_bytes < TOTAL_BYTES
     next_in_line.close()
+
+
+def test_a_relay_that_ends_between_connection_and_request_is_passed_over(
+    weights: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [update] = weights.write(1, sent := tensors())
+    engine = Engine(weights, "a")
+    ours, ended = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ended.close()
+    first = iter([ours])
+    monkeypatch.setattr(relay_receiver, "connect", lambda name: next(first, None) or connect(name))
+    engine._end._link.close()  # type: ignore[attr-defined]
+    assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
+    assert ours.fileno() == -1, "closed"
+    engine.close()
 
 
 def test_a_sender_that_is_gone_is_an_error_with_a_cause(

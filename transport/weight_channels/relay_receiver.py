@@ -170,9 +170,16 @@ class RelayReceiver:
 
     def _fail_over(self) -> None:
         """Fail over: connect to the next relay, or become it, seeded with the mapped memory."""
-        self._link.close()
-        self._link = self._connect_or_become_relay()
-        self._link.send(encode(LocationRequest(self._location)))
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            self._link.close()
+            self._link = self._connect_or_become_relay()
+            try:
+                self._link.send(encode(LocationRequest(self._location)))
+                return
+            except OSError:  # that relay's process ended too, just after it was connected to
+                if not retry_until(deadline_s):
+                    raise self._no_relay() from None
 
     def _connect_or_become_relay(self) -> socket.socket:
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
@@ -186,9 +193,10 @@ class RelayReceiver:
             if link is not None:
                 return link
             if not retry_until(deadline_s):
-                raise WeightsRefused(
-                    f"this host's relay of weights, {self._name!r}, takes no connections"
-                )
+                raise self._no_relay()
+
+    def _no_relay(self) -> WeightsRefused:
+        return WeightsRefused(f"this host's relay of weights, {self._name!r}, takes no connections")
 
     def _bootstrap(self) -> RelayBootstrap | None:
         """Return what a new relay can start with."""

@@ -119,7 +119,7 @@ async def test_positions_that_new_weights_recompute_have_their_experts_by_versio
         run_directory=tmp_path / "run",
     ) as rollouts:
         async for _ in rollouts.batches(range(8), episode=solve):
-            await rollouts.publish(perturbed(module, 0.3))
+            await rollouts.publish(perturbed(module, 0.1))
     mixed = [turn for turn in turns if len({span.version for span in turn.spans}) > 1]
     assert mixed
     for turn in mixed:
