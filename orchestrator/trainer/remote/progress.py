@@ -29,11 +29,12 @@ class TrainerProgress:
         self.newest = 0
         """Number of the last batch that the run handed over."""
         self.done = 0
-        """Newest batch that every rank has consumed, or that published weights were made from."""
+        """Newest batch that every rank is done with."""
         self._acked = 0
         """Newest batch that is in a checkpoint on disk."""
         self.consumed: dict[int, int] = {}
-        """Last batch that each rank is done with."""
+        """Last batch that each rank is done with. A request for the next one says so, but for rank
+        0, which may have asked ahead: it is done with what its publishes and checkpoints name."""
         self.requested: dict[int, int] = {}
         """Batch that each waiting rank has requested."""
         self._ready: dict[int, int] = {}
@@ -57,8 +58,9 @@ class TrainerProgress:
         self.leave(rank)
         if resumed_after is not None:
             self.consumed[rank] = resumed_after
-        elif rank not in self.consumed:
-            self.consumed[rank] = self.done
+        else:  # where rank 0 is, which may train on a batch before the one requested last
+            zero = self.consumed.get(0, self.done)
+            self.consumed[rank] = min(self.consumed.get(rank, self.done), zero)
         return self.consumed[rank]
 
     def leave(self, rank: int) -> None:
@@ -92,13 +94,14 @@ class TrainerProgress:
 
     # ------------------------------------------------------------ batches
 
-    def add_batch(self, batch: "Batch") -> None:
-        """Keep the next batch, which the run has handed over."""
+    def add_batch(self, batch: "Batch", oldest_held: int) -> None:
+        """Keep the next batch, which the run has handed over, and all from the oldest on that no
+        version was made from."""
         self.newest = batch.number
         self._holders.clear()
         self._kept[batch.number] = batch
-        while len(self._kept) > BATCHES_KEPT_MAX:
-            del self._kept[next(iter(self._kept))]
+        while len(self._kept) > BATCHES_KEPT_MAX and min(self._kept) < oldest_held:
+            del self._kept[min(self._kept)]
 
     def begin_after(self, batches: int) -> None:
         """Start after this batch; the run handed over the earlier ones to an earlier process."""
@@ -115,13 +118,10 @@ class TrainerProgress:
         self._shards = (0, ())
         del self._kept[number]
 
-    def published_after(self, number: int) -> None:
-        """Record that weights were made from this batch, so no new process starts with it."""
-        self.done = max(self.done, min(number, self.newest))
-
     def acknowledge(self, number: int) -> None:
         """Drop the batches up to this one, which are in a checkpoint on disk."""
         self._acked = max(self._acked, number)
+        self.set_consumed(0, number)
         for kept in [kept for kept in self._kept if kept <= self._acked]:
             del self._kept[kept]
 

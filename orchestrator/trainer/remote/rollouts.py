@@ -47,6 +47,7 @@ from tidegate.orchestrator.trainer.handle import (
 )
 from tidegate.orchestrator.trainer.remote.columns import scores_from_wire
 from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
+from tidegate.orchestrator.trainer.remote.progress import PublishKey
 from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.security import EngineKeys, read_engine_keys
@@ -119,8 +120,8 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         self._link_or_none: TrainerLink | None = None
         self._weights = WeightUpload()
         self._welcome: wire.TrainerWelcome | None = None
-        self._publish_index = 0
-        """Number of publishes since the batch received last."""
+        self._published_after = (0, 0)
+        """Batch that the last publish followed, and number of publishes after that batch."""
         self._journal: dict[str, Any] | None = None
 
     @property
@@ -225,7 +226,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
             return None
         assert isinstance(received.reply, wire.BatchReply)
         batch = batch_from_wire(received.reply, received.frames)
-        self._received, self._publish_index = batch.number, 0
+        self._received = batch.number
         self._is_ahead = received.reply.is_ahead
         self._version = max(self._version, received.reply.version)
         self._journal = received.reply.journal
@@ -234,7 +235,11 @@ class RemoteRollouts(RunHandle, TrainerHandle):
     def _next_batch(self) -> wire.NextBatch:
         return wire.NextBatch(after_batch=self._received)
 
-    def _publish(
+    async def _publish(self, state_dict: "Mapping[str, torch.Tensor] | None", **how: Any) -> int:
+        publish, answer = await in_thread(self._send_publish, state_dict, **how)
+        return self._published(await result_of(answer), publish)
+
+    def _send_publish(
         self,
         state_dict: "Mapping[str, torch.Tensor] | None",
         *,
@@ -243,11 +248,12 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         partial: bool = False,
         is_rollback: bool = False,
         first_bad: int | None = None,
-    ) -> "concurrent.futures.Future[ReceivedReply]":
+    ) -> "tuple[wire.PublishWeights, concurrent.futures.Future[ReceivedReply]]":
         """Bring the weights to the run, which blocks, and request their publish."""
+        number, index = self._publish_key(batches)
         publish = wire.PublishWeights(
-            batch_number=self._received,
-            publish_index=self._publish_index,
+            batch_number=number,
+            publish_index=index,
             wait=wait,
             partial=partial,
             is_rollback=is_rollback,
@@ -261,15 +267,27 @@ class RemoteRollouts(RunHandle, TrainerHandle):
                     "rank 0"
                 )
             publish = self._weights.send(self._link, state_dict, publish)
-        return self._link.request(publish)
+        return publish, self._link.request(publish)
 
-    def _prepare(self, **how: Any) -> wire.PrepareParts:
+    def _prepare(self, *, batches: list[int] | None = None, **how: Any) -> wire.PrepareParts:
+        number, index = self._publish_key(batches)
         return wire.PrepareParts(
-            batch_number=self._received,
-            publish_index=self._publish_index,
+            batch_number=number,
+            publish_index=index,
             held=self._weights.held_plan,
+            batches=batches,
             **how,
         )
+
+    def _publish_key(self, batches: list[int] | None) -> PublishKey:
+        """Return what the calls of all ranks for one publish have in common.
+
+        A rank may have received more batches than another, so the named ones count if there are
+        any.
+        """
+        number = max(batches or [self._received])
+        last, publishes = self._published_after
+        return number, publishes if number == last else 0
 
     async def _publish_sharded(
         self, state_dict: "Mapping[str, torch.Tensor] | None", prepare: wire.PrepareParts
@@ -292,12 +310,14 @@ class RemoteRollouts(RunHandle, TrainerHandle):
             sent = await in_thread(self._weights.send_parts, self._link, parts, plan, publish)
             received = await result_of(self._link.request(sent))
             if not isinstance(received.reply, wire.SendWholeParts):
-                return self._published(received)
+                return self._published(received, prepare)
             plan = msgspec.structs.replace(plan, are_patches=False)
 
-    def _published(self, received: ReceivedReply) -> int:
+    def _published(
+        self, received: ReceivedReply, publish: wire.PublishWeights | wire.PrepareParts
+    ) -> int:
         assert isinstance(received.reply, wire.PublishReply)
-        self._publish_index += 1
+        self._published_after = (publish.batch_number, publish.publish_index + 1)
         self._version = max(self._version, received.reply.version)
         return received.reply.version
 
@@ -315,8 +335,8 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         If the run listens without tasks, rank 0 passes them: an iterable of values that MessagePack
         can hold (tuples become lists), for an ``episode`` that the run has registered by name.
 
-        A rank is done with a batch once it requests another, or has published after it. If the
-        rank's process dies before, the process that replaces it gets the batch again.
+        If the trainer's processes die, those that replace them get every batch again that no
+        version was made from, unless an acknowledged checkpoint has it.
 
         Raises:
             TrainerLost: another rank is lost.
@@ -422,10 +442,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
             prepare = self._prepare(wait=wait, partial=partial, batches=named)
             version = await self._publish_sharded(state_dict, prepare)
         else:
-            answer = await in_thread(
-                self._publish, state_dict, batches=named, wait=wait, partial=partial
-            )
-            version = self._published(await result_of(answer))
+            version = await self._publish(state_dict, batches=named, wait=wait, partial=partial)
         self._named = max(self._named, *named or (), 0)
         return version
 
@@ -440,8 +457,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         if sharded:
             prepare = self._prepare(is_rollback=True, first_bad=first_bad)
             return await self._publish_sharded(state_dict, prepare)
-        answer = await in_thread(self._publish, state_dict, is_rollback=True, first_bad=first_bad)
-        return self._published(await result_of(answer))
+        return await self._publish(state_dict, is_rollback=True, first_bad=first_bad)
 
     async def train_adapter(self, name: str, **staleness: Any) -> None:
         """Refuse: a remote trainer trains the run's weights.

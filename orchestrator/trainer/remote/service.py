@@ -156,8 +156,7 @@ class TrainerService:
             case wire.PublishWeights() if ask.plan:
                 reply = await self._sharded.send(rank, weights, ask)
                 if isinstance(reply, wire.PublishReply):
-                    self.progress.set_consumed(rank, ask.batch_number)
-                    self._barrier.notify()
+                    await self._set_done(rank, ask.batch_number)
                 return reply, ()
             case wire.PublishWeights():
                 return wire.PublishReply(version=await self._publish(rank, weights, ask)), ()
@@ -246,9 +245,8 @@ class TrainerService:
 
     async def _batch_after(self, rank: int, after: int) -> AnswerAndFrames:
         progress, number = self.progress, after + 1
-        progress.set_consumed(rank, after)
         progress.requested[rank] = number
-        self._barrier.notify()
+        await self._set_done(rank, after)
         held, per_version, _ = await self._held()
         if sum(each <= after for each in held) >= per_version:
             self._ahead.add((rank, number))
@@ -270,6 +268,15 @@ class TrainerService:
             if progress.newest < next_number and not self._has_ended:
                 await asyncio.shield(self._start_fetch())
         return self._shard(number, rank)
+
+    async def _set_done(self, rank: int, number: int) -> None:
+        """Record that a rank is done with this batch and all before it; rank 0 with no batch that
+        no version was made from, because it may have asked ahead."""
+        if rank == 0:
+            held, _, _ = await self._held()
+            number = min([number, *(each - 1 for each in held)])
+        self.progress.set_consumed(rank, number)
+        self._barrier.notify()
 
     def _shard(self, number: int, rank: int) -> AnswerAndFrames:
         from tidegate.orchestrator.trainer.remote.batch_wire import batch_to_wire  # torch
@@ -295,7 +302,8 @@ class TrainerService:
             if batch is None:
                 self._has_ended = True
             else:
-                self.progress.add_batch(batch)
+                held, _, _ = await self._held()
+                self.progress.add_batch(batch, min(held, default=batch.number))
             return batch
         finally:
             self._fetching = None
@@ -352,11 +360,10 @@ class TrainerService:
         self._barrier.notify()
         key = (ask.batch_number, ask.publish_index)
         if rank:
-            version = await self._published_by_rank_0(key, rank)
+            version = await self._published_by_rank_0(key, rank, is_named=bool(ask.batches))
         else:
             version = await self._publish_once(key, weights, ask)
-        self.progress.set_consumed(rank, ask.batch_number)
-        self._barrier.notify()
+        await self._set_done(rank, ask.batch_number)
         return version
 
     async def _publish_once(
@@ -381,7 +388,6 @@ class TrainerService:
         finally:
             self._published[key] = _Publish(version)
             self._barrier.notify()
-        progress.published_after(number)
         return version.result()
 
     async def _give_back_orphans(self, number: int) -> None:
@@ -448,10 +454,9 @@ class TrainerService:
                 is_rollback=ask.is_rollback,
                 first_bad=ask.first_bad,
             )
-        self.progress.published_after(ask.batch_number)
         return version
 
-    async def _published_by_rank_0(self, key: PublishKey, rank: int) -> int:
+    async def _published_by_rank_0(self, key: PublishKey, rank: int, *, is_named: bool) -> int:
         """Wait for rank 0's publish; return its version, or raise its failure, once per rank."""
 
         def has_ended() -> bool:
@@ -459,7 +464,9 @@ class TrainerService:
             return publish is not None and rank not in publish.ranks_done
 
         def was_skipped() -> bool:
-            return self.progress.requested.get(0, 0) > key[0] or self._ranks.is_done(0)
+            has_requested = self.progress.requested.get(0, 0) > key[0]
+            may_publish = is_named and self.progress.consumed.get(0, 0) < key[0]
+            return (has_requested and not may_publish) or self._ranks.is_done(0)
 
         await self._barrier.wait_until(
             lambda: has_ended() or was_skipped(),
@@ -469,7 +476,8 @@ class TrainerService:
         if not has_ended():
             raise ConfigError(
                 f"rank 0 has continued from batch {key[0]} without this publish; call publish() "
-                f"equally often on all ranks, or on rank 0 alone"
+                f"equally often on all ranks, or on rank 0 alone; ranks that prefetch all name "
+                f"the batches: publish(batches=[batch])"
             )
         publish = self._published[key]
         try:

@@ -161,16 +161,19 @@ def test_a_new_process_continues_with_the_batch_that_the_one_before_had_not_done
     progress = TrainerProgress()
     progress.begin(1)
     assert progress.join(0, None) == 0
-    progress.add_batch(batch_of(2, number=1))
+    progress.add_batch(batch_of(2, number=1), 1)
     assert progress.join(0, None) == 0  # died with batch 1 in hand
     progress.set_ready(0, 1)
     assert progress.join(0, None) == 0  # died in its publish
     progress.set_consumed(0, 1)
     assert progress.join(0, None) == 1
-    progress.add_batch(batch_of(2, number=2))
+    progress.add_batch(batch_of(2, number=2), 2)
     progress.begin(2)  # another world size
     assert [progress.join(rank, None) for rank in (0, 1)] == [1, 1]
-    progress.published_after(2)
+    progress.set_consumed(1, 2)  # asked for batch 3, while rank 0 trained on batch 2
+    assert [progress.join(rank, None) for rank in (0, 1)] == [1, 1]
+    for rank in (0, 1):
+        progress.set_consumed(rank, 2)
     progress.begin(1)
     assert progress.join(0, None) == 2
 
@@ -180,7 +183,7 @@ def test_ranks_wait_for_those_that_have_neither_done_nor_come_to_publish() -> No
     progress.begin(3)
     for rank in range(3):
         progress.join(rank, None)
-    progress.add_batch(batch_of(3, number=1))
+    progress.add_batch(batch_of(3, number=1), 1)
     progress.set_ready(0, 1)
     progress.set_consumed(2, 1)
     progress.requested[2] = 2
@@ -195,13 +198,23 @@ def test_batches_are_kept_until_acknowledged_a_few_of_them() -> None:
     progress = TrainerProgress()
     progress.begin(1)
     for number in range(1, BATCHES_KEPT_MAX + 3):
-        progress.add_batch(batch_of(1, number=number))
+        progress.add_batch(batch_of(1, number=number), number)
     assert progress.shard(3, 0).number == 3
     with pytest.raises(ResumeMismatch, match=f"batch 2 .* keeps 3 to {BATCHES_KEPT_MAX + 2}"):
         progress.shard(2, 0)
     progress.acknowledge(3)
     with pytest.raises(ResumeMismatch, match="batch 3 was requested again"):
         progress.shard(3, 0)
+
+
+def test_batches_that_no_version_was_made_from_are_kept_however_many_they_are() -> None:
+    progress = TrainerProgress()
+    progress.begin(1)
+    for number in range(1, BATCHES_KEPT_MAX + 4):
+        progress.add_batch(batch_of(1, number=number), 2)
+    assert progress.shard(2, 0).number == 2
+    with pytest.raises(ResumeMismatch, match=f"batch 1 .* keeps 2 to {BATCHES_KEPT_MAX + 3}"):
+        progress.shard(1, 0)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (-1, 2), (0, 0)])

@@ -8,6 +8,7 @@ import pytest
 
 import tidegate
 from tests.orchestrator.trainer.remote.remote_runs import (
+    SMALL,
     Trainer,
     joined,
     keys_of,
@@ -79,6 +80,34 @@ async def test_ranks_that_never_publish_but_the_first_are_waited_for_all_the_sam
         batches, _ = await asyncio.to_thread(trained, run, address, model, rank=0, world_size=2)
         await listen
     assert await reading == [batch.number for batch in batches]
+
+
+async def test_ranks_that_prefetch_name_the_batches_of_a_version_and_keep_the_bound(
+    model: Path, address: str
+) -> None:
+    def prefetch(rank: int) -> list[tuple[int, int]]:
+        """Train one batch while the next is held; return the batches with their versions."""
+        done = list[tuple[int, int]]()
+        with tidegate.connect_sync(address, rank=rank, world_size=2) as rollouts:
+            batches = rollouts.batches()
+            ahead = [next(batches)]
+            while ahead:
+                if len(ahead) < 2 and (batch := next(batches, None)) is not None:
+                    ahead.append(batch)
+                batch = ahead.pop(0)
+                state = None if rank else weights(model, batch.number)
+                done.append((batch.number, rollouts.publish(state, batches=[batch])))
+        return done
+
+    async with tidegate.serve(model=model, **SMALL | {"max_staleness": 2}) as run:
+        async with listening(run, address, tasks=range(12)) as listen:
+            zero, one = await asyncio.gather(
+                *(asyncio.to_thread(prefetch, rank) for rank in (0, 1))
+            )
+            await listen
+        assert zero == one == [(n, n) for n in range(1, 7)]
+        assert run.statistics().max_staleness_seen <= 2
+        assert run.statistics().held_batches == ()
 
 
 async def test_a_rank_that_dies_is_named_and_its_next_process_gets_its_part_again(

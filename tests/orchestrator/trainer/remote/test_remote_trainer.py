@@ -94,6 +94,39 @@ async def test_a_remote_prefetcher_that_names_its_batches_keeps_the_bound(
         assert run.statistics().held_batches == ()
 
 
+async def test_a_prefetcher_that_dies_gets_all_again_that_no_version_was_made_from(
+    model: Path, address: str
+) -> None:
+    async def hold_two_and_die() -> list[list[int]]:
+        trainer = tidegate.connect(address)
+        await trainer.__aenter__()
+        batches = trainer.batches()
+        first, second = await anext(batches), await anext(batches)
+        await trainer.publish(weights(model, 1), batches=[first])
+        third = await anext(batches)
+        trainer._exit(RuntimeError())
+        return [batch.rollout_ids.tolist() for batch in (second, third)]
+
+    settings = {**SMALL, "max_staleness": 2}
+    async with (
+        tidegate.serve(model=model, **settings) as run,
+        listening(run, address, tasks=range(10)) as listen,
+    ):
+        held = await hold_two_and_die()
+        async with tidegate.connect(address) as rollouts:
+            again, numbers = [], []
+            async for batch in rollouts.batches():
+                again.append(batch.rollout_ids.tolist())
+                numbers.append(batch.number)
+                await rollouts.publish(weights(model, batch.number))
+        await listen
+        assert (again[:2], numbers) == (held, [2, 3, 4, 5])
+        statistics = run.statistics()
+        assert statistics.max_staleness_seen <= 2
+        assert statistics.held_batches == ()
+        assert (statistics.batches, statistics.ledger.error) == (5, 0)
+
+
 async def test_a_remote_position_names_the_batch_that_the_checkpoint_has(
     model: Path, address: str
 ) -> None:
