@@ -1,9 +1,8 @@
 """Command line and start-up of an engine process: ``python -m tidegate.engine.worker``.
 
-Started by the orchestrator or by hand; opens the model, builds the engine's parts and runs
-``EngineLoop``. Exit status: 0 ended on request or because the orchestrator is gone, 1 a defect, 2 a
-model or setting that cannot work, 3 refused by the orchestrator. The parts are ``served_model.py``
-(model), ``scheduler.py``, ``staging.py`` and ``link.py``.
+The orchestrator starts it, or a user by hand. Exit status: 0 ended on request or because the
+orchestrator is gone, 1 a defect, 2 a model or setting that cannot work, 3 refused by the
+orchestrator.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Step runner of the CPU: computes one continuous-batching step and samples its tokens.
 
-Implements ``Runner``, which the engine loop calls with the scheduler's rows; the GPU's is
-``device/runner.py``. A step mixes decode rows and prefill chunks. The runner owns the KV cache's
-tensors; the scheduler assigns the blocks. The forward pass is in ``models/model.py``; compiled
-kernels are used if they can be built.
+Implements ``Runner``, as ``device/runner.py`` does for GPUs. A step mixes decode rows and prefill
+chunks. The runner owns the KV cache's tensors; the scheduler assigns the blocks. The forward pass
+is in ``models/model.py``; compiled kernels are used if they can be built.
 
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """

@@ -1,9 +1,7 @@
 """Opens a model directory: Tidegate's own implementation if there is one, transformers' otherwise.
 
-Called by the worker; makes the runner, allocates weights for updates, and reloads the directory
-after sleep. Both implementations satisfy ``ServedModel``, so the rest of the engine does not
-distinguish them. Tidegate's code is ``models/model.py``; the weights' layouts are
-``model_weights.py`` and ``fallback_weights.py``.
+Makes the runner, allocates weights for updates, and reloads the directory after sleep. Both
+implementations satisfy ``ServedModel``, so the rest of the engine does not distinguish them.
 """
 
 import sys

@@ -1,8 +1,7 @@
 """Layout of a step's rows: their order, each token's row, and a padded array of block tables.
 
-Used by both runners. A layout depends on the rows' sizes only, and block tables change slowly, so
-both are reused from step to step while sequences decode. Built on numpy and torch, and on the types
-of ``kernels/attention.py``.
+A layout depends on the rows' sizes only, and block tables change slowly, so both are reused from
+step to step while sequences decode.
 
 Letters in shapes: R rows, T tokens of all rows, B blocks of a row.
 """

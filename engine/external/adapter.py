@@ -1,7 +1,8 @@
 """Interface of external-engine adapters: the calls by which a run uses vLLM or SGLang.
 
-An adapter translates to the engine's API and declares what the engine cannot do. The wire protocol,
-turn handles and step messages belong to the worker, which all kinds share (docs/vllm-engine.md).
+An adapter translates to the engine's API and declares what the engine cannot do. The worker handles
+the wire protocol, turns and step messages in the same way for every kind of engine
+(docs/vllm-engine.md).
 
 An adapter runs on one asyncio loop. Its control calls (all but ``generate``, ``score``, ``check``
 and ``preemptions``) are made one at a time.

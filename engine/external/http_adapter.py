@@ -1,6 +1,6 @@
-"""What the adapters of vLLM and SGLang do alike, over a server's HTTP routes.
+"""Base class of the adapters of vLLM and SGLang: what both do in the same way, over HTTP.
 
-A subclass names the routes that differ, and implements what only its server does.
+A subclass names its server's routes, and implements what only that server does.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 While memory sleeps, or weights are missing, the engine stays paused:
 :attr:`ExternalSleepController.keeps_paused` forbids resuming it. Requests in flight are ended
-before, and made again afterwards.
+before the engine sleeps, and made again after it wakes.
 """
 
 from collections.abc import Awaitable, Callable

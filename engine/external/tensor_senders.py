@@ -1,8 +1,8 @@
-"""Sends weights to external engines without files: in HTTP bodies, by broadcasts or by CUDA IPC.
+"""Sends weights to external engines without files: in HTTP bodies, broadcasts or CUDA IPC buffers.
 
 **Broadcasts are not encrypted.** A request announces the tensors of each broadcast or GPU buffer.
-vLLM and SGLang expect pickles of tensors and handles, which are written here; nothing is unpickled
-here, and SGLang's own unpickler accepts tensors only.
+vLLM and SGLang expect pickled tensors and handles, so this module writes pickles; it reads none.
+SGLang's own unpickler accepts tensors only.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Size of an engine's KV cache, by the memory that is free when the engine starts, and of a block.
+"""Sizes of an engine's KV cache, from the memory free at start, and of its blocks.
 
-The worker calls it unless ``--num-kv-blocks`` and ``--block-tokens`` are given. The functions
-decide by numbers alone; the caller reads them from the device or the host.
+``--num-kv-blocks`` and ``--block-tokens`` override them. The functions are pure: the caller
+measures the memory of the device or the host.
 """
 
 from pathlib import Path

@@ -1,9 +1,7 @@
 """One weight version of a transformers model, and checks whether transformers can serve a model.
 
-Used by ``FallbackModel`` and ``FallbackRunner``. Published tensors overwrite the module's
-parameters in place. The LM head computes in float32 whatever the dtype, as in Tidegate's own
-models. Uses transformers' ``AutoModelForCausalLM``. Built on ``weights/weight_store.py`` and
-``weights/weight_conversions.py``.
+Published tensors overwrite the module's parameters in place. The LM head computes in float32
+whatever the dtype, as in Tidegate's own models.
 """
 
 import copy

@@ -1,10 +1,9 @@
 """Tensor-parallel sharding: one rank's slices of the tensors, and a config with its sizes.
 
-Used by ``Weights`` and the ranks' processes. A layer's first matrices (query, key, value; gate, up)
-are split by outputs, its last ones (output, down) by inputs; so a layer needs two all-reduces. KV
-heads are split, or repeated if there are fewer than ranks. Experts are assigned whole; embedding
-and LM head are split by vocabulary. Norms, router and a classification head are on every rank.
-Depends on ``model_config.py`` and ``layer_weights.py``.
+A layer's first matrices (query, key, value; gate, up) are split by outputs, its last ones (output,
+down) by inputs; so a layer needs two all-reduces. KV heads are split, or repeated if there are
+fewer than ranks. Experts are assigned whole; embedding and LM head are split by vocabulary. Norms,
+router and a classification head are on every rank.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """

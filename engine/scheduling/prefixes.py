@@ -1,10 +1,9 @@
 """Prefix sharing between sequences, and contexts kept in the KV cache for a rollout's next turn.
 
-Used by the running set and the scheduler; the radix tree itself is ``KvCache``. A sequence follows
-the tree from the root of the live weights as far as its tokens match, and adds each block that it
-fills. A sequence leaves the tree once part of its KV is from older weights. A session is a rollout
-between two turns, for example during a tool call: its KV may be evicted, least recently used first.
-Depends on ``kv_cache.py`` and ``sequences.py`` only. Its caller is ``sequence_queues.py``.
+A sequence follows the tree from the root of the live weights as far as its tokens match, and adds
+each block that it fills. It leaves the tree once part of its KV is from older weights. A session
+lasts from one turn of a rollout to the next, for example during a tool call; the cache evicts
+contexts of sessions last.
 """
 
 from collections import OrderedDict

@@ -2,7 +2,7 @@
 
 A turn is one sequence of the engine: the unit that the scheduler and the running set work on, as a
 request is in vLLM. Also refuses sequences that can never be served within the engine's limits,
-before they are scheduled. Sampling state is ``sampling/options.py``'s.
+before they are scheduled.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,8 @@
 """Stages new weights in a buffer beside the live ones, on a thread, while decoding continues.
 
-Used by the engine loop and by ``external/engine_loop.py``; the phases (init, start, update, finish)
-are those of vLLM's weight transfer. Every started update gets one reply, ``WeightsStaged`` or
-``WeightsFailed``, unless it is restarted or abandoned first. Copies release the GIL, so the main
-thread's decode steps continue beside them. Tensors come from a receiver of
-``transport/weight_channels/`` and go to a ``WeightStore``.
+The phases (init, start, update, finish) are those of vLLM's weight transfer. Every started update
+gets one reply, ``WeightsStaged`` or ``WeightsFailed``, unless it is restarted or abandoned first.
+Copies release the GIL, so the main thread's decode steps continue beside them.
 """
 
 import threading

@@ -1,10 +1,9 @@
-"""Accepts published tensors under both naming schemes of a model, by transformers' conversion.
+"""Accepts published tensors under both naming schemes of a model, as transformers converts them.
 
-Used where a model is stored under one scheme, its ``state_dict()``'s (the transformers fallback) or
-its directory's (external engines), and trainers publish under either. The conversion that
-transformers applies on loading is not reimplemented: it is run on tensors of element indices, and
-the result shows where each published tensor is stored. Built on ``transport/weight_names.py``,
-``weight_store.py`` and transformers.
+An engine stores a model under one scheme: the transformers fallback under the names of
+``state_dict()``, external engines under those of the directory. Trainers publish under either. The
+conversion that transformers applies on loading is not reimplemented: it is run on tensors of
+element indices, and the result shows where each published tensor is stored.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Base class of one weight version: validates and copies each published tensor.
 
-Subclassed per implementation (``Weights``, ``DeviceWeights``, ``FallbackWeights``,
-``HostWeights``); filled by staging and by the loaders, and tracks which tensors are missing.
-Patches are applied by ``kernels/weight_matrix.py``; a refused tensor raises ``WeightsRefused``.
+Each implementation of models has a subclass. Staging and the loaders fill it; it tracks which
+tensors are missing. A refused tensor raises ``WeightsRefused``.
 """
 
 import math
