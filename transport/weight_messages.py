@@ -1,8 +1,7 @@
 """Messages of a weight update, in vLLM's four phases: init, start, update, finish.
 
 Part of the protocol in :mod:`tidegate.transport.messages`. The orchestrator sends phases 1-4 for
-each version; the tensors themselves travel through a weight channel. Built on msgspec and
-``message.py``.
+each version; the tensors themselves travel through a weight channel.
 
 Letters in shapes: M tensors.
 """

@@ -1,9 +1,8 @@
 """NCCL broadcasts through its C API, in a communicator that torch did not create.
 
 torch.distributed has its own rendezvous, and cannot join the communicator of vLLM's
-PyNcclCommunicator; NCCL itself can, given the same unique id. The vLLM-compatible server and the
-external-engine adapters use it; rank 0 sends. **NCCL does not encrypt**, so the network must be
-trusted. Called by ctypes.
+PyNcclCommunicator; NCCL itself can, given the same unique id. Rank 0 sends. **NCCL does not
+encrypt**, so the network must be trusted.
 """
 
 import contextlib

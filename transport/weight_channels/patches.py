@@ -3,7 +3,7 @@
 The publish path encodes a patch of each tensor (``weight_deltas="elements"``), engines' staging
 decodes it. In bfloat16 a step of RL changes a few percent of a model's elements at most (PULSE,
 arXiv:2602.03839), mostly by one unit in the last place. A patch says which and by how much, so the
-result has the same bits as the whole tensor. Built on numpy and zstandard, and on ``base.py``.
+result has the same bits as the whole tensor.
 
 A patch is one zstd frame, with zstd's checksum, of two columns: for each changed element the number
 of unchanged ones before it, in bytes of which 255 means "255, and more follows"; then the
