@@ -1,7 +1,7 @@
 """The trainer's batch: torch tensors over the rows of its rollouts, padded and packed.
 
-Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it of the core's groups.
-Advantages are computed by ``policies/advantages.py``, staleness by ``version_runs.py``.
+Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it from the core's
+groups.
 
 Shapes: R rows, T tokens of the longest row, N tokens of all rows, M kept tokens of all tokens, L
 mixture layers, k experts per token, K top tokens, H hidden size. A row is the whole context of a

@@ -2,8 +2,8 @@
 
 The journal stores the records; a resume and a replay feed them to a new core, which then has the
 same state. A task is written if it is plain data; other tasks come from the user's iterator again.
-An event's record includes the tokens that the episode appended since its last turn. Events are
-``core/events.py``'s, encoded with msgspec as MessagePack.
+An event's record includes the tokens that the episode appended since its last turn. The encoding is
+MessagePack.
 """
 
 from typing import Any

@@ -2,8 +2,7 @@
 
 The scheduler makes the events and carries out the commands; the journal stores the events. They are
 msgspec Structs because a rollout has dozens of them and a frozen dataclass takes six times as long
-to make; ``gc=False`` is safe because nothing that they refer to refers back to them. Built on
-``group.py``, ``rollout.py`` and the messages of ``transport/messages.py``.
+to make; ``gc=False`` is safe because nothing that they refer to refers back to them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """A group: the ``group_size`` rollouts of one task, whose rewards are compared (GRPO).
 
 :class:`GroupTracker` creates and changes groups; batches and policies read them. A group refers to
-its :class:`Rollout` objects. Depends on ``rollout.py`` and msgspec.
+its :class:`Rollout` objects.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """Lifecycle of groups and their rollouts: starts, ends, discards and counts them.
 
 :class:`Core` calls :class:`GroupTracker`, and decides when a group may start or is trained. Each
-method that settles a rollout moves the rollout's tokens between the ledger's accounts. Built on
-``turns.py`` (running turns), ``ledger.py``, ``discards.py`` and the group filters of
-``policies/filters.py``.
+method that settles a rollout moves the rollout's tokens between the ledger's accounts.
 """
 
 from collections import Counter, OrderedDict, deque

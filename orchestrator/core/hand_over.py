@@ -21,8 +21,8 @@ lost        refused              lost                its groups were discarded, 
 ==========  ===================  ==================  ====================================
 
 A batch's age is final when a publish names it: the trainer's version then, minus the version of the
-batch's oldest trained token. No other version can be released between that naming and the release
-of the version named for, because a newer publish replaces an unreleased one.
+batch's oldest trained token. No other version can be released between a publish that names the
+batch and its own release, because a newer publish replaces an unreleased one.
 
 A row is a rollout or a branch of one, and a rollout counts as trained while one of its rows does.
 """

@@ -1,7 +1,7 @@
 """Which engines may serve which version of one adapter that the run trains.
 
-:class:`TurnTracker` has one for each trained adapter. An adapter's versions count for themselves:
-:class:`TurnTracker` has the same figure, ``live_version``, for the run's weights.
+:class:`TurnTracker` has one for each trained adapter. Each adapter counts its own versions; for the
+run's weights, :class:`TurnTracker` itself has ``live_version``.
 """
 
 from collections.abc import Iterable

@@ -2,8 +2,7 @@
 
 The core owns them; episodes, batches and recorders read them. A rollout's context (prompts, sampled
 tokens and observations, in the order the model saw them) is one growing array, so the row that a
-trainer gets is exactly what the engine read and wrote. No asyncio and no torch. Provenance is kept
-by ``provenance.py``.
+trainer gets is exactly what the engine read and wrote.
 """
 
 from array import array

@@ -1,8 +1,7 @@
 """Attachments of one turn, stored entry by entry as steps bring them.
 
 :class:`TurnTracker` appends them for turns whose sampling options request any; ``GeneratedTurn``,
-batches, recorders and saved states read them. Depends on :mod:`tidegate.transport.attachments` for
-the types, and on numpy for arrays.
+batches, recorders and saved states read them.
 
 Letters in shapes: C output tokens of the turn, P context positions, L mixture layers, k experts per
 token or top tokens.

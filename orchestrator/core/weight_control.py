@@ -5,12 +5,11 @@
 messages, resolve a call, set a timer, remove an engine). The state machine does no I/O and reads no
 clock. Its state is one :class:`_Engine` per engine, one :class:`WeightUpdate` per version under
 way, and one :class:`_Call` per call, with its :class:`Phase`. docs/architecture.md has the tables.
-Built on ``weight_content.py``, ``transport/messages.py`` and ``transport/sleep_messages.py``.
 
 Weights: an engine gets ``init`` once. For each version it gets ``start`` and ``update``, and copies
 the tensors beside its live weights while it decodes; after ``finish`` it swaps between two steps.
 The version released last stays in the channel's buffer until the next release, for engines that
-join late or whose update failed. A part of a set replaces tensors of the newest published version
+join late or whose update failed. A partial publish replaces tensors of the newest published version
 that has not failed.
 
 Pauses and sleep are states of the run, not counts: the newest request holds, and one resume ends a

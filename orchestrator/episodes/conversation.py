@@ -5,8 +5,7 @@ all messages each time. Rendering and tokenising all of them would give other to
 generated, so earlier turns keep the engine's token ids, and only what the chat template adds after
 them (the end of the turn, observations, the next header) is appended. If the template or the agent
 changes an earlier message, the episode forks, and the new row records why. Conversations are
-recognised by digests of messages in a normal form. Built on ``chat_template.py``,
-``model_files.py`` (tokenizer) and ``tool_calls.py``.
+recognised by digests of messages in a normal form.
 """
 
 import asyncio

@@ -10,9 +10,7 @@ context only grows: prompts and observations by :meth:`Episode.append`, the mode
 :meth:`Episode.generate`. So the tokens that are trained are exactly those that the engine sampled.
 An episode that needs more than one context forks: each branch is a row of its own. After a resume
 the episode function runs again from its start, and a :class:`ReplayCursor` returns the turns that
-the rollout has already. Built on ``conversation.py`` for messages, ``sampling_options.py`` for
-options, ``generated_turn.py`` for results, ``fleet/scores.py`` for scoring, and the core's
-:class:`Rollout`.
+the rollout has already.
 """
 
 import asyncio

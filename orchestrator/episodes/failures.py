@@ -1,9 +1,8 @@
 """Classifies failed episodes, logs each distinct error once, and ends a run that fails too often.
 
-Used by :class:`~tidegate.orchestrator.episodes.runner.EpisodeRunner`. From the cause that
-:func:`classify` returns, the core decides whether the rollout is retried, rewarded or discarded.
-Depends on ``policies/failures.py`` and ``core/failure_counts.py``. Two errors are the same if they
-have one type and were raised through the same lines of code; the message may differ.
+From the cause that :func:`classify` returns, the core decides whether the rollout is retried,
+rewarded or discarded. Two errors are the same if they have one type and were raised through the
+same lines of code; the message may differ.
 """
 
 import logging

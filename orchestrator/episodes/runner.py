@@ -5,8 +5,7 @@ discards that episode's rollout only, until too many episodes have failed. When 
 core gets events for its turns' rewards and one for its result; none if its rollout was discarded
 before, the run ends, or the episode never began. All episodes have the same timeout, so they are
 due in the order in which they began: one timer serves all, because one ``asyncio.timeout`` each
-would cost as much as a short episode. Built on asyncio, :class:`EpisodeFailures` (when to end the
-run) and :class:`Parking`.
+would cost as much as a short episode.
 """
 
 import asyncio

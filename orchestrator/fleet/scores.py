@@ -3,8 +3,7 @@
 ``Rollouts.score``, ``embed`` and ``reward`` and the :class:`Episode` methods make
 :class:`ScoreQuery` objects here;
 :class:`~tidegate.orchestrator.fleet.score_dispatcher.ScoreDispatcher` sends the requests. Letters
-in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels. Arrays are numpy's; the
-messages are ``transport/scoring.py``'s.
+in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,7 @@
 
 :class:`Journal` writes it from its thread; one caller at a time. A commit is on the disk when it
 returns, so it survives a crash of the process and of the machine, if the disk honours ``fsync``.
-Records are opaque bytes here. Built on ``reading.py``, ``schema.py`` (tables and checksums) and
-``lock.py``.
+Records are opaque bytes here.
 """
 
 import sqlite3

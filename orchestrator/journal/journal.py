@@ -2,7 +2,7 @@
 
 :class:`RunJournal` appends to it. ``append`` returns at once; one thread commits all records
 appended since its last commit, and reports the last lsn. So the slower the disk, the more records
-share a commit, and the event loop never waits for the disk. Written through ``file.py``.
+share a commit, and the event loop never waits for the disk.
 """
 
 import itertools

@@ -1,9 +1,8 @@
 """Write-ahead log of a core's events: each is appended to the journal before the core handles it.
 
-The scheduler calls it. Messages that other processes rely on (an acknowledgement to an engine, a
-batch for the trainer, a version for the engines) wait until the events before them are committed;
-all other messages are sent at once. From time to time a snapshot of the core replaces older events.
-Events are encoded by ``core/event_log.py``, snapshots by ``core/snapshot_codec.py``.
+Messages that other processes rely on (an acknowledgement to an engine, a batch for the trainer, a
+version for the engines) wait until the events before them are committed; all other messages are
+sent at once. From time to time a snapshot of the core replaces older events.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     python -m tidegate.orchestrator.journal.salvage DAMAGED NEW_FILE
 
-Run by hand; it only reads the damaged SQLite file. Built on ``reading.py`` and ``file.py``. Records
-beyond the first damage are useless, because every record depends on those before it.
+Run by hand; it only reads the damaged SQLite file. Records beyond the first damage are useless,
+because every record depends on those before it.
 """
 
 import argparse

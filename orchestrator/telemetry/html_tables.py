@@ -1,6 +1,5 @@
 """HTML tables of a few figures, for notebooks: the result of ``_repr_html_`` of runs and batches.
-:class:`Batch` and the run's handles call it. Built on ``transport/printable.py`` and the standard
-library."""
+"""
 
 from collections.abc import Mapping
 from html import escape

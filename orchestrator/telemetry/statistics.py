@@ -1,7 +1,6 @@
 """Immutable snapshots of a run and its engines, as ``Rollouts.statistics()`` takes them.
 
-Metrics, dashboard, reports and users' training loops read them. Standard library dataclasses, made
-of the snapshots of the core's ledger, of ``core/discards.py`` and of the watchdog.
+Metrics, dashboard, reports and users' training loops read them.
 """
 
 from collections.abc import Mapping

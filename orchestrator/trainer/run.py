@@ -1,8 +1,8 @@
 """A run's thread, with its own event loop, and the start and end of everything that runs on it.
 
 The local handle starts one. The loop runs beside the trainer, so a train step that blocks its
-thread stalls no rollout. Users' episodes run on this loop, too. It starts a :class:`Scheduler`, a
-ZeroMQ ROUTER, the weight channel and an engine launcher, on uvloop.
+thread stalls no rollout. Users' episodes run on this loop, too. A run starts a :class:`Scheduler`,
+a ZeroMQ ROUTER, the weight channel and an engine launcher.
 """
 
 import asyncio

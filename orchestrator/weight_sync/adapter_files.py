@@ -1,8 +1,6 @@
 """Reader of LoRA adapters, from PEFT directories or a trainer's tensors; refuses unsupported ones.
 
-``Rollouts.publish_adapter`` calls it through ``trainer/weight_updates.py``. Reads safetensors by
-``tensor_files.py``. Engines check whether an adapter fits their model. Uses torch to check the
-tensors.
+Engines check whether an adapter fits their model.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """Asyncio shell around :class:`tidegate.orchestrator.core.adapter_control.AdapterControl`.
 
 The engine side creates one :class:`AdapterManager`. Trainers' adapter handles publish, pin and
-unload through it; it writes tensors to the run's weight channel, one adapter at a time. Built on
-asyncio and the messages of ``transport/adapter_messages.py``.
+unload through it; it writes tensors to the run's weight channel, one adapter at a time.
 """
 
 import asyncio

@@ -3,7 +3,6 @@
 The publish path uses it to send less than a whole set: :class:`WrittenTensors` for
 ``weight_deltas=True``, :class:`WrittenElements` for ``weight_deltas="elements"``. Both keep the
 last versions that this process wrote; relative to any other version, everything has changed.
-Patches are encoded by ``transport/weight_channels/patches.py``.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """File beside an archived weight version that names the other versions it is made of.
 
 The publish path writes it, and `tidegate audit` and the recorder read it. A version that is a whole
-set of the model's own tensors has no such file. JSON, by msgspec; read through
-``transport/regular_files.py``.
+set of the model's own tensors has no such file. The file is JSON.
 """
 
 from pathlib import Path
