@@ -1,8 +1,7 @@
 """Asynchronous staleness policies: bounded staleness, one-step off-policy, and unbounded.
 
 Users choose one in ``tidegate.serve``; the orchestrator's core asks it which groups to admit, hand
-over and drop. Built on the interface in ``staleness.py``; orders of consumption are
-:mod:`~tidegate.policies.consumption`'s functions.
+over and drop.
 
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
