@@ -1,7 +1,7 @@
 """Pauses, sleep and prefix caches of all engines of a run, by vLLM's rules.
 
-Calls are carried out one after another, except for two that end a pause which still waits for
-requests: a resume, and a pause that aborts.
+Calls run one after another. Two calls do not wait for a pause that itself still waits for requests,
+because they end it: a resume, and a pause that aborts.
 """
 
 import asyncio

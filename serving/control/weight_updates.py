@@ -1,9 +1,9 @@
 """Weight updates by vLLM's four phases: receives tensors, then publishes them to all engines.
 
-``init`` once; then ``start``, any number
-of ``update``, and ``finish``, which publishes the tensors to every engine as one version. Until
-then the old version serves: an update that fails changes nothing. Files are read below the
-directories named at start only.
+A trainer calls ``init`` once; then, for each version, ``start``, any number of ``update``, and
+``finish``, which publishes the tensors to every engine as one version. Until then engines serve the
+old version, so an update that fails changes nothing. Files are read only below the directories that
+were named when the server started.
 """
 
 import asyncio

@@ -6,7 +6,7 @@
     handlers: with them, neither a large request nor a client that disconnects blocks the event loop
     or an engine.
 
-Routes and keys are the applications'.
+Applications bring their own routes and keys.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Table of the requests being answered; every choice of a request is a rollout of the run.
 
-Pauses and clients abort requests by it. A choice is an evaluation rollout, outside training: it
-starts without admission, and the run's ledger counts its tokens apart. Independent of HTTP and of
-response bodies.
+Pauses and clients abort requests through this table. A choice is an evaluation rollout, outside
+training: it starts without admission, and the run's ledger counts its tokens separately.
+Independent of HTTP and of response bodies.
 """
 
 import asyncio

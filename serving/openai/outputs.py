@@ -1,8 +1,8 @@
 """New output of a choice since the last read: tokens, log-probs, text, and how the choice ended.
 
-Response bodies, streamed or not, are made of these parts, which an :class:`OutputReader` reads from
-an :class:`ActiveChoice`.
-:class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop token or stop string.
+An :class:`OutputReader` reads this output from an :class:`ActiveChoice`, for response bodies,
+streamed or not. :class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop token
+or stop string.
 """
 
 from collections.abc import Mapping, Sequence

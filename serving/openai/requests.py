@@ -1,7 +1,7 @@
 """Request bodies of completions: OpenAI's API with vLLM's extensions, and vLLM's token requests.
 
-Each also says which options of :meth:`Episode.generate` it stands for. A server adds its own limits
-and fields in its ``requests.py``.
+Each body also gives the options of :meth:`Episode.generate` that it requests. A server adds its own
+limits and fields in its ``requests.py``.
 
 Fields without meaning for an engine (``user``, ``store``, …) are ignored, as by other servers.
 Fields that would change the output are refused by name if they are not honoured.

@@ -9,9 +9,9 @@ loads the older of the two snapshots that are kept, and carries out the requests
 the same requests in the same order give the same weights and results. One snapshot more than
 needed is kept, so that results which a client had not read yet are computed again.
 
-A record is its length and its CRC-32, 4 bytes each, little-endian, and MessagePack. A record that
-was cut off by the crash ends the file, and is cut off it. An append that fails, as on a full disk,
-leaves the file as it was. Methods block.
+A record is its length and its CRC-32 (4 bytes each, little-endian), then MessagePack. If the crash
+cut the last record short, the rest of it is removed from the file. An append that fails, as on a
+full disk, leaves the file as it was. Methods block.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """``asample``: checks a request, samples it as rollouts of the run, and scores its prompt.
 
-Samples are evaluation rollouts by :class:`ActiveRequests`; prompts' log-probs are scores of the
-run.
+Samples are evaluation rollouts (:class:`ActiveRequests`); the log-probs of prompts are scores of
+the run.
 """
 
 import asyncio

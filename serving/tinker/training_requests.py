@@ -1,7 +1,7 @@
 """Requests of models: how each path's body is read, and what is done when its turn comes.
 
 :mod:`app` calls one handler for all of them, and :mod:`recovery` carries them out again after a
-crash. So a request depends on its body, the model's state and the checkpoints only.
+crash. So a request may depend only on its body, the model's state and the checkpoints.
 """
 
 import asyncio
