@@ -1,10 +1,8 @@
 """Log-probabilities of sampled tokens under archived weights, for `tidegate audit`.
 
-Called by :func:`audit_run`. Computed with `transformers`. Penalties, biases and processors are
-written again from their formulas, without the engine's sampling code, so that an engine's fault
-can't hide in its own proof. User-defined processors and grammars can't be replayed: see
-:func:`replay_plan.is_replayable`. Built on ``replay_plan.py``, which says what to compute, and
-``archived_model.py``.
+Computed with `transformers`. Penalties, biases and processors are reimplemented from their
+formulas, without the engine's sampling code, so that an engine's fault can't hide in its own proof.
+User-defined processors and grammars can't be replayed: see :func:`replay_plan.is_replayable`.
 
 Letters in shapes: B contexts, P past positions, T new ones, N tokens, V vocabulary, H heads, D
 width.
