@@ -1,4 +1,4 @@
-"""Ground truth of a simulated run: the steps and weights of its engines, by their own records."""
+"""Ground truth of a simulated run: the steps and weights of its engines, as they recorded them."""
 
 from collections import deque
 from dataclasses import dataclass
