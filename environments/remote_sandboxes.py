@@ -3,8 +3,7 @@
 Each service provides three primitives: run a shell command, upload a file, download a file. With
 these, :class:`RemoteSandbox` runs programs within the time and output limits, by a shell script;
 memory, CPU, disk and network are limited as the service does when it creates a sandbox. Passed to
-:class:`~tidegate.environments.sandboxes.Sandboxes`; the packages are optional. Built on
-``environments/sandboxes.py``.
+:class:`~tidegate.environments.sandboxes.Sandboxes`; the packages are optional.
 """
 
 import asyncio

@@ -4,10 +4,10 @@
         async with sandboxes.take() as sandbox:
             result = await sandbox.run(["python3", "a.py"], files={"a.py": text}, stdin="3 4\n")
 
-Environments and tools call it. A program's own failure (a crash, a timeout, too much memory) is in
-its :class:`ProgramResult`, for the environment to reward; a sandbox that fails through no fault of
-the program raises :class:`~tidegate.errors.SandboxLost`, which the run retries. Providers start the
-sandboxes: :mod:`local_sandboxes` on this machine, :mod:`remote_sandboxes` by other services.
+A program's own failure (a crash, a timeout, too much memory) is in its :class:`ProgramResult`, for
+the environment to reward; a sandbox that fails through no fault of the program raises
+:class:`~tidegate.errors.SandboxLost`, which the run retries. Providers start the sandboxes:
+:mod:`local_sandboxes` on this machine, :mod:`remote_sandboxes` by other services.
 """
 
 import asyncio

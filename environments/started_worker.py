@@ -2,8 +2,7 @@
 
 :class:`EnvironmentPool` starts processes by them; :mod:`worker_process` uses a process's connected
 socket, its output, and its ``kill``. `integrations/ray/ray_environments.py` implements the
-interfaces on a Ray cluster. Built on ``subprocess`` and sockets, and on
-``transport/server_keys.py``.
+interfaces on a Ray cluster.
 """
 
 import os

@@ -11,8 +11,7 @@ would get older. Rewards and advantages are the run's; the loss is TRL's. The ca
 TRL does not report which rows it drops, but its rules are known: rows that are too old or too long
 are dropped when taken, and one micro-batch is taken ahead of training. So :class:`TRLRows`, which
 TRL gets as its queue of samples, discards rows of the first two kinds, and the last are counted
-when TRL stops. Built on a local run (:class:`SyncRollouts`) or a remote one
-(:class:`SyncRemoteRollouts`).
+when TRL stops.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """HTTP client of the doctor (`http.client`): one JSON request at a time, with a timeout.
 
-vllm.py and sglang.py use it. API keys are read by ``transport/server_keys.py``.
+API keys are read by ``transport/server_keys.py``.
 """
 
 import http.client

@@ -1,7 +1,6 @@
 """Doctor's adapter for SGLang: its native HTTP routes, with token ids in and out.
 
-Implements :class:`ExaminedEngine`; :mod:`measuring` creates it if the server is SGLang. Built on
-``http.py`` (its HTTP client) and on the requests of ``examined.py``.
+Implements :class:`ExaminedEngine`; :mod:`measuring` creates it if the server is SGLang.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Doctor's adapter for vLLM, and for servers with its API, such as Tidegate's.
 
 Implements :class:`ExaminedEngine`. Uses the token-id routes if they are on, else the OpenAI ones.
-:mod:`measuring` chooses it by the engine's URL. Built on :mod:`http`.
+:mod:`measuring` chooses it by the engine's URL.
 """
 
 import re

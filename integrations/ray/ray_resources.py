@@ -1,7 +1,4 @@
-"""Placement of a run's processes on a Ray cluster, in their own or the user's placement groups.
-
-Engines, environments and trainer ranks use it. Built on ``ray.util.placement_group``.
-"""
+"""Placement of a run's processes on a Ray cluster, in their own or the user's placement groups."""
 
 from dataclasses import dataclass
 from typing import Any
