@@ -72,7 +72,7 @@ class EngineSocket(Protocol):
 
 
 class OrchestratorLink:
-    """An engine's end of the wire, across reconnections. Used by one thread."""
+    """An engine's end of the wire, across reconnections. For one thread."""
 
     def __init__(self, socket: EngineSocket, hello: Hello, *, clock: Clock = time) -> None:
         """``hello`` holds the fields that never change in this process."""

@@ -35,7 +35,7 @@ protection."""
 
 class KvCache:
     """Allocates block numbers ``[0, num_blocks)`` and caches full blocks by context.
-    Used by one thread."""
+    For one thread."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:

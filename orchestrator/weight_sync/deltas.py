@@ -29,7 +29,7 @@ Digests = dict[str, bytes]
 
 
 class WrittenTensors:
-    """Digests of the tensors of the last versions. Used by one thread at a time."""
+    """Digests of the tensors of the last versions. For one thread at a time."""
 
     def __init__(self) -> None:
         self._digests: dict[int, Digests] = {}
@@ -84,7 +84,7 @@ the norms, engines bring their buffers up to date by patches alone."""
 
 
 class WrittenElements:
-    """Copy of the last set of tensors that was written. Used by one thread at a time."""
+    """Copy of the last set of tensors that was written. For one thread at a time."""
 
     def __init__(self) -> None:
         self._version: int | None = None

@@ -117,7 +117,7 @@ def packs(
 
 
 class Communicator:
-    """This process's rank in a communicator. Used by one thread at a time, except :meth:`close`."""
+    """This process's rank in a communicator. For one thread at a time, except :meth:`close`."""
 
     def __init__(
         self,
