@@ -1,4 +1,4 @@
-"""HTML tables of a few figures, for notebooks: the result of ``_repr_html_`` of runs and batches."""
+"""HTML tables of a few figures, for notebooks: ``_repr_html_`` of runs and batches."""
 
 from collections.abc import Mapping
 from html import escape
