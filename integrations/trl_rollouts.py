@@ -7,7 +7,7 @@
         ).train()
 
 A row is handed over when the trainer asks for one, instead of waiting in TRL's queue, where it
-would get older. Rewards and advantages are the run's; the loss is TRL's. The caller starts the run.
+would get older. The run computes rewards and advantages, TRL the loss. The caller starts the run.
 TRL does not report which rows it drops, but its rules are known: rows that are too old or too long
 are dropped when taken, and one micro-batch is taken ahead of training. So :class:`TRLRows`, which
 TRL gets as its queue of samples, discards rows of the first two kinds, and the last are counted
@@ -313,7 +313,7 @@ class TRLRollouts:
         self.rollout_buffer = TRLRows(run, args, more=self._next_rows, log_metric=self._log_metric)
         self._batches: Iterator[Batch] | None = None
         self._versions_ahead = 0
-        """TRL's version number of the weights served, minus the run's."""
+        """TRL's version number of the weights served, minus the run's version number."""
 
     # ------------------------------------------------------------ TRL's rollout worker
 

@@ -177,7 +177,7 @@ def attend(
 
     Args:
         query: [T, A, D], the group's own tokens, rotated.
-        cache: one layer's.
+        cache: tensor of one layer.
         group: of :func:`plan_group`.
         scratch: at least :func:`scratch_elements` of the cache's dtype, overwritten. A parameter
             because fresh memory for a long context costs more than gathering into it.

@@ -110,7 +110,7 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     are taken from it, otherwise the update is refused. None: the update is complete. Equal in each
     chunk of an update."""
     adapter: Adapter | None = None
-    """The adapter that these tensors belong to, all of them; None: they are the model's. A version
+    """The adapter that all of these tensors belong to; None: they belong to the model. A version
     has only those adapters that come with it."""
     ipc_handle: CudaIpcHandle | None = None
     """The buffer on a GPU, which ``location`` cannot name."""

@@ -68,7 +68,7 @@ class Http:
         return self._request("GET", path, None, self._timeout_s)
 
     def post(self, path: str, body: object, *, timeout_s: float | None = None) -> HttpReply:
-        """Send ``body`` as JSON; the default timeout is the client's.
+        """Send ``body`` as JSON; the default is the client's timeout.
 
         Raises:
             EngineLost: there is no response.

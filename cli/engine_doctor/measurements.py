@@ -118,7 +118,7 @@ class Measurements:
     weight_spans: bool
     """Whether responses say which weights sampled which tokens."""
     mismatch: LogprobMismatch | None
-    """Difference of the engine's log-probs from the model's; None without a model directory."""
+    """Difference between engine's and model's log-probs; None without a model directory."""
     tokenizer: TokenizerCheck | None
     """Comparison of the engine's tokenizer with the directory's; None without a model directory, or
     if the engine has no route to tokenize."""

@@ -1,4 +1,4 @@
-"""Doctor's adapter for vLLM, and for servers with its API, such as Tidegate's.
+"""Doctor's adapter for vLLM, and for servers with vLLM's API, such as Tidegate's server.
 
 Implements :class:`ExaminedEngine`. Uses the token-id routes if they are on, else the OpenAI ones.
 :mod:`measuring` chooses it by the engine's URL.

@@ -284,7 +284,7 @@ class HttpAdapter(EngineAdapter):
         try:
             is_unnamed = await self._send(tensors, label)
         except (HttpStatusError, WeightsRefused, NcclFailed, RuntimeError) as error:
-            raise EngineGone(  # a RuntimeError is torch's, if a GPU or a group member fails
+            raise EngineGone(  # torch raises RuntimeError if a GPU or a group member fails
                 f"{self.kind} may have loaded only some of the weights: {error}; its weights are "
                 "unknown"
             ) from error

@@ -59,7 +59,7 @@ def kv_bytes(
         available_bytes: memory that is free, before this engine has loaded its weights.
         sharers: number of processes that divide it: the engines there, and the trainer.
         weights_bytes: bytes of one set of weights.
-        on_host: whether the memory is the host's, and not a device's.
+        on_host: whether it is host memory, and not device memory.
         share: share of ``available_bytes`` that all of them may take, weights included, in (0, 1];
             None: ``HOST_SHARE`` within ``HOST_KV_BYTES_MAX``, or ``DEVICE_SHARE``.
     """

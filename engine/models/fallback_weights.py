@@ -174,7 +174,7 @@ def refuse_other_tasks(path: Path, config: Any) -> None:
 
 
 def context_tokens_max(config: Any) -> int:
-    """Return the context limit in tokens: the config's, or 32,768 if it has none.
+    """Return the context limit in tokens: 32,768 if the config has no limit.
 
     A ``longrope`` changes the rotation of all positions once a context exceeds the original length,
     which would invalidate cached keys; so the original length is the limit. Beyond Doge's

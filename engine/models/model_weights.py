@@ -66,7 +66,7 @@ class Weights(WeightStore):
         """Communication group of the tensor-parallel ranks; None with one rank."""
         self.whole_config = config
         self.config = shard.local(config)
-        """Config with this rank's sizes; ``whole_config`` has the model's."""
+        """Config with this rank's sizes; ``whole_config`` has the sizes of the whole model."""
         self.embedding = embedding
         """Token embedding, [V, H]."""
         self.layers = layers

@@ -34,7 +34,7 @@ class TensorShard:
         return self.ranks == 1
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """Return the config with this rank's sizes; ``vocab_size`` stays the model's.
+        """Return the config with this rank's sizes, except ``vocab_size``, which stays whole.
 
         Raises:
             ConfigError: the model cannot be split evenly.
@@ -62,7 +62,7 @@ class TensorShard:
         )
 
     def vocabulary(self, config: ModelConfig) -> TensorSlice:
-        """Return the range of tokens whose embeddings and logits are this rank's.
+        """Return the range of tokens whose embeddings and logits this rank holds.
 
         The last rank's may be shorter.
         """

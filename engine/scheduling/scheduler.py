@@ -767,7 +767,7 @@ class EngineScheduler:
     def _add_attachments(
         sequence: EngineSequence, rows: SampledRows, accepted: range, output: StepOutput
     ) -> None:
-        """Add the attachments of the ``accepted`` sampling rows, which are one sequence's."""
+        """Add the attachments of the ``accepted`` sampling rows of one sequence."""
         if accepted.start in output.attachments:
             rows.add_attachments(sequence, [output.attachments[index] for index in accepted])
         if accepted.start in output.routed_experts:

@@ -123,7 +123,7 @@ class RayPlacement:
             remove_placement_group(group)
 
     def remove_all(self) -> None:
-        """Remove all groups created here, but not the user's."""
+        """Remove all groups created here, but not those of the user."""
         from ray.util.placement_group import remove_placement_group
 
         if self._is_shared_own:

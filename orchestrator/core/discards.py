@@ -270,7 +270,7 @@ class Discards:
     # ------------------------------------------------------------ statistics
 
     def by_reason(self, *, generated_tokens: int) -> dict[str, DiscardStatistics]:
-        """Return the discards by reason. ``generated_tokens`` is the ledger's, for the share."""
+        """Return discards by reason. ``generated_tokens``: the ledger's count, for the share."""
         return {
             reason: tally.snapshot(generated_tokens)
             for reason, tally in sorted(self._tallies.items())

@@ -150,7 +150,7 @@ turn was removed are counted in the right ledger by their handle."""
 
 
 class StepOutcome(Struct, gc=False):
-    """Result of filing a step: commands, and token counts by ledger account."""
+    """Result of appending a step's tokens: commands, and token counts by ledger account."""
 
     commands: list[Command]
     train_tokens: int = 0
@@ -162,7 +162,7 @@ class StepOutcome(Struct, gc=False):
 
 
 class TokenAppender:
-    """Files the steps of one engine, in the order in which they arrive."""
+    """Appends the tokens of one engine's steps to their turns, in the order of arrival."""
 
     __slots__ = ("_coalescer", "_last_turns")
 

@@ -80,7 +80,7 @@ class Turn:
         self.filed = 0
         """Number of output tokens that are in the rollout's context."""
         self.deferred_tokens: DeferredTokens | None = None
-        """Collection that holds the output tokens after the ``filed`` ones; None if none does."""
+        """Columns that hold the output tokens after the first ``filed`` ones; None if none do."""
         self.runs: list[VersionRun] = []
         self.prefills: Sequence[TurnPrefill] = ()
         self.finish_reason: str | None = None

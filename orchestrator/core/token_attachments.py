@@ -47,7 +47,7 @@ class AttachmentColumn:
         return self.start + len(self.values) // self._first.entry_bytes
 
     def has_type_of(self, attachment: Attachment) -> bool:
-        """Whether entries of ``attachment`` have the dtype and shape of this column's."""
+        """Whether entries of ``attachment`` have this column's dtype and shape."""
         first = self._first
         return attachment.dtype == first.dtype and attachment.shape == first.shape
 

@@ -448,7 +448,7 @@ class Episode:
     def branch(
         self, context: Sequence[int], reason: str, *, media: Sequence[Media] = ()
     ) -> "Episode":
-        """Return a branch with another context than this one's; ``reason`` is recorded."""
+        """Return a branch with another context; ``reason`` is recorded."""
         self._refuse_if_over()
         if self._replay_branches:
             row, *later = self._replay_branches

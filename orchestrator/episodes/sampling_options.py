@@ -40,7 +40,8 @@ class SamplingOptions(TypedDict, total=False):
     """Further keywords of ``generate``; each is described in ``SamplingParams``."""
 
     seed: int
-    """Replaces the seed made of group, rollout and turn; equal contexts then sample equally."""
+    """Replaces the seed derived from group, rollout and turn; equal contexts then sample
+    equally."""
     min_p: float
     """Share of the likeliest token's probability below which tokens are excluded, in [0, 1]; 0
     keeps all."""

@@ -74,7 +74,7 @@ def _copy(damaged: Path, connection: sqlite3.Connection, target: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 2 if nothing can be salvaged."""
+    """Run the command; the exit status is 2 if no record can be copied."""
     parser = argparse.ArgumentParser(description="Keep what is before a journal's first damage.")
     parser.add_argument("damaged", type=Path)
     parser.add_argument("target", type=Path, metavar="new_file")

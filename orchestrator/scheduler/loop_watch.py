@@ -142,7 +142,7 @@ _NOT_USER_CODE = (
     sysconfig.get_path("purelib"),
     "<frozen",
 )
-"""Path prefixes of code that is never named as the cause: ours, Python's and libraries'."""
+"""Path prefixes of code that is never named as the cause: Tidegate, Python and libraries."""
 
 
 def _location(frame: FrameType) -> str:

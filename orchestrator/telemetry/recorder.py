@@ -117,7 +117,7 @@ class Recorder:
     def weights(self, version: int, state_dict: "Mapping[str, torch.Tensor]", parts: Any) -> None:
         """Archive published weights, copied before this returns.
 
-        ``parts`` is the :class:`WeightParts` that says what else the version is made of.
+        ``parts`` is the :class:`WeightParts` that says what else the version consists of.
         """
 
     def adapter_weights(

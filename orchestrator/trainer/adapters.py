@@ -184,7 +184,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         *,
         on_batch: OnBatch | None = None,
     ) -> None:
-        """``settings``: the run's, with the adapter's own of batches and staleness."""
+        """``settings``: those of the run, with the adapter's own batch and staleness settings."""
         AdapterHandle.__init__(self, run, name)
         BatchHandle.__init__(self, on_batch)
         self._adapter = self.name

@@ -153,7 +153,7 @@ class Run:
     def stop(self) -> None:
         """End engines, episodes and the thread; wait for all of it. Harmless if repeated.
 
-        Does nothing in a forked child, because thread, sockets and engines are the parent's.
+        Does nothing in a forked child, because thread, sockets and engines belong to the parent.
         """
         if self.owner_pid != os.getpid():
             return

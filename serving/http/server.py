@@ -210,7 +210,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 async def serve_app(
     app: ASGIApp, listening: socket.socket, *, body_bytes_max: int, **settings: Any
 ) -> None:
-    """Serve ``app`` on a listening socket until cancelled; ``settings`` are uvicorn's."""
+    """Serve ``app`` on a listening socket until cancelled; ``settings`` go to uvicorn."""
     server = make_server(app, body_bytes_max=body_bytes_max, **settings)
     own = listening.dup()  # closed with the server; the caller's stays for another one
     try:

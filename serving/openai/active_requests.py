@@ -34,7 +34,7 @@ SEED_BITS = 63
 
 
 def choice_seeds(seed: int | None, choices: int) -> list[int]:
-    """Return seeds of one prompt's choices; each prompt begins with the request's, as in vLLM."""
+    """Return one prompt's seeds by choice, from the request's seed on, as in vLLM."""
     if seed is None:
         return [secrets.randbits(SEED_BITS) for _ in range(choices)]
     return [seed + number for number in range(choices)]

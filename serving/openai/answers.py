@@ -110,7 +110,7 @@ class ActiveCompletion:
 
     @property
     def name(self) -> str:
-        """Id of the answer: the client's, or the name of its first choice."""
+        """Id of the answer: the client's id, or the name of the first choice."""
         return self.request.request_id or self.choices[0].name
 
     async def wait(self) -> None:

@@ -41,7 +41,7 @@ class StopConditions:
     """Tokens and strings that end an output, and how its text is cut there."""
 
     stop_token_ids: frozenset[int] = frozenset()
-    """All stop tokens: the model's own and the request's."""
+    """All stop tokens: those of the model and those of the request."""
     model_stops: frozenset[int] = frozenset()
     """Stop tokens that the model names and the request does not."""
     stop_strings: tuple[str, ...] = ()

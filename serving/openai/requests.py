@@ -443,7 +443,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
     @property
     def tokens_max(self) -> int | None:
-        """Limit of output tokens per choice: the newer field's, else the older's."""
+        """Limit of output tokens per choice: from the newer field, else from the older one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

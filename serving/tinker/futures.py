@@ -172,7 +172,7 @@ class FutureTable:
 
 
 def failure_of(error: Exception) -> RequestFailure:
-    """Return how a client reads an exception: its own fault, or the server's."""
+    """Return whose fault an exception is, as clients read it: their own, or the server's fault."""
     is_users = isinstance(error, UserError) or (isinstance(error, ApiError) and error.status < 500)
     if is_users or isinstance(error, RunClosed | TidegateError | ApiError):
         return RequestFailure(str(error), "user" if is_users else "server")

@@ -85,7 +85,7 @@ class ModelCreated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: LoraSpec
     user_metadata: dict[str, Any] | None = None
     checkpoint_path: str | None = None
-    """The checkpoint that it was made of."""
+    """The checkpoint that it was made from."""
     optimizer: bool = False
     """Whether the checkpoint's optimizer state was loaded, too."""
 

@@ -52,7 +52,7 @@ class ModelRequestBody(Protocol):
 
     @property
     def seq_id(self) -> int:
-        """Number of the request among the model's."""
+        """Number of the request among the model's requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 The publish path writes to a channel's sender, an engine's staging reads from its receiver. A
 channel moves named byte buffers and uses only the size of a dtype; the engine checks whether names
-and shapes fit its model. The phases are vLLM's: init, start, update, finish. A channel takes part
-in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases 1 and
-3; phases 2 and 4 carry no data.
+and shapes fit its model. The phases are those of vLLM: init, start, update, finish. A channel takes
+part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases 1
+and 3; phases 2 and 4 carry no data.
 """
 
 import math
