@@ -191,7 +191,7 @@ class E2BRemote:
     """A sandbox of E2B's package."""
 
     sandbox: Any
-    """Its ``AsyncSandbox``."""
+    """The service's ``AsyncSandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
         """Run a command; exit statuses other than 0 are exceptions there."""
@@ -248,7 +248,7 @@ class ModalRemote:
     """A sandbox of Modal's package."""
 
     sandbox: Any
-    """Its ``Sandbox``."""
+    """The service's ``Sandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
         """Run a command."""
@@ -324,7 +324,7 @@ class DaytonaRemote:
     """A sandbox of Daytona's package."""
 
     sandbox: Any
-    """Its ``AsyncSandbox``."""
+    """The service's ``AsyncSandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
         """Run a command."""

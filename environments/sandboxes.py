@@ -68,7 +68,7 @@ class ProgramResult:
     ended_by: EndedBy
     """``exit``, or the limit for which it was killed."""
     exit_status: int
-    """Its exit status, or minus the number of the signal that ended it."""
+    """The program's exit status, or minus the number of the signal that ended it."""
     stdout: str
     """Standard output as UTF-8, with invalid bytes replaced."""
     stderr: str

@@ -222,7 +222,7 @@ def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASK
 def _mass(row, rule, threshold, top_k, TILE: tl.constexpr, MASKED: tl.constexpr):
     """Return the total weight of the tokens that top-k keeps.
 
-    Of those that tie for the last of the k, only as many as make up k are counted.
+    Of the tokens that tie for the last of the k places, only as many as complete k are counted.
     """
     count = tl.full((), 0, tl.int32)
     lowest = tl.full((), 0.0, tl.float32)

@@ -292,7 +292,7 @@ class DrawReports:
             self.kept_ids.ctypes.data,
         )
         self.address = ctypes.addressof(self._structure)
-        """Of the columns' addresses, for compiled code."""
+        """Address of the C structure that holds the columns' addresses."""
 
 
 def native(

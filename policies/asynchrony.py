@@ -77,8 +77,8 @@ class BoundedStaleness(StalenessPolicy):
     accumulation. All k are trained at the same version, so a rollout that ends while the trainer
     trains on the first of them need not wait for the next version: fewer tokens are masked, and
     engines and trainer wait less (docs/scheduling.md). The number plans at which version the next
-    batch will be trained; what a version is made from is what its publish names. A trainer that
-    publishes more often ages the groups that wait, some of which are then too old."""
+    batch will be trained; what a version is made from is what its publish names. If a
+    trainer publishes more often, waiting groups age, and some may become too old."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -104,7 +104,7 @@ class UpdateProbe:
     kept: Distance | None = None
     """After the update back to the engine's own weights, without clearing the cache."""
     salted: Distance | None = None
-    """The same as ``kept``, with another cache salt."""
+    """After the same update as for ``kept``, with another cache salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,8 +85,8 @@ class Row:
     """LoRA adapter to apply; empty for none."""
     experts_from: int | None = None
     """First context position whose routed experts to report, up to the row's last, if the row
-    samples. Those of the row's own tokens are recorded in any case, for later rows and for turns
-    that share their blocks; None records and reports none."""
+    samples. Routed experts of the row's own tokens are recorded in any case, for later rows
+    and for turns that share their blocks; None records and reports none."""
 
 
 class DecodeRows(Sequence[Row]):

@@ -124,8 +124,8 @@ class WeightStore:
         self._redundant_patches: dict[str, list[ElementPatch]] = {}
         """Patches of this update to tensors that are tied to others, by their own names."""
         self._early_copies: dict[str, tuple[str, torch.Tensor]] = {}
-        """Tensors that were published before the tensor that they are tied to, and are compared
-        once that one is loaded: name and copy, by the name of the other tensor."""
+        """Tensors that arrived before the tensor that they are tied to, kept for a comparison with
+        it: name and copy, by the name of the other tensor."""
 
     def is_redundant(self, name: str) -> bool:
         """Whether the tensor carries no information, so that it may be omitted or ignored."""

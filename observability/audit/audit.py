@@ -694,8 +694,8 @@ def _wrong_kept_sets(segments: Iterable[Segment]) -> list[Problem]:
 
 
 def _wrong_routes(replays: Iterable[Replay]) -> list[Problem]:
-    """Report positions whose recorded routed experts are not those that the weights choose which
-    computed them. Experts whose scores are as close as the tolerance may change places."""
+    """Report positions whose recorded routed experts differ from the choice of the weights that
+    computed the positions. Experts whose scores are as close as the tolerance may change places."""
     problems = []
     for replay in replays:
         if replay.routes is None:

@@ -95,10 +95,9 @@ BATCH_TOKENS_MAX = 2048
 of a 150,000-token vocabulary would take more than 1 GB."""
 
 FLOAT32_NOISE_FACTOR = 3.0
-"""Factor for the noise of replays in float32 of engines that computed in float32. Equal weights
-then give slightly different replays, by which one of two histories seems closer by chance: over 40
-tokens by a standard deviation of some six nats, which this factor makes two, far from the odds at
-which a tag counts as wrong."""
+"""Factor for the noise of float32 replays of float32 engines. Two replays with equal weights differ
+slightly, so one of two histories seems closer by chance: over 40 tokens, by a standard deviation of
+some six nats. This factor reduces it to two, far from the odds at which a tag counts as wrong."""
 
 EDGE = 1e-5
 """Rounding error of a cumulative sum of probabilities. A token this close to the top-p threshold

@@ -270,8 +270,8 @@ class Core:
 
     @property
     def consumption_version(self) -> int:
-        """Version at which a batch handed over now will be trained: after the batches that the
-        trainer holds, of which each publish names ``batches_per_version``."""
+        """Version at which a batch handed over now will be trained: after all batches that the
+        trainer holds, with ``batches_per_version`` of them in each publish."""
         return self.trainer_version + self.handed.num_held // self.policy.batches_per_version
 
     @property

@@ -34,7 +34,7 @@ class Group(Struct):
     body: bytes = b""
     """The task as bytes, if a journal keeps it; then a resume needs no iterator for it."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """Its ``group_size`` rollouts, then their branches."""
+    """The group's ``group_size`` rollouts, then their branches."""
     running: int = 0
     """Number of rollouts whose episode runs; branches are not counted."""
     oldest_possible_version: int = 0

@@ -49,7 +49,7 @@ LOST_BATCHES_MAX = 64
 def batches_of_publish(
     held: Sequence[int], *, batches_per_version: int, is_ahead: bool, has_lost: bool
 ) -> tuple[int, ...]:
-    """Return the batches that a publish which names none was made from: those that the trainer
+    """Return the batches that a publish without ``batches`` was made from: all that the trainer
     holds.
 
     A trainer that takes one batch at a time holds just the batch that it has trained on.
@@ -127,8 +127,8 @@ class HandedBatch:
 
     @property
     def oldest_trained_version(self) -> int | None:
-        """Oldest version that sampled a token of the batch which is neither masked nor in a row
-        that the trainer has discarded; None without such a token."""
+        """Oldest version of the batch's trained tokens, without masked tokens and without rows that
+        the trainer has discarded; None if no token is left."""
         rows = (row for row in self.rows if row.discard_reason is None)
         return min(
             (v for row in rows if (v := row.oldest_trained_version) is not None), default=None
@@ -352,7 +352,7 @@ class HandOvers:
         """Record that the trainer's next version is made from these batches, which it trained on at
         ``trainer_version``; return those whose planned version was another.
 
-        A batch that was named for a publish which failed keeps the version of that time.
+        A batch keeps the version at which it was first named, even if that publish failed.
         """
         self.has_lost = False
         changed: list[HandedBatch] = []

@@ -1093,9 +1093,9 @@ class WeightControl:
     def _supersede(self, version: int) -> Outgoing:
         """Abandon an unreleased version, because version ``version`` is about to be written.
 
-        ``start`` of the new version stops the engines that copy the old one; each replies that it
-        failed, or that it had staged the old one. If both have the same number, the replies could
-        not be distinguished, so the old version's copies are waited for.
+        ``start`` of the new version stops the engines that copy the old version. Each such engine
+        replies that it failed, or that it had staged the old version. If both versions have the
+        same number, their replies look alike, so the old version's copies must end first.
         """
         update, before = self.update, self._base
         if update is None or update.is_released:

@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
 
 
 class TokenText(NamedTuple):
-    """What one token of an output adds to it. The parts of all tokens join to the whole."""
+    """Text that one token adds to an output. The texts of all tokens join to the whole text."""
 
     text: str
     """Characters that the token completes; empty for one that ends within its first character."""

@@ -36,7 +36,7 @@ class InvalidToolCall:
     text: str
     """The call as the model wrote it."""
     error: str
-    """What is wrong with it."""
+    """Why the call can't be parsed."""
 
 
 @dataclass(frozen=True, slots=True)

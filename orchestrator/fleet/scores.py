@@ -25,7 +25,7 @@ LOGPROB_MAX = 1e-3
 """Largest accepted log-prob: rounding may put a probability above 1."""
 
 Pooling = Literal["last", "mean", "none"]
-"""Which hidden states an embedding is: the last token's, their mean, or all of them."""
+"""Hidden states that make an embedding: the last token's, their mean, or all of them."""
 
 Floats = npt.NDArray[np.float32]
 

@@ -41,8 +41,8 @@ RANK_NAME = "dp0:pp0:pcp0:tp0:"
 """Prefix that vLLM puts before a tensor's name in checksums; the server is one rank."""
 
 LORA_DIRECTORY_ADAPTERS_MAX = 32
-"""Adapters of the LoRA directory that stay loaded, SkyRL's jax engine trains as many by default. Of
-rank 32, one for a model of 8 billion parameters takes about 175 MB in each engine."""
+"""Adapters of the LoRA directory that stay loaded; SkyRL's jax engine trains as many by default. An
+adapter of rank 32 for a model of 8 billion parameters takes about 175 MB in each engine."""
 
 _ONLY_BELOW = (
     "files are read below the model's directory, and below those that the server was started with "

@@ -366,7 +366,7 @@ class RecoveredModel:
     requests: Sequence[RequestAccepted]
     """Requests since the snapshot, by ``seq_id``."""
     failures: Mapping[int, FailureRecorded]
-    """Those of them that failed by the server's fault, by ``seq_id``."""
+    """Failures of these requests that are the server's fault, by ``seq_id``."""
 
 
 def read_model(directory: Path) -> RecoveredModel | None:

@@ -62,7 +62,7 @@ class TrainingWork:
     entry: Entry
     run: Work
     record: RequestAccepted | None = None
-    """What the journal has of it; None for the model's creation."""
+    """The request's record in the journal; None for the model's creation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,11 +75,11 @@ class TrainedModel:
     journal: ModelJournal | None = None
     """None if the server keeps no state."""
     order: RequestOrder[TrainingWork] = field(default_factory=lambda: RequestOrder(1, True))
-    """Its requests; the creation of the model runs as the first."""
+    """Order of the model's requests; the creation of the model is the first."""
     journal_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by each call of the journal."""
     requested_s: float = field(default_factory=time.time)
-    """Unix time of its last request."""
+    """Unix time of the model's last request."""
     steps: int = 0
     """Number of optimizer steps done."""
     has_gradient: bool = False
@@ -89,12 +89,12 @@ class TrainedModel:
 
     @property
     def spec(self) -> LoraSpec:
-        """What its adapter consists of."""
+        """Shape of the model's adapter: rank and trained parts."""
         return self.created.spec
 
     @property
     def session_id(self) -> str:
-        """Its session."""
+        """Id of the model's session."""
         return self.created.session_id
 
     @property

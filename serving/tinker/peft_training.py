@@ -56,7 +56,7 @@ class _Model:
     """One adapter in training."""
 
     name: str
-    """Its name in PEFT's model; a model id may have dots, which PEFT refuses."""
+    """The adapter's name in PEFT's model; a model id may have dots, which PEFT refuses."""
     parameters: dict[str, torch.nn.Parameter]
     """Trained parameters, by PEFT's names in adapter files."""
     optimizer: torch.optim.AdamW

@@ -207,7 +207,8 @@ class SampleRunner:
         return samples
 
     def _spans(self, turn: "GeneratedTurn", adapter: str) -> list[dict[str, Any]]:
-        """Return which weights sampled which tokens, and whose KV these attended to."""
+        """Return spans of tokens, each with the version that sampled it and the versions of its
+        KV."""
         return [
             {
                 "start": span.start,

@@ -79,8 +79,8 @@ class GroundTruth:
         return content
 
     def arrived(self, event: StepArrived) -> None:
-        """Check that a step which the core handled is the next that its engine process sent, or the
-        first of a later process.
+        """Check that a step handled by the core is the next step of its engine process, or the
+        first step of a later process.
 
         Raises:
             AssertionError: a step was skipped, or handled twice.

@@ -35,9 +35,9 @@ class ElementPatch:
     """Decoded patch of one tensor."""
 
     index: npt.NDArray[np.int64]
-    """[C], of the changed elements in row-major order, ascending."""
+    """[C], indices of the changed elements in row-major order, ascending."""
     difference: Bits
-    """[C], added to each element's bits; wraps around. Of the dtype's size."""
+    """[C], added to each element's bits, as integers of the dtype's size that wrap around."""
 
 
 def bits_of(data: memoryview | npt.NDArray[np.uint8], dtype: str) -> Bits:
