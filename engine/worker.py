@@ -67,9 +67,9 @@ PR_SET_PDEATHSIG = 1
 
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which another thread keeps Python's interpreter lock while the stepping thread
-waits for it, by :func:`sys.setswitchinterval`. At Python's 5 ms, staging a patched version delayed
-the longest decode step by 1.0 to 2.5 usual ones (``benchmarks.engine.steps --patches``, small
-model, 32 turns), because decoding patches is Python and numpy; at this value by 0.35."""
+waits for it, set with :func:`sys.setswitchinterval`. At Python's 5 ms, staging a patched version
+delayed the longest decode step by 1.0 to 2.5 usual ones (``benchmarks.engine.steps --patches``,
+small model, 32 turns), because decoding patches is Python and numpy; at this value by 0.35."""
 
 
 def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> int:

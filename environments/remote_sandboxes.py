@@ -1,7 +1,7 @@
-"""Sandboxes of remote services by their Python packages: E2B, Modal and Daytona.
+"""Sandboxes of remote services, through their Python packages: E2B, Modal and Daytona.
 
 Each service provides three primitives: run a shell command, upload a file, download a file. With
-these, :class:`RemoteSandbox` runs programs within the time and output limits, by a shell script;
+these, :class:`RemoteSandbox` runs programs within the time and output limits, with a shell script;
 memory, CPU, disk and network are limited as the service does when it creates a sandbox. Passed to
 :class:`~tidegate.environments.sandboxes.Sandboxes`; the packages are optional.
 """

@@ -195,7 +195,7 @@ def _reply(call: calls.WorkerCall, result: Any) -> calls.WorkerReply:
 
 
 def _as_text(result: Any) -> str:
-    """Return a tool's result: strings unchanged, plain data as JSON, anything else by ``str``."""
+    """Return a tool's result: strings unchanged, plain data as JSON, anything else with ``str``."""
     if isinstance(result, str):
         text = result
     else:

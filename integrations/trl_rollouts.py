@@ -52,7 +52,7 @@ class TRLArguments(Protocol):
     max_staleness: int
     token_budget: int | None
     """Largest number of tokens per row. If 0 or less, rows have no limit and a micro-batch has a
-    fixed number of rows. TRL replaces None by a number."""
+    fixed number of rows. TRL replaces None with a number."""
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     weight_sync_steps: int

@@ -6,8 +6,8 @@ then differ by much more than rounding. Trainers call :func:`replay_routed_exper
 forward pass; the engine's transformers fallback, the audit and measurements call
 :func:`record_routed_experts`.
 
-Replay replaces a router's ``topk`` by the given ids. Scores, softmax or sigmoid, normalisation and
-scaling stay the model's own, computed from its present weights, so gradients reach the router
+Replay replaces a router's ``topk`` with the given ids. Scores, softmax or sigmoid, normalisation
+and scaling stay the model's own, computed from its present weights, so gradients reach the router
 through the weights of the replayed experts.
 
 Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference

@@ -31,7 +31,7 @@ class Column(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    """Dtype by torch's name, e.g. ``float32``."""
+    """Torch's name of the dtype, e.g. ``float32``."""
     count: Count
     """Number of elements of the array."""
     shape: list[Count] = []

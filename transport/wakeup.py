@@ -1,4 +1,4 @@
-"""Thread-safe wakeup of a thread that polls sockets, by an eventfd.
+"""Thread-safe wakeup of a thread that polls sockets: an eventfd.
 
 All access goes through one lock, because writing to a descriptor by number after the other thread
 has closed it would hit whatever file has the number since.

@@ -33,7 +33,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    """Dtype by torch's name: ``float32``, ``bfloat16``, …"""
+    """Torch's name of the dtype: ``float32``, ``bfloat16``, …"""
     shape: Annotated[list[int], msgspec.Meta(max_length=16)]
     offset: Count
     """Offset of the first byte from the start of the buffer."""

@@ -92,7 +92,7 @@ class SleepableMemory(Protocol):
 
 
 class SleepableHostMemory:
-    """Host memory, by the functions of ``memory/host_memory.py``."""
+    """Host memory, released with the functions of ``memory/host_memory.py``."""
 
     regions_of = staticmethod(host_memory.regions_of)
     release = staticmethod(host_memory.release)

@@ -88,7 +88,7 @@ class HttpAdapter(EngineAdapter):
         raise NotImplementedError
 
     async def _stop_all(self) -> None:
-        """Wake the server, end all requests, and pause by ``abort``, whatever its state."""
+        """Wake the server, end all requests, and pause with ``abort``, whatever its state."""
         raise NotImplementedError
 
     async def _capabilities(self, label: str) -> Capabilities:

@@ -508,7 +508,7 @@ class VllmAdapter(HttpAdapter):
         )
 
     def _refuse_transfer(self, backend: str) -> None:
-        """Refuse a server that accepts no weights by ``backend``, ``nccl`` or ``ipc``."""
+        """Refuse a server that accepts no weights through ``backend``, ``nccl`` or ``ipc``."""
         started_with = (self._config.get("weight_transfer_config") or {}).get("backend")
         if self._release < TRANSFER_SINCE or not TRANSFER_ROUTES.issubset(self._paths):
             reason = f"use {TRANSFER_SINCE[0]}.{TRANSFER_SINCE[1]} or newer"

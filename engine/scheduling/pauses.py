@@ -76,7 +76,7 @@ class PauseGate:
         self._swap = update
 
     def swap_due(self, running_turns: int) -> FinishWeightUpdate | None:
-        """Return the swap that can be done now. Sequences frozen by ``keep`` never finish, so no
+        """Return the swap that can be done now. Sequences frozen with ``keep`` never finish, so no
         swap waits for them."""
         swap = self._swap
         if swap is None or (swap.pause_mode == "wait" and running_turns > 0 and self.turns_run):

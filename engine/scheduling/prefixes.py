@@ -99,7 +99,8 @@ class Prefixes:
         return found
 
     def reuse(self, sequence: EngineSequence, found: list[int]) -> None:
-        """Replace the sequence's own blocks by the ``found`` ones; their positions are computed."""
+        """Replace the sequence's own blocks with the ``found`` ones; their positions are
+        computed."""
         if not found:
             return
         end = sequence.shared_blocks + len(found)

@@ -181,7 +181,7 @@ def _is_contiguous(target: CopyTarget) -> bool:
 def _replace_with_parts(
     targets: Mapping[str, CopyTarget], name: str, parts: Mapping[str, CopyTarget]
 ) -> dict[str, CopyTarget]:
-    """Replace ``name`` by ``parts``, keeping the model's order."""
+    """Replace ``name`` with ``parts``, keeping the model's order."""
     converted: dict[str, CopyTarget] = {}
     for other, target in targets.items():
         converted |= parts if other == name else {other: target}
@@ -190,7 +190,7 @@ def _replace_with_parts(
 
 @contextmanager
 def _conversions_of(module: Any, *, uses_default: bool) -> Iterator[None]:
-    """Make transformers convert as when it loaded the module, or by its defaults."""
+    """Make transformers convert as when it loaded the module, or with its defaults."""
     missing = object()
     saved = getattr(module, "_weight_conversions", missing)
     if uses_default and saved is not missing:
@@ -251,7 +251,7 @@ def _inverse(
     converted: Mapping[str, torch.Tensor],
     directory: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor] | None:
-    """Number the elements of ``state`` by their positions in ``directory``."""
+    """Number the elements of ``state`` with their positions in ``directory``."""
     total = sum(tensor.numel() for tensor in state.values())
     if total != sum(tensor.numel() for tensor in directory.values()):
         return None

@@ -355,6 +355,6 @@ def _as_signed(difference: Bits) -> torch.Tensor:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Check all values by their sum, which is as fast as reading memory. The sum of large numbers
-    may overflow, so if it is not finite each value is checked."""
+    """Check all values through their sum, which is as fast as reading memory. The sum of large
+    numbers may overflow, so if it is not finite each value is checked."""
     return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())

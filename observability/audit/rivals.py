@@ -123,7 +123,8 @@ class RivalVerdict:
 
 
 def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[RivalVerdict]:
-    """Compare replayed rivals with the replayed record, by the noise of each engine's tokens.
+    """Compare replayed rivals with the replayed record, relative to the noise of each engine's
+    tokens.
 
     See :func:`judge_exactly` for replays that are equal to the record to the bit.
     """

@@ -198,7 +198,7 @@ class Batch:
 
     @property
     def teacher_logprobs(self) -> torch.Tensor | None:
-        """[R, T] float32: log-prob of each sampled token by the model that
+        """[R, T] float32: log-prob of each sampled token under the model that
         ``episode.attach_teacher`` asked; 0 on other tokens, NaN on sampled ones that were not
         scored."""
         return self._padded(self.packed.teacher_logprobs)

@@ -605,7 +605,7 @@ class GroupTracker(OutstandingGroupIndex):
         return ev.RetryEpisode(rollout, group.task, delay_s)
 
     def _reward_failure(self, rollout: Rollout, reward: float) -> list[ev.Command]:
-        """Settle a rollout that failed by the model's doing: it is trained on with the failure
+        """Settle a rollout that failed because of the model: it is trained on with the failure
         policy's reward."""
         commands: list[ev.Command] = []
         for row in rollout.rows:

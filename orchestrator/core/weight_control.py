@@ -173,7 +173,7 @@ class ReserveAbandoned(Struct, frozen=True):
 
 
 class PauseRequested(Struct, frozen=True):
-    """The user pauses all engines by ``mode``, or resumes them (None). Resolved once all have
+    """The user pauses all engines with ``mode``, or resumes them (None). Resolved once all have
     confirmed."""
 
     call: int
@@ -627,7 +627,7 @@ class WeightControl:
         self._clears_cache = False
         self._users_mode: PauseMode | None = None
         self._sleeping_mode: PauseMode | None = None
-        """Mode by which engines were paused for a sleep; None once they are to be awake."""
+        """Mode in which engines were paused for a sleep; None once they are to be awake."""
         self._is_policy_halted = False
         """Whether the staleness policy pauses the engines."""
         self._bad_until: int | None = None

@@ -310,7 +310,7 @@ class Conversation(Generic[Row]):
 
     @property
     def renders_slowly(self) -> bool:
-        """Whether even short messages are better rendered by :meth:`read_ahead`."""
+        """Whether even short messages are better rendered with :meth:`read_ahead`."""
         return self._template.is_slow
 
     async def read_ahead(
@@ -454,7 +454,7 @@ class Conversation(Generic[Row]):
         return turn
 
     def _stopping_at(self, call_end: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return options by which a turn stops at the end of its first tool call."""
+        """Return options that stop a turn at the end of its first tool call."""
         token_id = self._model.tokenizer.token_to_id(call_end)
         if token_id is None:
             stops = [*(options.get("stop_strings") or ()), call_end]

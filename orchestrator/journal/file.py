@@ -199,8 +199,8 @@ class JournalFile:
         self._unmerged_bytes += len(body) + PAGE_BYTES  # a commit writes whole pages
 
     def _compact(self, snapshot: JournalSnapshot) -> None:
-        """Replace records by a snapshot. A row that the snapshot covers only in part stays; reading
-        skips its covered records."""
+        """Replace records with a snapshot. A row that the snapshot covers only in part stays;
+        reading skips its covered records."""
         execute = self._connection.execute
         execute("DELETE FROM snapshots")
         execute(

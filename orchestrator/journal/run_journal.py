@@ -158,7 +158,7 @@ class RunJournal:
             self._pending_actions.append((self._appended, action))
 
     def compact_if_due(self) -> None:
-        """Replace the events by a snapshot of the core, if there are many."""
+        """Replace the events with a snapshot of the core, if there are many."""
         due = max(SNAPSHOT_AFTER_BYTES, SNAPSHOT_SHARE * self._snapshot_bytes)
         if self._keeps_events or self._store.bytes_since_snapshot < due:
             return

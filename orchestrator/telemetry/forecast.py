@@ -286,7 +286,7 @@ def _made_per_kept(ledger: LedgerSnapshot) -> float:
 
 
 def _peak_tokens_per_s(engine: EngineStatistics) -> float:
-    """Return the throughput with all slots busy, by a linear fit of step time over rows."""
+    """Return the throughput with all slots busy, from a linear fit of step time over rows."""
     cost = predictions.fit_decode_cost(
         steps=engine.steps,
         rows=engine.rows,

@@ -70,7 +70,7 @@ PATCHED_ITEM_BYTES = 2
 element; there whole tensors are sent, if they have changed."""
 
 SAMPLE_BYTES = 256
-"""Bytes by which matrices are compared before all of their bytes are."""
+"""Bytes of a matrix that are compared before all of its bytes are."""
 
 PATCH_SHARE_MAX = 0.1
 """Largest size of a patch, as a share of its tensor's bytes; above it the tensor is sent whole. An

@@ -112,7 +112,7 @@ class EnginePauses:
     # ------------------------------------------------------------ sleep
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Pause by ``mode``; then release memory, from level 1 on."""
+        """Pause with ``mode``; then release memory, from level 1 on."""
         if not 0 <= level <= 2:
             raise ApiError(400, f"level must be 0, 1 or 2, got {level}", param="query.level")
         await self.pause(mode, clear_cache=level >= 1)

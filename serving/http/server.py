@@ -294,7 +294,7 @@ def bearer_token(authorization: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Access rules of a server: decides by a request's headers whether it is answered.
+    """Access rules of a server: decides from a request's headers whether to answer it.
 
     A web page that a user of this host has open can send requests to servers here. The browser
     names the page in ``Origin``, and the name that the page used for the server in ``Host``. A page
@@ -380,7 +380,7 @@ def _body_type(headers: Headers) -> str:
 
 
 class AccessGuard:
-    """ASGI middleware that refuses requests by an :class:`AccessPolicy`."""
+    """ASGI middleware that refuses requests according to an :class:`AccessPolicy`."""
 
     def __init__(
         self,

@@ -353,8 +353,8 @@ class Completer:
     ) -> Prompt:
         """Return a conversation's prompt, as the model's chat template renders it.
 
-        The tokens up to the end of its last assistant message are replaced by ``prefix``, if there
-        is one. A conversation that ``is_large`` is rendered in a thread.
+        The tokens up to the end of its last assistant message are replaced with ``prefix``, if
+        there is one. A conversation that ``is_large`` is rendered in a thread.
         """
         if not messages:
             raise ApiError(400, "messages must be a list of at least one message")

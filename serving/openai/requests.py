@@ -160,7 +160,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         "frequency_penalty",
         "repetition_penalty",
     )
-    """Fields that are options of ``generate`` by the same name."""
+    """Fields that are options of ``generate`` under the same name."""
 
     @property
     def own_seed(self) -> int | None:

@@ -111,7 +111,7 @@ class FutureTable:
             entry.done.set()
 
     async def carry_out(self, entry: Entry, work: Work) -> None:
-        """Do a request's work, and resolve its entry by what that returns or raises."""
+        """Do a request's work, and resolve its entry with the result or the exception."""
         entry.has_begun = True
         try:
             outcome: Outcome = await work()

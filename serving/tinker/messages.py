@@ -1,4 +1,4 @@
-"""Bodies of the Tinker API's JSON requests, by the SDK's names; unknown fields are refused.
+"""Bodies of the Tinker API's JSON requests, under the SDK's names; unknown fields are refused.
 
 :mod:`app`, :mod:`listings`, :mod:`sampling` and :mod:`training_requests` decode bodies into these
 msgspec structures. Fields that the server does not serve are here too, so that :mod:`app` refuses

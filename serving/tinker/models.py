@@ -389,7 +389,7 @@ def _digest(canonical: bytes) -> bytes:
 
 
 def request_id(model: TrainedModel, record: RequestAccepted) -> str:
-    """Return the id by which clients ask for a request's result."""
+    """Return the id under which clients ask for a request's result."""
     return f"{model.model_id}:{record.seq_id}"
 
 

@@ -242,7 +242,7 @@ class PeftTraining:
                 )
 
     def optim_step(self, model_id: str, step: AdamStep) -> Mapping[str, float]:
-        """Update the adapter by its gradient, clear the gradient, and return metrics."""
+        """Update the adapter with its gradient, clear the gradient, and return metrics."""
         model = self._models[model_id]
         parameters = [p for p in model.parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)

@@ -41,7 +41,8 @@ class GroundTruth:
             self._processes[engine][-1].append(sent)
 
     def computed(self, engine: str, adapter: str, version: int, content: int) -> None:
-        """Record that an engine computes turns by the weights ``content`` as an adapter's version.
+        """Record that an engine computes turns with the weights ``content`` as an adapter's
+        version.
 
         Raises:
             AssertionError: other weights have been used under the same tag, or these are torn.

@@ -38,7 +38,7 @@ _TYPES = {
     "bfloat16": 9,
     "float8_e4m3fn": 10,
 }
-"""ncclDataType_t values by torch's dtype names."""
+"""ncclDataType_t values by torch's name of the dtype."""
 
 _SUM = 0
 """Value of ncclSum in NCCL's ncclRedOp_t."""
