@@ -142,7 +142,7 @@ class BlockMemory:
         return sum(part.nbytes // len(part) for layer in self._layers for part in layer.states())
 
     def open(self, rows: Sequence[PassRow]) -> "OpenBlocks":
-        """Return the cache of one forward pass, in which each row has as many new tokens.
+        """Return the cache of one forward pass, in which all rows have equally many new tokens.
 
         If the model has states, all rows start at 0 or none does, and no row's new tokens pass the
         end of a block, because a forward pass leaves one state per row.

@@ -133,7 +133,8 @@ class DecodeRows(Sequence[Row]):
         return iter(self._rows)
 
     def reports(self, vocab: int) -> DrawReports | None:
-        """Return where a draw reports what the options ask for; None if they ask for nothing."""
+        """Return the arrays for what the options have a draw report; None if they request
+        nothing."""
         if self._reports is None and self.options:
             self._reports = reports_of(self.options, len(self), vocab)
         return self._reports
@@ -159,7 +160,7 @@ class DecodeRows(Sequence[Row]):
 
 
 class AdapterTensors(Protocol):
-    """Tensors of adapters with weight versions of their own, such as ``AdapterVersions``."""
+    """Interface to tensors of adapters with weight versions of their own."""
 
     def tensors(self, key: AdapterVersion) -> object:
         """Return the tensors of a version in memory."""
@@ -169,7 +170,7 @@ class NoAdapterTensors:
     """The tensors of an engine that has no such adapters."""
 
     def tensors(self, key: AdapterVersion) -> object:
-        """Refuse: no row may name one."""
+        """Raise, because no row may name such an adapter."""
         raise KeyError(key)
 
 

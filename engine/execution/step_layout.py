@@ -93,7 +93,7 @@ class StepLayout:
         self.outputs_all_tokens = np.array_equal(
             self.output_tokens, np.arange(self.row_of_token.size)
         )
-        """Whether ``asked`` is all tokens, in order."""
+        """Whether ``output_tokens`` are all tokens, in order."""
         self.adapters = _adapters([sizes.adapters[n] for n in self.order], self.row_of_token)
         """Key and token indices of each adapter in the step; None as indices means all tokens."""
 

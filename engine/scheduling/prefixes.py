@@ -22,7 +22,7 @@ class PrefixSessions:
         self._cache = cache
         self._sessions_max = sessions_max
         self._protected: OrderedDict[int, ProtectedBlocks] = OrderedDict()
-        """Wanted blocks by session number, least recently used session first."""
+        """Protected blocks by session number, least recently used session first."""
 
     def protect_blocks(self, sequence: EngineSequence) -> None:
         """Protect a sequence's cached blocks for its session. Called before the sequence releases

@@ -242,8 +242,8 @@ class ScoreQueue:
         ]
 
     def refuse(self, is_meant: Callable[[AdapterVersion], bool], reason: str) -> list[Message]:
-        """Drop the requests that use an adapter with versions of its own that ``is_meant``; return
-        their answers."""
+        """Drop the requests whose adapter version ``is_meant``; return their answers. Adapters that
+        are part of the weights have no version."""
         refused = [
             state
             for state in self._requests.values()

@@ -332,7 +332,7 @@ class EngineSequence:
         """Forget all KV but the leading full blocks of ``version``; return the blocks past those.
 
         None if there is nothing to forget. Blocks are not overwritten in place, because other
-        sequences may hold them, and because a recurrent state is that at the end of its block.
+        sequences may hold them, and because a block's recurrent state is that at the block's end.
         """
         kept_positions = self.history.leading(version)
         if kept_positions == self.computed:

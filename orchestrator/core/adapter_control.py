@@ -202,7 +202,7 @@ class _Adapter:
     publish: _AdapterPublish | None = None
     """Publish under way; None if there is none."""
     queued: list[AdapterPublishRequested] = field(default_factory=list)
-    """Publishes that begin once the one under way has ended, whose caller was cancelled."""
+    """Publishes that wait for the end of the publish under way, whose caller was cancelled."""
 
 
 class AdapterControl:

@@ -131,7 +131,7 @@ def _resume_group(
 
 
 def _discard_agents_group(core: "Core", group: Group, reason: str) -> list[ev.Command]:
-    """Discard a group that other groups' episodes sample: with that group, if it still runs."""
+    """Discard a group sampled by another group's episodes: with that group, if it still runs."""
     if group.home is not None:
         adapter, home = group.home
         of_home = core.base.of(adapter)

@@ -28,7 +28,7 @@ class Group(Struct):
     task: object
     """Object that the user's iterator gave; passed to the episode, never inspected."""
     key: TaskKey | None = None
-    """Identity of the task; None for an evaluation's."""
+    """Identity of the task; None for a task of an evaluation."""
     digest: bytes = b""
     """Digest by which the task is recognised after a crash."""
     body: bytes = b""

@@ -374,8 +374,8 @@ class HandOvers:
     def release_emptied(self) -> bool:
         """Remove batches without a row to train from admission; return whether there were any.
 
-        They count until the next version, because most trainers publish after every batch. One that
-        asks for another batch when no more can fill goes on without a version.
+        Empty batches count until the next version, because most trainers publish after every batch.
+        If a trainer requests another batch when none can fill, they are removed without a version.
         """
         left = deque(
             b for b in self.holding if b.version is not None or b.number not in self.emptied

@@ -43,7 +43,7 @@ class ReleasedVersions:
         self._raise_live_version()
 
     def join(self, engine: str, version: int | None) -> None:
-        """Record that an engine joined, holding ``version``; None: it gets the newest once it needs
+        """Record that an engine joined, holding ``version``; None: it gets the newest when it needs
         one."""
         self._hold(engine, self.released if version is None else version)
         self._raise_live_version()

@@ -58,7 +58,7 @@ class TurnTracker:
         self.live_version = 0
         """Oldest version that may sample a turn submitted now. Never falls."""
         self.is_served = True
-        """Whether there is a version to sample with: the model directory's is, from the start."""
+        """Whether there is a version to sample with: the model directory's, from the start."""
         self.next_handle = 0
         self.adapters: Mapping[str, int] = {}
         """Newest released version of each adapter with versions of its own."""
