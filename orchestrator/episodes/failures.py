@@ -89,8 +89,8 @@ class FailureClass:
 def classify(error: BaseException, rollout: Rollout) -> FailureClass:
     """Return the cause of the error that ended an episode, and its reason.
 
-    If the model has sampled nothing, the policy is not the cause: infrastructure then is the cause
-    of a timeout, and the task's prompt that of a full context.
+    If the model has sampled nothing, the policy is not the cause: then infrastructure is the cause
+    of a timeout, and the task's prompt is the cause of a full context.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -2,7 +2,7 @@
 
 The run reads them once at its start; episodes and the HTTP servers share them. Reads no weights and
 imports no torch. A group's rollouts append the same texts, so the tokens of the last few are
-cached.
+cached. Built on the ``tokenizers`` library, ``tool_calls.py`` and ``core/token_arrays.py``.
 """
 
 import asyncio

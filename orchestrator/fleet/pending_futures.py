@@ -1,4 +1,4 @@
-"""Futures of calls that wait on the run's loop, keyed by what resolves them.
+"""Futures of calls that wait on the run's loop, by what resolves them.
 
 The scheduler and its parts register and resolve them; a failed run fails all of them.
 """
