@@ -226,7 +226,7 @@ class OtherModel:
     """Carries out ``asample`` requests of a base model that has a run of its own."""
 
     def __init__(self, run: "Run", *, takes_stability: bool) -> None:
-        """``run`` has started. The methods are called on another event loop than the run's loop."""
+        """``run`` has started. The methods are called on another loop than the run's."""
         assert run.scheduler is not None
         self._run = run
         scheduler = run.scheduler
