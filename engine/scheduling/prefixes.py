@@ -2,8 +2,8 @@
 
 A sequence follows the tree from the root of the live weights as far as its tokens match, and adds
 each block that it fills. It leaves the tree once part of its KV is from older weights. A session
-lasts from one turn of a rollout to the next, for example during a tool call; the cache evicts
-contexts of sessions last.
+is a row of a rollout that may continue with another turn, for example after a tool call; the cache
+evicts the contexts of sessions last.
 """
 
 from collections import OrderedDict
