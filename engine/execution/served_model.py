@@ -79,8 +79,8 @@ class ServedModel(Protocol):
         """Return the bytes of one position's keys and values in all layers."""
 
     def state_bytes(self) -> int:
-        """Return the bytes of one context's recurrent state in all layers, of which each KV block
-        holds one; 0 for a model of attention only."""
+        """Return the bytes of one context's recurrent state in all layers; each KV block holds one
+        such state. 0 for a model of attention only."""
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
         """Load the weights if they are not loaded, allocate the KV cache, and return the runner."""

@@ -275,7 +275,7 @@ EVALUATION_PRIORITY = -1
 
 
 class ServedVersions(Protocol):
-    """Versions that engines serve: :class:`TurnTracker`'s, or those of a trained adapter."""
+    """Versions that engines serve: of the run's weights, or of a trained adapter."""
 
     live_version: int
     """Oldest version that may sample a turn submitted now. Never falls."""

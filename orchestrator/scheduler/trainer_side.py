@@ -26,7 +26,7 @@ from tidegate.orchestrator.telemetry.recorder import Recorder
 log = logging.getLogger("tidegate")
 
 Handle = Callable[[ev.Event, EpisodeFunction | None], None]
-"""Feeds one event to the run's core; the function is that of an episode which the event starts."""
+"""Feeds one event to the run's core, with the function of an episode that the event starts."""
 
 
 class TrainerSide:

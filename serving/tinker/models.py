@@ -165,10 +165,10 @@ class ModelTrainer:
     ) -> str:
         """Carry out a request when all of the model's earlier ones have ended; return its id.
 
-        The request is in the journal before it is put in its place: one that can't be written is
-        refused and leaves nothing behind, so a restarted server has all that this one carries out.
-        Sending a request again changes nothing; ``canonical`` is its canonical form, by which it is
-        recognised.
+        The request is in the journal before it gets its place. A request that can't be written is
+        refused and leaves nothing behind, so a restarted server has every request that this server
+        carries out. Sending a request again changes nothing; ``canonical`` is the canonical form by
+        which it is recognised.
 
         Raises:
             ApiError: another request had this ``seq_id``, it is too far ahead, or it can't be
