@@ -1,6 +1,6 @@
 """Rows of figures beside a peer's: measured by turns, and printed as they come.
 
-Ours and the peer run alternately, so that a busy machine slows both. Standard library only.
+Ours and the peer run alternately, so that a busy machine slows both.
 """
 
 import argparse

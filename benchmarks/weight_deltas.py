@@ -1,11 +1,11 @@
 """Bytes and time of publishing patches of elements, after steps of Adam (`weight_deltas`).
 
-Called by `python -m benchmarks.weights --deltas`. Master weights are float32, published in
-bfloat16, as mixed-precision trainers do. Each tensor takes ten steps of torch's AdamW to warm its
-moments up, and one more, whose change is published. Gradients are random: Adam's steps have the
-size of the learning rate whatever the gradients' is. The engine's part is Tidegate's own staging
-store, whose buffer is brought from the version before the live one to the next by two patches. The
-peer is the whole set: its bytes, and the CPU time to load it from memory.
+Master weights are float32, published in bfloat16, as mixed-precision trainers do. Each tensor takes
+ten steps of torch's AdamW to warm its moments up, and one more, whose change is published.
+Gradients are random: Adam's steps have the size of the learning rate whatever the gradients' is.
+The engine's part is Tidegate's own staging store, whose buffer is brought from the version before
+the live one to the next by two patches. The peer is the whole set: its bytes, and the CPU time to
+load it from memory.
 """
 
 import tempfile

@@ -1,7 +1,4 @@
-"""Entry point of `python -m tidegate.cli`, the same as the command `tidegate`.
-
-Calls :func:`tidegate.cli.command.main`.
-"""
+"""Entry point of `python -m tidegate.cli`, the same as the command `tidegate`."""
 
 from tidegate.cli.command import main
 

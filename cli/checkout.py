@@ -1,7 +1,7 @@
 """Commands that need a clone of the repository: `tidegate demo` and `tidegate bench`.
 
 Each replaces this process with a program of `examples/` or `benchmarks/` and passes all arguments
-on. Built on ``os.execv``, on ``cli/conventions.py`` for messages, and on no other part of Tidegate.
+on.
 """
 
 import os

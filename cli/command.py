@@ -3,7 +3,7 @@
 The console script `tidegate` calls :func:`main`. A command is a typer-annotated function in another
 module of this folder, and its docstring is its help. To add one, import its module here and
 register it with :func:`_add`. Such modules must not import anything heavy at the top, because
-`tidegate --help` imports all of them. Built on ``cli/conventions.py``, which lays out the help.
+`tidegate --help` imports all of them.
 """
 
 import sys

@@ -1,7 +1,6 @@
 """Conventions shared by all commands: exit statuses, arguments, and the layout of help.
 
-Every command module imports it, so it imports nothing heavy. Built on typer, and on
-``transport/printable.py`` for safe output.
+Every command module imports it, so it imports nothing heavy.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """The `tidegate doctor` command: prints an engine's findings with remedies, or as JSON.
 
-:mod:`engine_doctor` measures the engine and judges the results. Built on typer and
-``cli/conventions.py``.
+:mod:`engine_doctor` measures the engine and judges the results.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Import of objects named `module:name` in a configuration, and checks of their arguments.
 
 `tidegate run`'s TOML file and `tidegate replay --policy` name objects this way. Imports users'
-modules. Built on ``importlib``, ``inspect`` and pydantic, and on
-``orchestrator/settings/suggestions.py`` for the errors.
+modules.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Output of `tidegate plan`: a table for people, or one JSON object per choice.
 
-:mod:`plan` calls it; :mod:`tidegate.simulation.planning` computes the rows.
+:mod:`tidegate.simulation.planning` computes the rows.
 """
 
 import dataclasses

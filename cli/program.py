@@ -1,8 +1,7 @@
 """Parser of a run's TOML file for `tidegate run`: settings, tasks, episode function, trainer.
 
 Reads the file, applies overrides from flags, imports what it names and checks all arguments;
-:mod:`tidegate.cli.run` runs the result. Built on ``tomllib`` and the settings of
-``orchestrator/settings/config.py``.
+:mod:`tidegate.cli.run` runs the result.
 
     [run]                          # the settings of tidegate.serve
     model = "path/to/model"

@@ -1,7 +1,7 @@
 """The commands `tidegate serve` and `tidegate tinker`: serve a model over HTTP until Ctrl-C.
 
 Call :func:`tidegate.vllm_server` and :func:`tidegate.tinker_server`. Imports nothing heavy before a
-command runs. Built on ``cli/conventions.py`` and the keys of ``transport/server_keys.py``.
+command runs.
 """
 
 import os

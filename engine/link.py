@@ -1,11 +1,10 @@
 """An engine's connection to the orchestrator: handshake, acknowledged step stream and heartbeats.
 
-Used by the engine loop and ``external/engine_loop.py``, over a DEALER socket. The link survives a
-lost connection and a restarted orchestrator. A session begins with the engine's hello, which lists
-its turns and weights, and the orchestrator's welcome; then all unacknowledged step messages are
-sent again. A message that arrives between hello and welcome was sent before the hello was read, so
-it is dropped; the orchestrator repeats it if it is still valid. Unacknowledged steps are kept by
-``transport/streams.py``.
+Own and external engines use it, over a DEALER socket. The link survives a lost connection and a
+restarted orchestrator. A session begins with the engine's hello, which lists its turns and weights,
+and the orchestrator's welcome; then all unacknowledged step messages are sent again. A message that
+arrives between hello and welcome was sent before the hello was read, so it is dropped; the
+orchestrator repeats it if it is still valid.
 """
 
 import time
@@ -73,7 +72,7 @@ class EngineSocket(Protocol):
 
 
 class OrchestratorLink:
-    """An engine's end of the wire, across reconnections. Used by one thread."""
+    """An engine's end of the wire, across reconnections. For one thread."""
 
     def __init__(self, socket: EngineSocket, hello: Hello, *, clock: Clock = time) -> None:
         """``hello`` holds the fields that never change in this process."""

@@ -1,9 +1,8 @@
 """Command line and start-up of an engine process: ``python -m tidegate.engine.worker``.
 
-Started by the orchestrator or by hand; opens the model, builds the engine's parts and runs
-``EngineLoop``. Exit status: 0 ended on request or because the orchestrator is gone, 1 a defect, 2 a
-model or setting that cannot work, 3 refused by the orchestrator. The parts are ``served_model.py``
-(model), ``scheduler.py``, ``staging.py`` and ``link.py``.
+The orchestrator starts it, or a user by hand. Exit status: 0 ended on request or because the
+orchestrator is gone, 1 a defect, 2 a model or setting that cannot work, 3 refused by the
+orchestrator.
 """
 
 import argparse
@@ -68,9 +67,9 @@ PR_SET_PDEATHSIG = 1
 
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which another thread keeps Python's interpreter lock while the stepping thread
-waits for it, by :func:`sys.setswitchinterval`. At Python's 5 ms, staging a patched version delayed
-the longest decode step by 1.0 to 2.5 usual ones (``benchmarks.engine.steps --patches``, small
-model, 32 turns), because decoding patches is Python and numpy; at this value by 0.35."""
+waits for it, set with :func:`sys.setswitchinterval`. At Python's 5 ms, staging a patched version
+delayed the longest decode step by 1.0 to 2.5 usual ones (``benchmarks.engine.steps --patches``,
+small model, 32 turns), because decoding patches is Python and numpy; at this value by 0.35."""
 
 
 def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> int:

@@ -1,8 +1,7 @@
 """Wire protocol between a pool and its worker processes: length-prefixed MessagePack frames.
 
 :mod:`worker_process` sends calls, :mod:`worker` replies. Each call gets one reply with its number.
-Nothing is unpickled, so data from an environment can be wrong but is never executed. Built on
-msgspec.
+Nothing is unpickled, so data from an environment can be wrong but is never executed.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
-"""Names of the form ``module:name``: checked in the run's process, imported in the worker's.
+"""Names of the form ``module:name``: checked in the run, imported in worker processes.
 
-The pool and tools check them; the worker and adapters of environment packages import them. Built on
-``importlib``.
+The pool and tools check them; the worker and adapters of environment packages import them.
 """
 
 import importlib

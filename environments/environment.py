@@ -1,8 +1,8 @@
 """Interface of an environment: reset, then steps; actions and observations are text.
 
-Users implement :class:`Environment`; worker processes call it. Independent of models, tokens and
-training. Depends on msgspec only. Any class with these three methods is an environment; each method
-may be plain or ``async``:
+Users implement :class:`Environment`; worker processes call its methods. Independent of models,
+tokens and training. Any class with these three methods is an environment; each method may be plain
+or ``async``:
 
     class Guess:
         def reset(self, *, seed: int, task: Any) -> Observation:

@@ -24,9 +24,9 @@ class TurnLimits:
     """Limits and sampling options of a dialogue's turns."""
 
     max_tokens: int | None
-    """Limit of one turn; None for the run's."""
+    """Token limit of one turn; None for the run's limit."""
     context_tokens_max: int | None
-    """Limit of the whole context including the turn; None for the engines'."""
+    """Token limit of the whole context including the turn; None for the engines' limit."""
     options: SamplingOptions
     """Further keyword arguments of each ``Episode.generate``."""
 

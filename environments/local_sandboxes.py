@@ -33,7 +33,7 @@ WORK = "/work"
 """Work directory of programs, in the sandbox."""
 
 NOBODY = 65534
-"""User and group id of programs in the sandbox, and outside too if the run is root's."""
+"""User and group id of programs in the sandbox, and outside too if root started the run."""
 
 START_TIMEOUT_S = 30.0
 """Longest time for a sandbox to be ready; bubblewrap's take 0.03 s, containers 0.5 s."""

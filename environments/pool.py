@@ -9,7 +9,7 @@
 The pool has a thread and an event loop of its own, so it can be used from any loop or thread. When
 a process dies, the environment that caused it fails. The process's other environments are replayed
 in another process: reset with the same seed and task, given the same actions, and checked for the
-same observations. Built on uvloop and :mod:`worker_process`.
+same observations.
 """
 
 import asyncio

@@ -1,10 +1,9 @@
-"""Sandboxes of remote services by their Python packages: E2B, Modal and Daytona.
+"""Sandboxes of remote services, through their Python packages: E2B, Modal and Daytona.
 
 Each service provides three primitives: run a shell command, upload a file, download a file. With
-these, :class:`RemoteSandbox` runs programs within the time and output limits, by a shell script;
+these, :class:`RemoteSandbox` runs programs within the time and output limits, with a shell script;
 memory, CPU, disk and network are limited as the service does when it creates a sandbox. Passed to
-:class:`~tidegate.environments.sandboxes.Sandboxes`; the packages are optional. Built on
-``environments/sandboxes.py``.
+:class:`~tidegate.environments.sandboxes.Sandboxes`; the packages are optional.
 """
 
 import asyncio
@@ -192,7 +191,7 @@ class E2BRemote:
     """A sandbox of E2B's package."""
 
     sandbox: Any
-    """Its ``AsyncSandbox``."""
+    """The service's ``AsyncSandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
         """Run a command; exit statuses other than 0 are exceptions there."""
@@ -249,7 +248,7 @@ class ModalRemote:
     """A sandbox of Modal's package."""
 
     sandbox: Any
-    """Its ``Sandbox``."""
+    """The service's ``Sandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
         """Run a command."""
@@ -325,7 +324,7 @@ class DaytonaRemote:
     """A sandbox of Daytona's package."""
 
     sandbox: Any
-    """Its ``AsyncSandbox``."""
+    """The service's ``AsyncSandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
         """Run a command."""

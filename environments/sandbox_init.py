@@ -67,8 +67,8 @@ CALLS_ON_PROCESSES = {
         "ioprio_set": (30, 1),
     },
 }  # fmt: skip
-"""Calls by which a process changes another of its user, with the index of the argument that names
-that process. They fail with EPERM for pid 1."""
+"""System calls that change another process, with the index of the argument that names the process.
+They fail with EPERM for pid 1."""
 
 FORBIDDEN_CALLS = {
     "x86_64": {
@@ -82,8 +82,8 @@ FORBIDDEN_CALLS = {
         "userfaultfd": 282, "io_uring_setup": 425,
     },
 }  # fmt: skip
-"""Calls that give memory which no limit counts, or that programs need least and kernel exploits
-most. They fail with EPERM, except in containers, whose runtime has a filter and a cgroup."""
+"""System calls that give memory beyond all limits, or that kernel exploits need and programs do
+not. They fail with EPERM, except in containers, whose runtime has a filter and a cgroup."""
 
 SOCKET_CALL = {"x86_64": 41, "aarch64": 198}
 

@@ -4,10 +4,10 @@
         async with sandboxes.take() as sandbox:
             result = await sandbox.run(["python3", "a.py"], files={"a.py": text}, stdin="3 4\n")
 
-Environments and tools call it. A program's own failure (a crash, a timeout, too much memory) is in
-its :class:`ProgramResult`, for the environment to reward; a sandbox that fails through no fault of
-the program raises :class:`~tidegate.errors.SandboxLost`, which the run retries. Providers start the
-sandboxes: :mod:`local_sandboxes` on this machine, :mod:`remote_sandboxes` by other services.
+A program's own failure (a crash, a timeout, too much memory) is in its :class:`ProgramResult`, for
+the environment to reward; a sandbox that fails through no fault of the program raises
+:class:`~tidegate.errors.SandboxLost`, which the run retries. Providers start the sandboxes:
+:mod:`local_sandboxes` on this machine, :mod:`remote_sandboxes` by other services.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class ProgramResult:
     ended_by: EndedBy
     """``exit``, or the limit for which it was killed."""
     exit_status: int
-    """Its exit status, or minus the number of the signal that ended it."""
+    """The program's exit status, or minus the number of the signal that ended it."""
     stdout: str
     """Standard output as UTF-8, with invalid bytes replaced."""
     stderr: str

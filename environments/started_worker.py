@@ -1,9 +1,8 @@
 """Start of a pool's worker processes: the interfaces, and the implementation on this machine.
 
-:class:`EnvironmentPool` starts processes by them; :mod:`worker_process` uses a process's connected
-socket, its output, and its ``kill``. `integrations/ray/ray_environments.py` implements the
-interfaces on a Ray cluster. Built on ``subprocess`` and sockets, and on
-``transport/server_keys.py``.
+:class:`EnvironmentPool` starts processes through them; :mod:`worker_process` uses a process's
+connected socket, its output, and its ``kill``. `integrations/ray/ray_environments.py` implements
+the interfaces on a Ray cluster.
 """
 
 import os

@@ -1,7 +1,7 @@
 """JSON schema and argument check of a tool function, derived from its type hints.
 
 The worker process uses it for each tool. ``def search(query: str, limit: int = 5)`` takes a string
-and an optional integer, and nothing else. Built on ``inspect`` and msgspec.
+and an optional integer, and nothing else.
 """
 
 import inspect

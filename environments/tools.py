@@ -1,7 +1,5 @@
 """Tool calls of an episode, executed in a pool's worker processes; arguments in, text out.
 
-Built on :mod:`pool`, :mod:`calls` and the episode's activities.
-
     tools = Tools(pool, {"search": "my_tools:search", "python": "my_tools:run"})
     ...
     episode.append(await tools.call("search", {"query": "tides"}, timeout_s=10.0))

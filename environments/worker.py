@@ -5,8 +5,7 @@
 The pool starts it with any Python that has the environments' packages; it needs msgspec and this
 package, but not the orchestrator's dependencies. It runs as two processes: the worker, and a keeper
 that kills whatever the worker's environments started and left behind. The pool applies timeouts and
-kills the process. Built on ``environments/calls.py`` (the protocol with the pool),
-``environment.py`` and ``tool_signature.py``.
+kills the process.
 
 Plain methods run one after another in the main thread, because libraries that use signals need it.
 ``async`` methods run concurrently on an event loop in a second thread.
@@ -196,7 +195,7 @@ def _reply(call: calls.WorkerCall, result: Any) -> calls.WorkerReply:
 
 
 def _as_text(result: Any) -> str:
-    """Return a tool's result: strings unchanged, plain data as JSON, anything else by ``str``."""
+    """Return a tool's result: strings unchanged, plain data as JSON, anything else with ``str``."""
     if isinstance(result, str):
         text = result
     else:

@@ -2,7 +2,7 @@
 
 All methods run on the pool's event loop. Calls that compute are sent one at a time, so that the
 pool can name the call that a process was running when it died or hung. A call's timeout begins when
-it is sent. Built on asyncio and :mod:`calls`.
+it is sent.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
-"""A user-defined harness of verifiers: a program that calls tools until it can answer. //
-``verifiers_agent.py`` names it; verifiers imports it and starts its program. Built on the package
-``verifiers``."""
+"""A user-defined harness of verifiers: a program that calls tools until it can answer.
+
+``verifiers_agent.py`` names it; verifiers imports it and starts its program.
+"""
 
 import sys
 from typing import Any

@@ -1,7 +1,6 @@
 """Warm-up demonstrations for the coding task: right programs, and those that lack parentheses.
 
-``agent_demo`` makes :class:`CodingDemonstrations` for ``tiny_model``, which trains on them. Depends
-on ``coding`` and torch.
+``agent_demo`` makes :class:`CodingDemonstrations` for ``tiny_model``, which trains on them.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Trainer for ``tidegate run``, named by examples/run.toml: GRPO as in grpo.py, with its arguments.
 
-`tidegate run` calls :func:`train` with a started run, tasks and an episode. Built on ``grpo``.
+`tidegate run` calls :func:`train` with a started run, tasks and an episode.
 """
 
 import itertools

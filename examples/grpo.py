@@ -1,7 +1,7 @@
 """GRPO training loop on asynchronous rollouts, and one optimizer step of it.
 
 The demos (``async_grpo``, ``agent_demo``, ``configured``) call :func:`learn` with their tasks and
-episode. Built on ``policies/objectives.py``, torch and transformers.
+episode.
 
 Shapes: R rows in a batch, P of them in one pass, T tokens in the longest of these, N sampled ones.
 """

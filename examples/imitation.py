@@ -2,8 +2,7 @@
 
 ``tiny_model`` runs it in two phases: the first, until the model has a skill; the second, in which
 it learns to use the skill rarely, so that RL has something to improve. A
-:class:`DemonstrationSource` supplies demonstrations and measures the skill. Built on torch and
-transformers.
+:class:`DemonstrationSource` supplies demonstrations and measures the skill.
 
 Shapes: B demonstrations in a batch, T tokens in the longest of them.
 """

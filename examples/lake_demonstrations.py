@@ -1,7 +1,6 @@
 """Warm-up demonstrations for the FrozenLake player: good and partly random walks over lakes.
 
-``agent_demo`` makes :class:`LakeDemonstrations` for ``tiny_model``, which trains on them. Built on
-``frozen_lake`` and torch.
+``agent_demo`` makes :class:`LakeDemonstrations` for ``tiny_model``, which trains on them.
 
 Shapes: B walks in a batch, T tokens in the longest of them.
 """

@@ -5,7 +5,7 @@
         …
 
 It is written as for OpenAI's API: messages in, a message out, tool calls answered by messages.
-Tasks and grader are the calculator example's.
+Tasks and grader are those of the calculator example.
 """
 
 import json

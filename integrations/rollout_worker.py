@@ -1,8 +1,8 @@
 """Rollout worker for OpenRLHF and verl: their method names, over a fleet of Tidegate engines.
 
 Those frameworks call :class:`RolloutWorker` to generate, score, sleep and update weights, one call
-after the other. There is no staleness control: the caller decides when weights change. Built on
-evaluation episodes of a run of :func:`tidegate.serve_sync`.
+after the other. There is no staleness control: the caller decides when weights change. Generation
+runs evaluation episodes of a run of :func:`tidegate.serve_sync`.
 """
 
 import datetime

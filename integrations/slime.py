@@ -6,8 +6,7 @@
 
 slime calls :func:`generate_rollout` in its rollout manager, and :func:`mark_weights` in its trainer
 once a version's files are written. The run generates ahead of the trainer, up to its
-``max_staleness``; the training loop, the advantages and the loss are slime's. Built on a run of
-:func:`tidegate.serve_sync` and its :class:`SyncRollouts`.
+``max_staleness``; slime has the training loop, the advantages and the loss.
 """
 
 import copy

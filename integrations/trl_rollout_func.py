@@ -9,8 +9,8 @@
 
 Users call it as ``tidegate.trl_rollout_func``. TRL calls the returned function once per generation
 batch and waits for it, so rollouts are on-policy. The function publishes the trainer's weights
-first, because TRL itself sends weights only to vLLM. The training loop, the advantages and the loss
-are TRL's. Built on a run of :func:`tidegate.serve_sync` (:class:`SyncRollouts`) and on accelerate.
+first, because TRL itself sends weights only to vLLM. TRL has the training loop, the
+advantages and the loss.
 """
 
 import importlib.metadata

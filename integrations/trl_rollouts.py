@@ -7,12 +7,11 @@
         ).train()
 
 A row is handed over when the trainer asks for one, instead of waiting in TRL's queue, where it
-would get older. Rewards and advantages are the run's; the loss is TRL's. The caller starts the run.
+would get older. The run computes rewards and advantages, TRL the loss. The caller starts the run.
 TRL does not report which rows it drops, but its rules are known: rows that are too old or too long
 are dropped when taken, and one micro-batch is taken ahead of training. So :class:`TRLRows`, which
 TRL gets as its queue of samples, discards rows of the first two kinds, and the last are counted
-when TRL stops. Built on a local run (:class:`SyncRollouts`) or a remote one
-(:class:`SyncRemoteRollouts`).
+when TRL stops.
 """
 
 import logging
@@ -53,7 +52,7 @@ class TRLArguments(Protocol):
     max_staleness: int
     token_budget: int | None
     """Largest number of tokens per row. If 0 or less, rows have no limit and a micro-batch has a
-    fixed number of rows. TRL replaces None by a number."""
+    fixed number of rows. TRL replaces None with a number."""
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     weight_sync_steps: int
@@ -314,7 +313,7 @@ class TRLRollouts:
         self.rollout_buffer = TRLRows(run, args, more=self._next_rows, log_metric=self._log_metric)
         self._batches: Iterator[Batch] | None = None
         self._versions_ahead = 0
-        """TRL's version number of the weights served, minus the run's."""
+        """TRL's version number of the weights served, minus the run's version number."""
 
     # ------------------------------------------------------------ TRL's rollout worker
 

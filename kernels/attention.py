@@ -1,9 +1,8 @@
 """Attention over a paged KV cache on the CPU, with torch: KV writes, index plans, masked attention.
 
-Used by ``engine/models/model.py`` where compiled code does not apply; the GPU's counterpart is
-``paged_attention.py``. A layer's cache is one tensor [blocks, 2, K, block_tokens, D], keys at 0 and
-values at 1. A block of one head is contiguous, so a context is gathered in one call without a
-transposition.
+It runs where compiled code does not apply; ``paged_attention.py`` is the GPU's counterpart. A
+layer's cache is one tensor [blocks, 2, K, block_tokens, D], keys at 0 and values at 1. A block of
+one head is contiguous, so a context is gathered in one call without a transposition.
 
 Letters in shapes: T tokens of a step, R rows (turns), Q query tokens per row, A query heads, K KV
 heads, D head_dim, B blocks per row, C context positions (B x block_tokens).
@@ -178,7 +177,7 @@ def attend(
 
     Args:
         query: [T, A, D], the group's own tokens, rotated.
-        cache: one layer's.
+        cache: tensor of one layer.
         group: of :func:`plan_group`.
         scratch: at least :func:`scratch_elements` of the cache's dtype, overwritten. A parameter
             because fresh memory for a long context costs more than gathering into it.

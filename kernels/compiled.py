@@ -1,9 +1,8 @@
 """Builds and loads the C++ kernels beside these files, once per machine, on first use.
 
-Used by the modules that wrap compiled functions. Building targets this machine's processor, takes
-some seconds and a C++ compiler, and needs no torch headers. The library is cached under
-``$XDG_CACHE_HOME/tidegate``; without a compiler callers fall back to torch. Built on the system's
-compiler and ctypes.
+Building targets this machine's processor, takes some seconds and a C++ compiler, and needs no torch
+headers. The library is cached under ``$XDG_CACHE_HOME/tidegate``; without a compiler callers fall
+back to torch.
 """
 
 import ctypes

@@ -1,10 +1,9 @@
 """Product of bfloat16 activations with an unrounded float32 matrix, such as the LM head.
 
-Used by ``Weights`` for the head; implemented by exact_matrix.cpp. A panel (a group of outputs)
-whose weights are all representable in bfloat16, as after a publish in bfloat16, is stored and
-multiplied in bfloat16. Products are exact and sums are float32, as with activations widened to
-float32, except that the processor's bfloat16 instructions flush values below 1.2e-38 to 0. Built on
-``kernels/compiled.py``, which compiles the C++, and ``weight_matrix.py``.
+exact_matrix.cpp has the code. A panel (a group of outputs) whose weights are all representable in
+bfloat16, as after a publish in bfloat16, is stored and multiplied in bfloat16. Products are exact
+and sums are float32, as with activations widened to float32, except that the processor's bfloat16
+instructions flush values below 1.2e-38 to 0.
 
 Letters in shapes: T tokens, N outputs, K inputs.
 """

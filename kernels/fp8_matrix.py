@@ -2,10 +2,9 @@
 
 Implements ``Matrix`` for ``quantization="fp8"``. Each output's weights are e4m3 numbers (three
 mantissa bits, largest 448) times the output's step, which is its largest weight / 448. Relative
-precision is the same for small and large weights, unlike int8. A product widens some outputs'
-weights at a time and is torch's, in float32, so this saves memory but no time.
-``engine/models/model_weights.py`` makes one per layer matrix. Built on torch and
-``int8_matrix.py``.
+precision is the same for small and large weights, unlike int8. A product widens the weights of some
+outputs at a time and multiplies them with torch in float32, so quantization saves memory but no
+time.
 
 Micikevicius et al. 2022, arXiv:2209.05433, section 3.
 

@@ -1,17 +1,16 @@
 """Sampling on a GPU in one launch: temperature, min-p, top-k, top-p and the draw.
 
-Used by ``engine/device/sampling.py``; the CPU's counterpart is :mod:`tidegate.kernels.sampling`.
-Nothing is sorted. Top-k and top-p are thresholds on the logits, found bit by bit: floats are mapped
-to integer keys of the same order, and the count (top-k) or probability (top-p) at or above a
-candidate decides one bit, in one pass over a row that stays in the GPU's cache. Without top-k and
-top-p, a row is read twice, and one of its tiles a third time. Built on Triton, through
-``optional_triton.py``.
+The CPU's counterpart is :mod:`tidegate.kernels.sampling`. Nothing is sorted. Top-k and top-p are
+thresholds on the logits, found bit by bit: floats are mapped to integer keys of the same order, and
+the count (top-k) or probability (top-p) at or above a candidate decides one bit, in one pass over a
+row that stays in the GPU's cache. Without top-k and top-p, a row is read twice, and one of its
+tiles a third time.
 
 A draw inverts the cumulative distribution with the same uniform number as on a CPU, so both draw
 the same token except where rounding decides. Gumbel noise would need no cumulative sum, but one
 random number per token of the vocabulary, and would draw other tokens than a CPU: a turn that moves
-between the two would be sampled by another rule. One program sums a row in a fixed order, so a draw
-does not depend on the batch.
+from one to the other would continue under another sampling rule. One program sums a row in a fixed
+order, so a draw does not depend on the batch.
 
 Sources: radix selection, Alabi et al. 2012, doi:10.1145/2133803.2345676; the draw, Devroye 1986,
 section III.2.
@@ -223,7 +222,7 @@ def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASK
 def _mass(row, rule, threshold, top_k, TILE: tl.constexpr, MASKED: tl.constexpr):
     """Return the total weight of the tokens that top-k keeps.
 
-    Of those that tie for the last of the k, only as many as make up k are counted.
+    Of the tokens that tie for the last of the k places, only as many as complete k are counted.
     """
     count = tl.full((), 0, tl.int32)
     lowest = tl.full((), 0.0, tl.float32)

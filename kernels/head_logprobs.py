@@ -1,7 +1,7 @@
 """Log-probability and entropy of given tokens from hidden states, without storing the logits.
 
-Used by ``engine/device/runner.py`` to score tokens. Why a kernel: at T = 8192 and V = 151,936 the
-float32 logits are 5 GB, for 32 KB of results. Built on Triton, by ``optional_triton.py``.
+The kernel exists because at T = 8192 and V = 151,936 the float32 logits are 5 GB, for 32 KB of
+results.
 
 The vocabulary is cut into parts that are merged at the end: per token and part, the maximum and
 sums. One GPU program computes a part for a tile of tokens. Parts do not depend on T, so a token's

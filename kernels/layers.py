@@ -1,9 +1,9 @@
 """Runs a step through a model's dense layers, or a whole step of decodes, in one compiled call.
 
-Used by ``ModelRunner`` through ``engine/models/layer_kinds.py``. layers.cpp calls the functions of
-:mod:`~tidegate.kernels.native` and :mod:`~tidegate.kernels.weight_matrix` in the model's order, so
-the results have the same bits; it saves nine Python calls per layer. Every token of the step must
-attend on its own, as when all rows decode.
+layers.cpp calls the functions of :mod:`~tidegate.kernels.native` and
+:mod:`~tidegate.kernels.weight_matrix` in the model's order, so the results have the same bits; it
+saves nine Python calls per layer. Every token of the step must attend on its own, as when all rows
+decode.
 
 Letters in shapes: T tokens, H hidden size, A query heads, K KV heads, D head_dim, I intermediate
 size, P positions, B blocks of a context, V vocabulary.

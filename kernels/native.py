@@ -1,8 +1,7 @@
 """Compiled functions of a decode step: norm, gate, rotary embedding, attention and draw.
 
-Used by the CPU forward pass and the sampler; implemented in native.cpp and attend_last.cpp. Callers
-fall back to torch if the functions cannot be compiled. Matrix products are in ``weight_matrix.py``.
-Built on ``kernels/compiled.py``, which compiles and loads the C++.
+native.cpp and attend_last.cpp have the code. Callers fall back to torch if the functions cannot be
+compiled. Matrix products are in ``weight_matrix.py``.
 
 Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, B blocks per
 row, H hidden size, I intermediate size, S rows to sample, V vocabulary.
@@ -293,7 +292,7 @@ class DrawReports:
             self.kept_ids.ctypes.data,
         )
         self.address = ctypes.addressof(self._structure)
-        """Of the columns' addresses, for compiled code."""
+        """Address of the C structure that holds the columns' addresses."""
 
 
 def native(

@@ -1,6 +1,6 @@
 """Root-mean-square norms with torch, for the CPU; the GPU's kernel is ``residual_norm.py``.
 
-Used by ``engine/models/model.py`` where compiled code does not apply.
+It runs where compiled code does not apply.
 
 Letters in shapes: D the normalised width.
 """

@@ -1,8 +1,8 @@
 """Imports Triton, or stand-ins if it is missing, so that kernel modules import without it.
 
-Used by every module with a Triton kernel. CUDA builds of torch include Triton, CPU builds do not;
-without it kernels can be defined, and launching one raises ``TritonMissing``. Triton reads
-``TRITON_INTERPRET`` when a kernel is defined, so set it before the import.
+CUDA builds of torch include Triton, CPU builds do not; without it kernels can be defined, and
+launching one raises ``TritonMissing``. Triton reads ``TRITON_INTERPRET`` when a kernel is defined,
+so set it before the import.
 """
 
 from typing import Any

@@ -1,8 +1,7 @@
 """GPU kernel for attention over a paged KV cache: decode and chunked prefill in one launch.
 
-Used by ``engine/device/runner.py``; the CPU's counterpart is :mod:`tidegate.kernels.attention`,
-with the same cache layout. Decode and prefill differ only in the number of query tokens per row.
-Built on Triton, through ``optional_triton.py``, and on ``triton_math.py``.
+The CPU's counterpart is :mod:`tidegate.kernels.attention`, with the same cache layout. Decode and
+prefill differ only in the number of query tokens per row.
 
 A program takes one row, one KV head and a few query tokens, and folds the context into a running
 softmax a tile of keys at a time, so scores are never stored. The query heads of one KV head are

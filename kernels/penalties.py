@@ -1,7 +1,6 @@
 """Logit bias, bans, and repetition, frequency and presence penalties, in place, with torch.
 
-Used by ``engine/sampling/sampling.py``, which keeps the token counts. Only the listed tokens of a
-row are touched.
+The caller keeps the token counts. Only the listed tokens of a row are touched.
 
 Letters in shapes: S rows, V vocabulary, E entries: (row, token) pairs, of all rows together.
 """

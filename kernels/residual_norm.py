@@ -1,8 +1,7 @@
 """GPU kernel that adds a block's output to the residual stream and norms the sum (RMS norm).
 
-Used by ``engine/device/runner.py``; the CPU's counterpart is :mod:`tidegate.kernels.norm`. Both
-steps are one pass, so that the sum is not read again for the norm. Built on Triton, through
-``optional_triton.py``.
+The CPU's counterpart is :mod:`tidegate.kernels.norm`. Both steps are one pass, so that the sum is
+not read again for the norm.
 
 Source of the norm: Zhang & Sennrich, arXiv:1910.07467.
 

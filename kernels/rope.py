@@ -1,7 +1,7 @@
 """Rotary position embedding with torch: the table of rotations, and their application.
 
-Used by the CPU forward pass, and as the reference of the compiled and Triton versions. A head's
-halves are the two coordinates of D/2 points, each rotated by position x its frequency.
+It is also the reference of the compiled and Triton versions. A head's halves are the two
+coordinates of D/2 points, each rotated by position x its frequency.
 
 Source: RoFormer, Su et al., arXiv:2104.09864.
 

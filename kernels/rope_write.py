@@ -1,8 +1,8 @@
 """GPU kernel that rotates queries and keys, and writes keys and values to the paged KV cache.
 
-Used by ``engine/device/runner.py``. In separate kernels a GPU would read and write keys three times
-(rotate, concatenate with the values, store). The rotation is :mod:`tidegate.kernels.rope`'s, but
-computed in float32 and rounded once. Built on Triton.
+In separate kernels a GPU would read and write keys three times (rotate, concatenate with the
+values, store). The rotation is that of :mod:`tidegate.kernels.rope`, but computed in float32 and
+rounded once.
 
 Source: RoFormer, arXiv:2104.09864.
 

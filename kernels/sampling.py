@@ -1,7 +1,7 @@
 """Sampling on the CPU with torch: temperature, min-p, top-k, top-p, the draw, and log-probs.
 
-Used by ``engine/sampling/sampling.py``. The uniform random numbers are arguments. Options are numpy
-columns, because the host decides by them which work can be skipped.
+The uniform random numbers are arguments. Options are numpy columns, because the host decides from
+them which work to skip.
 
 Letters in shapes: S rows to sample, V vocabulary, N block sums of a draw, R rows with limits.
 """

@@ -1,8 +1,4 @@
-"""Triton helper functions that several kernels share: tile products and soft caps.
-
-Used by ``paged_attention.py`` and ``head_logprobs.py``. Built on Triton, through
-``optional_triton.py``.
-"""
+"""Triton helper functions that several kernels share: tile products and soft caps."""
 
 from tidegate.kernels.optional_triton import INTERPRETED, jit, tl
 

@@ -1,8 +1,7 @@
 """Counter-based random numbers: the i-th uniform number of a seed, without state.
 
-The samplers of ``engine/sampling/`` and ``engine/device/`` call it. What a turn samples must not
-depend on the batch, on chunking, or on which engine continues it, so its i-th number is a pure
-function of its seed and i. Depends on numpy only.
+What a turn samples must not depend on the batch, on chunking, or on which engine continues it, so
+its i-th number is a pure function of its seed and i.
 
 Source: SplitMix64, Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators".
 """

@@ -1,7 +1,6 @@
 """Composition of a run's observers from its settings: its recorder and its dashboard.
 
-The composition root (``tidegate.runs``) creates :class:`Observers`; the run opens and closes it. It
-creates :class:`RunRecorder`, :class:`LiveRecorder` and :class:`Dashboard`.
+The composition root (``tidegate.runs``) creates :class:`Observers`; the run opens and closes it.
 """
 
 import logging

@@ -34,7 +34,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def _write(self, values: Mapping[str, float], step: int) -> None:
-        """Write values by their full names."""
+        """Write values under their full names."""
 
     @abstractmethod
     def close(self) -> None:

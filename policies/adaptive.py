@@ -1,7 +1,7 @@
 """Staleness policy that adapts its bound η to the off-policyness that the trainer measures.
 
 Users pass :class:`AdaptiveStaleness` to ``tidegate.serve``; the orchestrator's core calls
-:meth:`~AdaptiveStaleness.observed` with each measurement. Built on :class:`BoundedStaleness`.
+:meth:`~AdaptiveStaleness.observed` with each measurement.
 """
 
 from dataclasses import dataclass, replace

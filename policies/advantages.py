@@ -2,7 +2,7 @@
 
 A run's batches use GRPO's; trainers call the others on a batch's rewards. All but GAE return one
 number per rollout, which the trainer spreads over the rollout's tokens (``advantages[:, None]`` for
-padded rows, ``advantages[row_ids]`` for packed tokens). Built on torch.
+padded rows, ``advantages[row_ids]`` for packed tokens).
 
 Shapes: R rollouts, over any number of groups of any size; tokens as in
 :mod:`tidegate.policies.aggregation`.

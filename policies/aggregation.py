@@ -1,6 +1,6 @@
 """Sums and means of per-token values by token, sequence and prompt: the loss aggregation modes.
 
-Objectives, corrections, diagnostics and users' trainers call these functions. Built on torch.
+Objectives, corrections, diagnostics and users' trainers call these functions.
 
 Shapes, here and wherever ``row_ids`` is an argument: [R, T] for padded rows, each of which is one
 sequence; or, with ``row_ids``, any shape (packed: [N]), where ``row_ids`` holds each token's

@@ -1,8 +1,7 @@
 """Asynchronous staleness policies: bounded staleness, one-step off-policy, and unbounded.
 
 Users choose one in ``tidegate.serve``; the orchestrator's core asks it which groups to admit, hand
-over and drop. Built on the interface in ``staleness.py``; orders of consumption are
-:mod:`~tidegate.policies.consumption`'s functions.
+over and drop.
 
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
@@ -78,8 +77,8 @@ class BoundedStaleness(StalenessPolicy):
     accumulation. All k are trained at the same version, so a rollout that ends while the trainer
     trains on the first of them need not wait for the next version: fewer tokens are masked, and
     engines and trainer wait less (docs/scheduling.md). The number plans at which version the next
-    batch will be trained; what a version is made from is what its publish names. A trainer that
-    publishes more often ages the groups that wait, some of which are then too old."""
+    batch will be trained; what a version is made from is what its publish names. If a
+    trainer publishes more often, waiting groups age, and some may become too old."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,6 @@
 """Consumption orders: how ended groups form batches, and the staleness each order allows.
 
-The staleness policies' ``select`` methods call these functions with the waiting groups. Built on
-the types of ``policies/staleness.py`` only.
+The staleness policies' ``select`` methods call these functions with the waiting groups.
 
 Symbols: η the staleness that admission allows, B groups per batch, v the trainer's version, W the
 window, n a group's place in the order of admission.

@@ -7,9 +7,8 @@ returns the factor of a token's loss, a mask function (``*_mask``, bool) which t
 combine by multiplication: ``tis_token(x, m) * veto_mask(x, m)``.
 
 With ``log_ratio = proximal - behaviour`` they correct for staleness and engine mismatch before the
-update starts, and combine with a trust region around the proximal policy. Built on torch; no
-gradient passes through the factors. Masked positions get 0 or False, and may hold anything, NaN
-included.
+update starts, and combine with a trust region around the proximal policy. No gradient passes
+through the factors. Masked positions get 0 or False, and may hold anything, NaN included.
 
 Shapes: [R, T] for padded rows, or [N] for packed tokens, for which the per-sequence functions need
 ``row_ids`` (:mod:`tidegate.policies.aggregation`). In formulas, "sequence" means its tokens.

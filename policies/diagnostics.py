@@ -1,7 +1,7 @@
 """Off-policyness metrics of a batch: effective sample size, KL, chi-squared, by lag; length bias.
 
 Trainers compute them, log them, and report them with ``rollouts.report_off_policyness``; no
-gradient passes through any. Built on torch.
+gradient passes through any.
 
 Symbols: ``w`` is the ratio of a token's probabilities under the training policy and the behaviour
 policy; ``log_ratio`` is its log. Shapes as in :mod:`tidegate.policies.aggregation`.

@@ -2,7 +2,7 @@
 
 The orchestrator's core asks a :class:`FailurePolicy` at each failed episode, with the failure's
 cause: the policy, infrastructure, or the episode's own code. Policies are immutable: the number of
-retries so far is passed to them. Standard library only.
+retries so far is passed to them.
 """
 
 import math

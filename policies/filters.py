@@ -1,7 +1,7 @@
 """Group filters: which groups are worth training on, decided from their rewards (dynamic sampling).
 
 The orchestrator's core calls a filter after each reward. A filter is immutable: the history of a
-prompt is passed to it. Standard library only.
+prompt is passed to it.
 """
 
 from collections.abc import Sequence

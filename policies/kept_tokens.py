@@ -2,11 +2,10 @@
 min-p left.
 
 With top-p, top-k or min-p, an engine samples from the tokens that these leave, and reports
-log-probs of that distribution. Trainers call :func:`kept_logprobs`; it needs torch. A trainer that
-normalises over the whole vocabulary computes other ones, lower by the log of the mass that was cut
-off. :func:`kept_logprobs` normalises over the same tokens ("keep sampling mask", DeepSeek-V3.2,
-arXiv:2512.02556, section 3.1). It is public as ``tidegate.kept_logprobs``; no module of the package
-calls it.
+log-probs of that distribution. A trainer that normalises over the whole vocabulary computes lower
+log-probs: by -log of the probability that the kept tokens have together. :func:`kept_logprobs`,
+public as ``tidegate.kept_logprobs``, normalises over the kept tokens ("keep sampling mask",
+DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
 
 Letters in shapes: R rows, T tokens, N tokens of all rows, V vocabulary, M kept tokens of all
 tokens.

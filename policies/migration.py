@@ -1,9 +1,9 @@
 """Migration policies: which running turns migrate to an engine where they decode faster. Opt-in.
 
-The orchestrator's core calls them every ``check_steps`` engine steps. A step takes ``t(b) = t0 + k
-* b`` for ``b`` turns, so a turn on a less loaded engine decodes faster. A move costs a prefill of
-the turn's context, and the tokens that the old engine samples until it is cancelled. A policy is
-deterministic: equal arguments must give equal moves. Standard library only.
+The orchestrator's core calls them every ``check_steps`` engine steps. A step takes
+``t(b) = t0 + k * b`` for ``b`` turns, so a turn on a less loaded engine decodes faster. A move
+costs a prefill of the turn's context, and the tokens that the old engine samples until it is
+cancelled. A policy is deterministic: equal arguments must give equal moves.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,9 +1,9 @@
 """Policy-gradient losses for off-policy tokens: PPO, GSPO, CISPO, AIPO and decoupled PPO.
 
-Trainers call them on a batch's log-probabilities. Built on torch. Each ``*_losses`` function
-returns a loss per token, to be multiplied with a correction (:mod:`tidegate.policies.corrections`)
-and reduced (:mod:`tidegate.policies.aggregation`); :func:`decoupled_ppo_loss` is the usual
-combination, ready-made.
+Trainers call them on a batch's log-probabilities. Each ``*_losses`` function returns a loss per
+token, to be multiplied with a correction (:mod:`tidegate.policies.corrections`) and reduced
+(:mod:`tidegate.policies.aggregation`); :func:`decoupled_ppo_loss` is the usual combination of the
+three.
 
 ``logprobs`` are under the target policy (the weights being optimised) and alone get a gradient;
 ``proximal_logprobs`` are under the trainer's weights at the start of the update;

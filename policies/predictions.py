@@ -1,7 +1,7 @@
 """Closed-form predictions of a run's throughput and staleness from a few measured figures.
 
 The planning simulation and the run's staleness forecast call them; all inputs are measured or
-assumed by the caller. No dependencies.
+assumed by the caller.
 
 Symbols: B groups per batch of G rollouts each, η ``max_staleness``; L a rollout's length in tokens;
 C decode slots over all engines; W_R and W_T the device-seconds that one batch costs rollout and

@@ -3,7 +3,7 @@
 Users choose one in ``tidegate.serve``; the orchestrator's core asks it which groups to admit and
 hand over.
 
-Built on ``staleness.py``'s interface. Symbol: B ``groups_per_batch``.
+Symbol: B ``groups_per_batch``.
 """
 
 from dataclasses import dataclass

@@ -4,10 +4,10 @@ A mixture's routers choose k experts per token. Even with equal weights, roundin
 choose other experts than the engine did, for about one in ten pairs of token and layer; log-probs
 then differ by much more than rounding. Trainers call :func:`replay_routed_experts` around their
 forward pass; the engine's transformers fallback, the audit and measurements call
-:func:`record_routed_experts`. Built on torch and ``transformers``' modules.
+:func:`record_routed_experts`.
 
-Replay replaces a router's ``topk`` by the given ids. Scores, softmax or sigmoid, normalisation and
-scaling stay the model's own, computed from its present weights, so gradients reach the router
+Replay replaces a router's ``topk`` with the given ids. Scores, softmax or sigmoid, normalisation
+and scaling stay the model's own, computed from its present weights, so gradients reach the router
 through the weights of the replayed experts.
 
 Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference

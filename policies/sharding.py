@@ -1,7 +1,6 @@
 """Splits a batch's rows among data-parallel ranks: whole groups where possible, equal row counts.
 
-The orchestrator's batches call :func:`split_rows` for trainers with several ranks. Standard library
-only.
+The orchestrator's batches call :func:`split_rows` for trainers with several ranks.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Relative engine speeds, declared by the user or estimated from the engines' steps.
 
 Routing weighs an engine's slots by its speed: twice as fast, twice the turns. Estimates derive from
-step events alone, never from a clock, because routing must be replayable. Used by the core's
-placement; standard library only.
+step events alone, never from a clock, because routing must be replayable.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 The orchestrator's core calls a policy after every event. A policy sees only counts and versions,
 not a group's contents or engine, and it is immutable, so the same history gives the same decisions
-and a run can be replayed. Standard library only.
+and a run can be replayed.
 
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """

@@ -2,7 +2,7 @@
 
 :class:`~tidegate.Curriculum` owns a :class:`TaskSampler`. A draw depends only on the seed, the
 draw's number and the present weights, so a resumed run draws as the killed one would have. Weights
-are integers internally: sums are exact, whatever the order of their changes. Standard library only.
+are integers internally: sums are exact, whatever the order of their changes.
 """
 
 import hashlib

@@ -66,7 +66,7 @@ class VLLMServer(RunServer):
         ``weight_transfer``: how ``/update_weights`` receives tensors: from safetensors files
         (``disk``), or from the trainer's process over TCP (``gloo``) or by vLLM's own backends
         (``nccl``, or ``ipc`` on one GPU), whose ``init`` is refused where there is no CUDA.
-        ``rejects_while_paused``: whether engines paused by ``abort`` or ``wait`` answer new
+        ``rejects_while_paused``: whether engines paused with ``abort`` or ``wait`` answer new
         requests with 503, as vLLM's from 0.33 on; else they queue.
 
         All paths but probes and metrics require the ``api_key``, if there is one. Paths that pause

@@ -3,7 +3,7 @@
 pytest loads this module in every run where Tidegate is installed, so it imports nothing but pytest
 until a test requests one of the fixtures. An async test that uses a fixture runs in virtual time,
 with or without pytest-asyncio, in either mode of pytest-asyncio. See docs/testing.md. pytest finds
-it by an entry point; no module imports it.
+the plugin through an entry point.
 """
 
 import inspect

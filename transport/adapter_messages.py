@@ -1,10 +1,8 @@
 """Messages that load, update and unload LoRA adapters with weight versions of their own.
 
 Part of the protocol in :mod:`tidegate.transport.messages`; only for engines whose hello has
-``adapters_max``. An update of one adapter stages, swaps and is tagged apart from the model's
-weights and from all other adapters. The reasons are in docs/decisions/adapter-versions.md. Sent by
-the orchestrator's :class:`AdapterManager` and by engines; built on msgspec, ``message.py`` and
-``weight_messages.py``.
+``adapters_max``. One adapter is staged, swapped and tagged independently of the model's weights and
+of all other adapters. The reasons are in docs/decisions/adapter-versions.md.
 """
 
 from typing import Annotated

@@ -1,8 +1,7 @@
 """Validation of ZeroMQ addresses, and checks whether an address is reachable or already in use.
 
 The sockets and weight channels call it before they bind or connect. Without CURVE keys, only
-addresses that no other host can reach are allowed (loopback, ipc, inproc); with keys, any. Standard
-library only. Settings and the run check their addresses by it, too.
+addresses that no other host can reach are allowed (loopback, ipc, inproc); with keys, any.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""Token attachments: typed per-token data that rides beside a turn's token ids and log-probs.
+"""Token attachments: typed per-token data beside a turn's token ids and log-probs.
 
 A ``Step`` carries a list of :class:`Attachment`, for turns whose ``SamplingParams`` request any.
 Engines make them, the orchestrator's core stores them with the turn, and a trainer's batch has them

@@ -1,4 +1,4 @@
-"""Clock of an engine: the machine's, or one in virtual time.
+"""Clock of an engine: the machine's clock, or one in virtual time.
 
 The engine loop, the link and staging read the time and pace steps through it. The module ``time``
 is the default; ``simulation/engine/computing.py`` passes a clock of modelled times.

@@ -2,7 +2,6 @@
 
 Engine processes use it from one thread. It encodes and decodes messages and reports why a handshake
 failed. Outgoing queues are unlimited, because the stream's credits bound what is unacknowledged.
-Built on pyzmq and ``zeromq.py``.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Size limits of messages by kind, and number ranges of fields, checked before decoding.
 
-Both ends of every connection use them. The limits differ by kind because decoding multiplies
-memory: four bytes of MessagePack can become a hundred bytes of Python objects, so a heartbeat of
-the largest frame size would cost gigabytes before its type is rejected. Built on msgspec.
+The limits differ by kind because decoding multiplies memory: four bytes of MessagePack can become a
+hundred bytes of Python objects, so a heartbeat of the largest frame size would cost gigabytes
+before its type is rejected.
 """
 
 from typing import Annotated, Final

@@ -2,7 +2,7 @@
 
 Episodes and the core hold them; adapters of external engines write them into requests. Only
 references travel; the engine fetches, decodes and embeds the content. The chat template has already
-placed the content's placeholder tokens. Built on msgspec and ``limits.py``.
+placed the content's placeholder tokens.
 """
 
 from typing import Annotated, Literal

@@ -1,7 +1,4 @@
-"""Base class of all wire messages, and the literals that several of them share.
-
-All message modules of this folder import it. Built on msgspec.
-"""
+"""Base class of all wire messages, and the literals that several of them share."""
 
 from typing import Literal
 

@@ -1,12 +1,11 @@
 """Wire protocol between engines and orchestrator: one msgspec Struct per message, as MessagePack.
 
-Engine workers and the orchestrator's scheduler send and receive these; docs/protocol.md describes
-them for workers in other languages. One message is one ZeroMQ frame (behind the identity frame that
-a ROUTER adds). Arrays travel as MessagePack ``bin`` in raw little-endian. New fields go last and
-have defaults, so an old peer can still read a new message. The protocol has turns, but no rollouts,
-groups or rewards. Built on msgspec. Structs of one subject are in sibling modules and re-exported
-here: ``sampling.py``, ``scoring.py``, ``weight_messages.py``, ``adapter_messages.py`` and
-``sleep_messages.py``.
+docs/protocol.md describes them for workers in other languages. One message is one ZeroMQ frame
+(behind the identity frame that a ROUTER adds). Arrays travel as MessagePack ``bin`` in raw
+little-endian. New fields go last and have defaults, so an old peer can still read a new message.
+The protocol has turns, but no rollouts, groups or rewards. Structs of one subject are in sibling
+modules and re-exported here: ``sampling.py``, ``scoring.py``, ``weight_messages.py``,
+``adapter_messages.py`` and ``sleep_messages.py``.
 
 Letters in shapes: R rows (turns) of a step message, N tokens in it, M tensors.
 """

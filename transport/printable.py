@@ -1,8 +1,7 @@
 """Escaping of control characters in untrusted text, before a log, table or terminal shows it.
 
-Called by loggers, the command line, reports and engine processes. Standard library only. Model
-output, tasks, error texts and peer names may hold escape sequences that move a terminal's cursor,
-set its title or clear earlier output.
+Model output, tasks, error texts and peer names may hold escape sequences that move a terminal's
+cursor, set its title or clear earlier output.
 """
 
 import logging

@@ -3,8 +3,7 @@
 A directory lies below the system's temporary directory, only this user can enter it, and its
 creator holds an ``flock`` on it for the lifetime of the process. A directory whose lock is free is
 therefore abandoned, and is removed by the next process that creates one, or by an engine that
-outlives its run. The run's sockets and the ``disk`` and ``relay`` weight channels use them;
-:func:`make_private_file` is for a run's records. Standard library only (``fcntl``, ``tempfile``).
+outlives its run. :func:`make_private_file` is for a run's records.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Messages between rank 0 of a multi-rank engine and its other ranks, over a socket pair.
 
 Both ends run the same version and share no network, so these are not part of the protocol with the
-orchestrator. ``engine/ranks`` sends and receives them; built on msgspec. Tensors for all-reduce
-travel separately. Built on ``sleep_messages.py`` and ``weight_messages.py``.
+orchestrator. Tensors for all-reduce travel separately.
 """
 
 import msgspec

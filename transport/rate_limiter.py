@@ -1,7 +1,7 @@
 """Rate limiter per peer, for replies to malformed messages and for log warnings.
 
-The sockets and the fleet use it. Replies wait in memory until the peer reads them, so a peer that
-sends garbage and reads nothing would otherwise fill it. Time is an argument. No dependencies.
+Replies wait in memory until the peer reads them, so a peer that sends garbage and reads nothing
+would otherwise fill the memory. The time is an argument.
 """
 
 PEERS_MAX = 8192

@@ -3,7 +3,6 @@
 Opening a FIFO blocks until a writer opens it, a device never ends, and a mapped file that is
 truncated kills the process with SIGBUS. So a path is opened with O_NONBLOCK, must be a regular
 file, and is copied. Key files are not read this way, because shells pass keys through pipes.
-Standard library only (``os``); model files, journals and records are read with it.
 """
 
 import errno

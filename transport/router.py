@@ -3,8 +3,7 @@
 The scheduler attaches it to its event loop. It reads the socket at each wakeup or, during a steady
 stream that needs few answers, by timer, because a wakeup costs as much as taking in a hundred
 turns' tokens. Each read is bounded so that other callbacks get their turn. Queues are limited per
-peer, so no slow peer blocks the others. Built on pyzmq and asyncio, and on ``zeromq.py``,
-``security.py`` and ``rate_limiter.py``.
+peer, so no slow peer blocks the others.
 """
 
 import asyncio

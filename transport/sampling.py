@@ -1,7 +1,7 @@
 """Sampling options of a turn, as they travel in ``SubmitTurn``.
 
-The orchestrator fills them from the user's options; engines apply them to logits. Built on msgspec.
-Names, formulas and their order are those of vLLM's sampler (``vllm/v1/sample``).
+The orchestrator fills them from the user's options; engines apply them to logits. Names, formulas
+and their order are those of vLLM's sampler (``vllm/v1/sample``).
 """
 
 import json

@@ -1,9 +1,8 @@
 """Messages of the scoring protocol: log-probs, embeddings or rewards of given tokens.
 
 The orchestrator sends ``ScoreTokens``; the engine answers with ``ScoreResult``, and samples
-nothing. Built on msgspec and ``message.py``. Requests have numbers of their own and belong to no
-rollout. Unlike turns, they do not survive a reconnect: after a hello an engine has none, and each
-is answered once.
+nothing. Requests have numbers of their own and belong to no rollout. Unlike turns, they do not
+survive a reconnect: after a hello an engine has none, and each is answered once.
 
 Letters in shapes: N tokens, P reported positions, k most likely tokens, H hidden size, L labels.
 """

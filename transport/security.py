@@ -3,7 +3,7 @@
 `tidegate keys` creates them; every socket that is reachable from other hosts uses them. CURVE
 (Curve25519, in libzmq's own handshake) encrypts connections and authenticates both ends.
 :mod:`zap_authenticator` decides which public keys may connect. Files are in the certificate format
-of ``zmq.auth`` and CZMQ. Built on ``transport/zeromq.py`` and pyzmq.
+of ``zmq.auth`` and CZMQ.
 """
 
 import os

@@ -1,7 +1,7 @@
 """API keys from environment variables and private files, for other engines' servers and our own.
 
-External-engine adapters and the HTTP servers read them. A key is never part of a URL or a command
-line, because those are logged, shown by ``ps``, and recorded with a run. Standard library only.
+A key is never part of a URL or a command line, because those are logged, shown by ``ps``, and
+recorded with a run.
 """
 
 import os

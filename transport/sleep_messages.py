@@ -1,7 +1,7 @@
 """Messages to make an engine release its memory and allocate it again, as vLLM's sleep mode does.
 
 Part of the protocol in :mod:`tidegate.transport.messages`. The orchestrator sends ``Sleep`` and
-``Wake``, for example to lend a GPU to the trainer. Built on msgspec and ``message.py``.
+``Wake``, for example to lend a GPU to the trainer.
 """
 
 from typing import Literal

@@ -2,7 +2,7 @@
 
 Engines hold a :class:`SendWindow`, the orchestrator one :class:`ReceiveWindow` per engine. The
 sender keeps unacknowledged messages and replays them after a reconnect; the receiver accepts each
-message once, in order. Sans-IO: no sockets, no clock. No dependencies.
+message once, in order. Sans-IO: no sockets, no clock.
 """
 
 from collections import deque

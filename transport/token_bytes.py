@@ -1,8 +1,8 @@
-"""Bytes of each token of a tokenizer, by the rules of its decoder.
+"""Bytes of each token of a tokenizer, derived from its decoder.
 
 A token can be a part of a character, which ``Tokenizer.decode`` shows as U+FFFD. Engines' grammars
-and the servers' log-probs need the bytes themselves. The tokenizer is one of the ``tokenizers``
-library, an argument, so that this module depends on msgspec alone.
+and the servers' log-probs need the bytes themselves. The tokenizer is an argument, so that this
+module does not import the ``tokenizers`` library.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Protocol between a run and a remote trainer: numbered requests, each answered by one reply.
 
-The trainer's client and the run's listener exchange these. A message is a MessagePack header
-followed by raw frames for its arrays. New fields go last and have defaults. Built on msgspec, as
-``messages.py``.
+A message is a MessagePack header followed by raw frames for its arrays. New fields go last and have
+defaults.
 """
 
 from typing import Annotated, Any, Literal
@@ -32,7 +31,7 @@ class Column(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    """Dtype by torch's name, e.g. ``float32``."""
+    """Torch's name of the dtype, e.g. ``float32``."""
     count: Count
     """Number of elements of the array."""
     shape: list[Count] = []

@@ -1,8 +1,7 @@
 """ZeroMQ sockets between a run (ROUTER) and remote trainers (DEALERs), for multi-frame messages.
 
-The run's listener and the trainer's client use them. Frames are passed through undecoded. Every
-call but :meth:`TrainerDealer.wait` is non-blocking; each socket belongs to one thread. Built on
-pyzmq and ``router.py``.
+Frames are passed through undecoded. Every call but :meth:`TrainerDealer.wait` is non-blocking; each
+socket belongs to one thread.
 """
 
 import contextlib

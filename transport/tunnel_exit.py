@@ -1,7 +1,6 @@
 """Far end of a tunnel: forwards a local process's socket and output to another host over ZeroMQ.
 
-The Ray actor that runs an environment worker uses it; :mod:`tunnels` has the near end. The bytes
-are not interpreted. Built on pyzmq.
+:mod:`tunnels` has the near end. The bytes are not interpreted.
 """
 
 import os

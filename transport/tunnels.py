@@ -1,9 +1,8 @@
 """TCP tunnels: give the orchestrator's host a local socket to a process on another host.
 
-Environment workers on a Ray cluster use them. Bytes are forwarded in numbered pieces over one
-ZeroMQ ROUTER; if a connection breaks and a piece is lost, the tunnel ends, and with it the process
-at its far end (:mod:`tunnel_exit`). Built on pyzmq, plain sockets and ``router.py``, with one
-thread.
+For environment workers on a Ray cluster. Bytes are forwarded in numbered pieces over one ZeroMQ
+ROUTER; if a connection breaks and a piece is lost, the tunnel ends, and with it the process at its
+far end (:mod:`tunnel_exit`).
 """
 
 import os

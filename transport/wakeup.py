@@ -1,8 +1,7 @@
-"""Thread-safe wakeup of a thread that polls sockets, by an eventfd.
+"""Thread-safe wakeup of a thread that polls sockets: an eventfd.
 
-The threads of tunnels, weight relays and remote trainers use it. Standard library only. All access
-goes through one lock, because writing to a descriptor by number after the other thread has closed
-it would hit whatever file has the number since.
+All access goes through one lock, because writing to a descriptor by number after the other thread
+has closed it would hit whatever file has the number since.
 """
 
 import contextlib

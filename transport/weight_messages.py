@@ -1,8 +1,7 @@
 """Messages of a weight update, in vLLM's four phases: init, start, update, finish.
 
 Part of the protocol in :mod:`tidegate.transport.messages`. The orchestrator sends phases 1-4 for
-each version; the tensors themselves travel through a weight channel. Built on msgspec and
-``message.py``.
+each version; the tensors themselves travel through a weight channel.
 
 Letters in shapes: M tensors.
 """
@@ -34,7 +33,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    """Dtype by torch's name: ``float32``, ``bfloat16``, …"""
+    """Torch's name of the dtype: ``float32``, ``bfloat16``, …"""
     shape: Annotated[list[int], msgspec.Meta(max_length=16)]
     offset: Count
     """Offset of the first byte from the start of the buffer."""
@@ -111,7 +110,7 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     are taken from it, otherwise the update is refused. None: the update is complete. Equal in each
     chunk of an update."""
     adapter: Adapter | None = None
-    """The adapter that these tensors belong to, all of them; None: they are the model's. A version
+    """The adapter that all of these tensors belong to; None: they belong to the model. A version
     has only those adapters that come with it."""
     ipc_handle: CudaIpcHandle | None = None
     """The buffer on a GPU, which ``location`` cannot name."""

@@ -2,9 +2,8 @@
 
 transformers converts some tensors while it loads a directory: the matrices of a mixture's experts
 become one tensor, a fused projection becomes several, others are only renamed. A trainer may
-publish under either set of names. The engine and the vLLM-compatible server both call
-:func:`name_groups` with transformers' own conversions. Standard library only. Callers are
-``engine/weights/weight_conversions.py`` and ``serving/openai/model_info.py``.
+publish under either set of names. Callers pass transformers' own conversions to
+:func:`name_groups`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

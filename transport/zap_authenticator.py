@@ -4,7 +4,7 @@ The listeners start one whenever they have keys. libzmq asks it over ZAP
 (https://rfc.zeromq.org/spec/27/) at one inproc address per context, so each listener with keys has
 a context of its own. It runs in its own thread, because a handshake must not wait for the event
 loop. The key directory is re-read for each connection: adding a file admits a key and removing it
-rejects the key, from the next connection on. Keys are read by ``security.py``.
+rejects the key, from the next connection on.
 """
 
 import logging

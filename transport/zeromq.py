@@ -1,7 +1,6 @@
 """Shared ZeroMQ settings: socket limits, TCP keep-alive, the process's context, and frame encoding.
 
 All sockets of the run, its engines, trainers and weight channels are made with these functions.
-Built on pyzmq, ``limits.py`` and ``messages.py``.
 """
 
 import atexit

@@ -1,4 +1,4 @@
 """Examination of an external engine over HTTP: measurements, and findings about RL training.
 
-``tidegate doctor`` calls it. Depends on transformers, for the reference log-probs.
+The reference log-probs need transformers.
 """

@@ -1,6 +1,6 @@
 """Copies of a model with noise added to its weights, for the doctor's test of weight updates.
 
-:mod:`measuring` creates one if `--update` is given. Built on safetensors and torch.
+:mod:`measuring` creates one if `--update` is given.
 """
 
 import shutil

@@ -1,7 +1,6 @@
 """Interface of an engine under examination: generate, tokenize, load weights, count cache hits.
 
-vllm.py and sglang.py implement it over HTTP; the probes call it. Depends on :mod:`measurements`
-only.
+vllm.py and sglang.py implement it over HTTP; the probes call it.
 """
 
 from collections.abc import Mapping

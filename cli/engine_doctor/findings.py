@@ -1,8 +1,7 @@
 """Findings of `tidegate doctor`: what an engine's measurements mean for RL, and what to do.
 
 Pure functions from :class:`Measurements` to findings: tokens, log-probs and seeds, the routes in
-/openapi.json, and responses around a weight update. Each threshold states its reason. Depends on
-:mod:`measurements` only.
+/openapi.json, and responses around a weight update. Each threshold states its reason.
 """
 
 from dataclasses import dataclass

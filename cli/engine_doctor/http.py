@@ -1,6 +1,6 @@
 """HTTP client of the doctor (`http.client`): one JSON request at a time, with a timeout.
 
-vllm.py and sglang.py use it. API keys are read by ``transport/server_keys.py``.
+API keys are read by ``transport/server_keys.py``.
 """
 
 import http.client
@@ -68,7 +68,7 @@ class Http:
         return self._request("GET", path, None, self._timeout_s)
 
     def post(self, path: str, body: object, *, timeout_s: float | None = None) -> HttpReply:
-        """Send ``body`` as JSON; the default timeout is the client's.
+        """Send ``body`` as JSON; the default is the client's timeout.
 
         Raises:
             EngineLost: there is no response.

@@ -104,7 +104,7 @@ class UpdateProbe:
     kept: Distance | None = None
     """After the update back to the engine's own weights, without clearing the cache."""
     salted: Distance | None = None
-    """The same as ``kept``, with another cache salt."""
+    """After the same update as for ``kept``, with another cache salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Measurements:
     weight_spans: bool
     """Whether responses say which weights sampled which tokens."""
     mismatch: LogprobMismatch | None
-    """Difference of the engine's log-probs from the model's; None without a model directory."""
+    """Difference between engine's and model's log-probs; None without a model directory."""
     tokenizer: TokenizerCheck | None
     """Comparison of the engine's tokenizer with the directory's; None without a model directory, or
     if the engine has no route to tokenize."""

@@ -1,9 +1,9 @@
 """Examination of an engine: identifies it, and measures it with about thirty short requests.
 
-:func:`examined` and :func:`measure` are called by `tidegate doctor`; findings.py judges the
-results. Probes are in :mod:`probes` and :mod:`updating`, log-probs to compare with in
-:mod:`reference`. Unless weight updates are requested, no request changes the engine: no pause, no
-cleared cache, and no token id outside the vocabulary, which would crash an SGLang server.
+findings.py judges the results. Probes are in :mod:`probes` and :mod:`updating`, log-probs to
+compare with in :mod:`reference`. Unless weight updates are requested, no request changes the
+engine: no pause, no cleared cache, and no token id outside the vocabulary, which would crash an
+SGLang server.
 """
 
 import secrets

@@ -1,7 +1,6 @@
 """Doctor's adapter for SGLang: its native HTTP routes, with token ids in and out.
 
-Implements :class:`ExaminedEngine`; :mod:`measuring` creates it if the server is SGLang. Built on
-``http.py`` (its HTTP client) and on the requests of ``examined.py``.
+Implements :class:`ExaminedEngine`; :mod:`measuring` creates it if the server is SGLang.
 """
 
 from pathlib import Path
@@ -57,7 +56,7 @@ class ExaminedSglang:
         self._http = http
 
     def generate(self, request: ProbeRequest) -> ProbeResponse:
-        """Generate by ``/generate``; see :class:`ExaminedEngine`."""
+        """Generate with ``/generate``; see :class:`ExaminedEngine`."""
         reply = self._http.post("/generate", _body(request))
         if not reply.is_ok or not isinstance(reply.body, dict):
             raise EngineLost(
@@ -77,7 +76,7 @@ class ExaminedSglang:
         )
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Tokenize by ``/tokenize``; see :class:`ExaminedEngine`."""
+        """Tokenize with ``/tokenize``; see :class:`ExaminedEngine`."""
         body = {"model": self.identity.model, "prompt": text, "add_special_tokens": False}
         reply = self._http.post("/tokenize", body)
         if not reply.is_ok or not isinstance(reply.body, dict):
@@ -85,7 +84,7 @@ class ExaminedSglang:
         return [int(token) for token in reply.body["tokens"]]
 
     def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
-        """Load weights by ``/update_weights_from_disk``; see :class:`ExaminedEngine`."""
+        """Load weights with ``/update_weights_from_disk``; see :class:`ExaminedEngine`."""
         body = {
             "model_path": str(directory),
             "flush_cache": clears_cache,

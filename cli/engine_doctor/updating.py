@@ -1,7 +1,7 @@
 """Probe of weight updates: compares an engine's output before, during and after other weights.
 
 The only probe that changes an engine; runs only with `--update`. findings.py judges the result. It
-loads the directories of :mod:`altered` through :class:`ExaminedEngine`. :mod:`measuring` calls it.
+loads the directories of :mod:`altered` through :class:`ExaminedEngine`.
 """
 
 import secrets

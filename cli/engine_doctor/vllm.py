@@ -1,7 +1,7 @@
-"""Doctor's adapter for vLLM, and for servers with its API, such as Tidegate's.
+"""Doctor's adapter for vLLM, and for servers with vLLM's API, such as Tidegate's server.
 
 Implements :class:`ExaminedEngine`. Uses the token-id routes if they are on, else the OpenAI ones.
-:mod:`measuring` chooses it by the engine's URL. Built on :mod:`http`.
+:mod:`measuring` chooses it by the engine's URL.
 """
 
 import re
@@ -66,7 +66,7 @@ class ExaminedVllm:
         self._by_tokens = GENERATE in identity.paths
 
     def generate(self, request: ProbeRequest) -> ProbeResponse:
-        """Generate by token ids or by ``/v1/completions``; see :class:`ExaminedEngine`."""
+        """Generate with token ids or with ``/v1/completions``; see :class:`ExaminedEngine`."""
         if self._by_tokens:
             return _from_tokens(_choice(self._http.post(GENERATE, self._token_body(request))))
         return _from_openai(_choice(self._http.post("/v1/completions", self._openai_body(request))))
@@ -90,7 +90,7 @@ class ExaminedVllm:
         return body | _sampling(request) | _salt(request)
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Tokenize by ``/tokenize``; see :class:`ExaminedEngine`."""
+        """Tokenize with ``/tokenize``; see :class:`ExaminedEngine`."""
         body = {"model": self.identity.model, "prompt": text, "add_special_tokens": False}
         reply = self._http.post("/tokenize", body)
         if not reply.is_ok or not isinstance(reply.body, dict):

@@ -1,7 +1,6 @@
 """Resolves a ``--device`` name to a CUDA device, or refuses it with the reason.
 
-Used by the worker and by everything in ``engine/device``. ``cpu`` resolves to None, because the CPU
-has its own runner. Depends on torch.cuda.
+``cpu`` resolves to None, because the CPU has its own runner.
 """
 
 import re

@@ -1,14 +1,13 @@
 """CUDA graphs of decode steps: one launch per step in place of one per kernel.
 
-Used by ``DeviceRunner`` for steps in which every row decodes one token. A graph replays the same
-kernels at the same addresses, so a step is padded to the next of some numbers of rows, and its
-arrays are uploaded to buffers that belong to the graph. Graphs are captured as steps need them: a
-shape's first step runs eagerly, which compiles its kernels, and its second is captured. Built on
-``device/plan.py``, ``device/weights.py`` and torch's ``CUDAGraph``.
+A step in which every row decodes one token is launched as a graph. A graph replays the same kernels
+at the same addresses. So a step is padded to a graph's number of rows, and its arrays are uploaded
+to the graph's own buffers. The first step of a shape runs eagerly, which compiles its kernels; the
+second is captured.
 
-Weights, KV cache and buffers are at the captured addresses or the graph is not replayed: swapped
-weights have graphs of their own, and memory that moved in a sleep gets new ones. Padding rows
-attend to one cached position, which keeps their numbers finite, and write none.
+A graph is replayed only while weights, KV cache and buffers are at the captured addresses. Swapped
+weights have graphs of their own, and memory that moved during sleep gets new graphs. Padding rows
+write nothing, and attend to one cached position, which keeps their numbers finite.
 """
 
 import logging

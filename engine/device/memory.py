@@ -2,8 +2,7 @@
 
 Implements ``sleep.SleepableMemory`` with torch's caching allocator, for ``SleepController``. A
 storage resized to 0 keeps its identity, so tensors and views of the storage stay valid. Its address
-may change, which is safe because no kernel keeps an address between steps. ``engine/worker.py``
-makes it for engines on a GPU. Built on ``memory/host_memory.py`` and ``memory/out_of_memory.py``.
+may change, which is safe because no kernel keeps an address between steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence

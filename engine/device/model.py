@@ -1,6 +1,6 @@
 """Opens a model directory for a GPU, and refuses models and settings that have no GPU support yet.
 
-Called by the worker with ``--device cuda``, before anything is loaded. Makes the ``DeviceRunner``.
+Refuses before anything is loaded.
 """
 
 import os

@@ -1,9 +1,7 @@
 """Index arrays of one GPU step, built on the host: token ids, positions, KV slots and block tables.
 
-Used by ``DeviceRunner``, which uploads them in one transfer. Rows of one token come first.
-Attention launches them separately and splits their context, because they have one query and a long
-context. Built on ``execution/step_layout.py`` for the rows' layout, and on
-``kernels/paged_attention.py`` for the attention's arguments.
+``DeviceRunner`` uploads them in one transfer. Rows of one token come first: attention launches them
+separately and splits their context, because each has one query and a long context.
 
 Letters in shapes: R rows of a group, T tokens, B blocks of a row, S output tokens.
 """

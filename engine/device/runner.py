@@ -1,11 +1,10 @@
-"""Step runner of a GPU: implements ``Runner``, like the CPU's in ``execution/runner.py``.
+"""Step runner of a GPU: implements ``Runner``, as ``ModelRunner`` does for the CPU.
 
-Called by the engine loop through ``Runner.step``. Weights, KV cache and hidden states stay on the
-device. The host plans a step, uploads its index arrays in one transfer, launches the forward pass,
-and synchronises once, for tokens, log-probs and scores; the forward passes of decode steps are CUDA
-graphs. Matrix products are torch's; attention, rotary embedding, cache writes and norms are Triton
-kernels. A layer's residual sum and its last term are kept apart, because the next norm's kernel
-adds them.
+Weights, KV cache and hidden states stay on the device. The host plans a step, uploads its index
+arrays in one transfer, launches the forward pass, and synchronises once, for tokens, log-probs and
+scores; the forward passes of decode steps are CUDA graphs. Torch computes matrix products;
+attention, rotary embedding, cache writes and norms are Triton kernels. A layer's residual sum and
+its last term are kept apart, because the next norm's kernel adds them.
 
 Letters in shapes: T tokens of a step, S output tokens, P positions scored, H hidden size, A query
 heads, K KV heads, D head width, V vocabulary.

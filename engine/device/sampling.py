@@ -1,9 +1,8 @@
 """Samples a step's tokens on the GPU, and on the host for the few rows with unusual options.
 
-Used by ``DeviceRunner``. One fused kernel does temperature, top-k, top-p and min-p. Rows with
-penalties, bias, logits processors or attachments are copied to the host once, and sampled by the
-CPU engine's code; no other row's logits are copied. Built on ``kernels/fused_sampling.py``, and on
-``engine/sampling/sampling.py`` for the host.
+One fused kernel does temperature, top-k, top-p and min-p. Rows with penalties, bias, logits
+processors or attachments are copied to the host once, and sampled by the CPU engine's code; no
+other row's logits are copied.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """

@@ -1,8 +1,7 @@
 """One weight version on a GPU, filled by a staging thread while steps continue.
 
-Allocated by ``DeviceModel``, and filled by ``engine/weights/staging.py``. Copies use a CUDA stream
-of their own, so no step waits for them; ``load`` returns once the copy is complete. Tensors of the
-host go through pinned memory, from which the device copies by itself.
+Copies use a CUDA stream of their own, so no step waits for them; ``load`` returns once the copy is
+complete. Host tensors go through pinned memory, from which the device copies without the CPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

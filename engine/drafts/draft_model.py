@@ -1,10 +1,9 @@
 """Draft tokens from a smaller model with the same vocabulary.
 
-The ``draft:DIRECTORY`` source of ``--speculative-method``, called by the scheduler through
-``DraftSource``. The draft model samples with the random numbers that the sequence itself will use,
-so the two agree wherever their distributions are close. It has its own KV cache, kept in step with
-the sequences' tokens. Its weights stay those of its directory, whatever versions are published.
-Steps run on the ``Runner`` of ``execution/runner.py``.
+``--speculative-method draft:DIRECTORY`` selects it. The draft model samples with the random numbers
+that the sequence itself will use, so the two agree wherever their distributions are close. It has
+its own KV cache, kept in step with the sequences' tokens. Its weights stay those of its directory,
+whatever versions are published.
 """
 
 from collections.abc import Sequence

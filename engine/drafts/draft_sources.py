@@ -1,7 +1,6 @@
 """Creates the draft source that the ``--speculative-method`` setting names.
 
-Called by the worker: ``lookup``, ``rollouts`` or ``draft:DIRECTORY``. The interface is
-``scheduling/drafts.py``'s :class:`DraftSource`.
+The setting is ``lookup``, ``rollouts`` or ``draft:DIRECTORY``.
 """
 
 from pathlib import Path

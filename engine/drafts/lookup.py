@@ -1,9 +1,8 @@
 """Draft tokens by prompt lookup: the tokens that followed the last n-gram earlier in the context.
 
-The ``lookup`` source of ``--speculative-method`` (n-gram speculation in vLLM), called by the
-scheduler, and by the ``rollouts`` source. Built on ``engine/scheduling/drafts.py``'s interface.
-Costs one dictionary lookup per token; works well where outputs repeat their input, as in code
-edits, tables and calculations.
+``--speculative-method lookup`` selects it; vLLM calls it n-gram speculation. It costs one
+dictionary lookup per token, and works well if outputs repeat their input, as in code edits, tables
+and calculations.
 """
 
 from collections.abc import Sequence

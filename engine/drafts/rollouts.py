@@ -1,9 +1,9 @@
 """Draft tokens from earlier, finished samples of the same prompt.
 
-The ``rollouts`` source of ``--speculative-method``, called by the scheduler. Built on
-``lookup.py``. A group samples one prompt many times, and trainers return to prompts, so much text
-repeats, even under newer weights (SPEC-RL, arXiv:2509.23232). A sequence follows an earlier sample
-while their tokens agree, and searches for another matching n-gram when they diverge.
+``--speculative-method rollouts`` selects it. A group samples one prompt several times, and trainers
+reuse prompts, so samples repeat much text even under newer weights (SPEC-RL, arXiv:2509.23232). A
+sequence follows an earlier sample while their tokens agree, and searches for another matching
+n-gram when they diverge.
 """
 
 from collections import OrderedDict

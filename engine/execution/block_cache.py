@@ -1,11 +1,11 @@
 """Keys, values and recurrent states of transformers models, in the blocks of Tidegate's KV cache.
 
-Used by the fallback's runner. ``BlockMemory`` owns the tensors; ``BlockMemory.open`` makes the
-cache argument of one forward pass over several rows. Attention layers gather their rows' contexts
-from the blocks and scatter new keys and values there. Layers with a recurrent state (state-space
-models, linear attention, short convolutions) keep one state per block: that after the block's last
-computed position. So a full block holds the snapshot from which any turn that shares it continues,
-and the scheduler handles blocks only.
+``BlockMemory`` owns the tensors; ``BlockMemory.open`` makes the cache argument of one forward pass
+over several rows. Attention layers gather their rows' contexts from the blocks and scatter new keys
+and values there. Layers with a recurrent state (state-space models, linear attention, short
+convolutions) keep one state per block: the state after the block's last computed position. So every
+turn that shares a full block continues from that block's state, and the scheduler handles blocks
+only.
 
 Letters in shapes: R rows, L positions of the longest row, T new tokens of each row, K KV heads, D
 head width.
@@ -142,7 +142,7 @@ class BlockMemory:
         return sum(part.nbytes // len(part) for layer in self._layers for part in layer.states())
 
     def open(self, rows: Sequence[PassRow]) -> "OpenBlocks":
-        """Return the cache of one forward pass, in which each row has as many new tokens.
+        """Return the cache of one forward pass, in which all rows have equally many new tokens.
 
         If the model has states, all rows start at 0 or none does, and no row's new tokens pass the
         end of a block, because a forward pass leaves one state per row.

@@ -1,11 +1,9 @@
 """Step runner for models that only transformers implements.
 
 Implements ``Runner`` with the same blocks as
-:class:`~tidegate.engine.execution.runner.ModelRunner`; made by ``served_model.FallbackModel``. Rows
-with equally many tokens run in one forward pass, padded on the left as by ``transformers``'
-``generate``; a probe at start finds models that pad in another way, whose rows run one by one.
-Depends on transformers' own modeling code, held by ``models/fallback_weights.py``; the caches are
-``block_cache.py``'s.
+:class:`~tidegate.engine.execution.runner.ModelRunner`. Rows with equally many tokens run in one
+forward pass, padded on the left as ``transformers``' ``generate`` does. A probe at start finds
+models that pad in another way; their rows run one by one.
 
 Letters in shapes: R rows, T a row's tokens, H hidden size, V vocabulary.
 """

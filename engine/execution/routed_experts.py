@@ -1,9 +1,8 @@
 """Routed experts of the context positions in the KV cache, beside the cache's blocks.
 
-Used by the runners, in steps with rows that ask for routed experts. A block that turns share has
-the routed experts of its positions, as it has their keys and values, so a turn that finds its
-prefix in the prefix cache need not compute it again. Their memory is small beside the KV's: 384
-bytes a position for Qwen3-30B-A3B, whose keys and values take 98,304. Depends on numpy only.
+A shared block keeps the routed experts of its positions beside their keys and values, so a turn
+that finds its prefix in the prefix cache need not compute the prefix again. Routed experts take
+little memory: 384 bytes per position for Qwen3-30B-A3B, whose keys and values take 98,304.
 
 Letters in shapes: N positions of a step, P of a row, L mixture layers, k experts per token.
 """

@@ -1,9 +1,8 @@
 """Step runner of the CPU: computes one continuous-batching step and samples its tokens.
 
-Implements ``Runner``, which the engine loop calls with the scheduler's rows; the GPU's is
-``device/runner.py``. A step mixes decode rows and prefill chunks. The runner owns the KV cache's
-tensors; the scheduler assigns the blocks. The forward pass is in ``models/model.py``; compiled
-kernels are used if they can be built.
+Implements ``Runner``, as ``device/runner.py`` does for GPUs. A step mixes decode rows and prefill
+chunks. The runner owns the KV cache's tensors; the scheduler assigns the blocks. The forward pass
+is in ``models/model.py``; compiled kernels are used if they can be built.
 
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """
@@ -86,8 +85,8 @@ class Row:
     """LoRA adapter to apply; empty for none."""
     experts_from: int | None = None
     """First context position whose routed experts to report, up to the row's last, if the row
-    samples. Those of the row's own tokens are recorded in any case, for later rows and for turns
-    that share their blocks; None records and reports none."""
+    samples. Routed experts of the row's own tokens are recorded in any case, for later rows
+    and for turns that share their blocks; None records and reports none."""
 
 
 class DecodeRows(Sequence[Row]):
@@ -134,7 +133,8 @@ class DecodeRows(Sequence[Row]):
         return iter(self._rows)
 
     def reports(self, vocab: int) -> DrawReports | None:
-        """Return where a draw reports what the options ask for; None if they ask for nothing."""
+        """Return the arrays for what the options have a draw report; None if they request
+        nothing."""
         if self._reports is None and self.options:
             self._reports = reports_of(self.options, len(self), vocab)
         return self._reports
@@ -160,7 +160,7 @@ class DecodeRows(Sequence[Row]):
 
 
 class AdapterTensors(Protocol):
-    """Tensors of adapters with weight versions of their own, such as ``AdapterVersions``."""
+    """Interface to tensors of adapters with weight versions of their own."""
 
     def tensors(self, key: AdapterVersion) -> object:
         """Return the tensors of a version in memory."""
@@ -170,7 +170,7 @@ class NoAdapterTensors:
     """The tensors of an engine that has no such adapters."""
 
     def tensors(self, key: AdapterVersion) -> object:
-        """Refuse: no row may name one."""
+        """Raise, because no row may name such an adapter."""
         raise KeyError(key)
 
 

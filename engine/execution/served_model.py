@@ -1,9 +1,7 @@
 """Opens a model directory: Tidegate's own implementation if there is one, transformers' otherwise.
 
-Called by the worker; makes the runner, allocates weights for updates, and reloads the directory
-after sleep. Both implementations satisfy ``ServedModel``, so the rest of the engine does not
-distinguish them. Tidegate's code is ``models/model.py``; the weights' layouts are
-``model_weights.py`` and ``fallback_weights.py``.
+Makes the runner, allocates weights for updates, and reloads the directory after sleep. Both
+implementations satisfy ``ServedModel``, so the rest of the engine does not distinguish them.
 """
 
 import sys
@@ -81,8 +79,8 @@ class ServedModel(Protocol):
         """Return the bytes of one position's keys and values in all layers."""
 
     def state_bytes(self) -> int:
-        """Return the bytes of one context's recurrent state in all layers, of which each KV block
-        holds one; 0 for a model of attention only."""
+        """Return the bytes of one context's recurrent state in all layers; each KV block holds one
+        such state. 0 for a model of attention only."""
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
         """Load the weights if they are not loaded, allocate the KV cache, and return the runner."""

@@ -1,10 +1,9 @@
 """Sleep and wake: releases the memory of weights and KV cache, and takes it back.
 
-Driven by the engine loop with ``Sleep`` and ``Wake`` messages; the levels are vLLM's: 1 offloads
-the weights to be restored, 2 discards them. Sleep needs a pause in effect; the pause mode decides
-whether running turns end or are frozen. A weight update also wakes the weights: it fills the memory
-beside them, and the swap puts the new ones in their place. Host memory is released by
-``memory/host_memory.py``, device memory by ``device/memory.py``.
+The levels are those of vLLM: level 1 offloads the weights, level 2 discards them. Sleep needs a
+pause in effect; the pause mode decides whether running turns end or are frozen. A weight update
+also wakes the weights: it fills the memory beside them, and the swap makes the new weights live.
+Host memory is released by ``memory/host_memory.py``, device memory by ``device/memory.py``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -93,7 +92,7 @@ class SleepableMemory(Protocol):
 
 
 class SleepableHostMemory:
-    """Host memory, by the functions of ``memory/host_memory.py``."""
+    """Host memory, released with the functions of ``memory/host_memory.py``."""
 
     regions_of = staticmethod(host_memory.regions_of)
     release = staticmethod(host_memory.release)

@@ -1,8 +1,7 @@
 """Layout of a step's rows: their order, each token's row, and a padded array of block tables.
 
-Used by both runners. A layout depends on the rows' sizes only, and block tables change slowly, so
-both are reused from step to step while sequences decode. Built on numpy and torch, and on the types
-of ``kernels/attention.py``.
+A layout depends on the rows' sizes only, and block tables change slowly, so both are reused from
+step to step while sequences decode.
 
 Letters in shapes: R rows, T tokens of all rows, B blocks of a row.
 """
@@ -94,7 +93,7 @@ class StepLayout:
         self.outputs_all_tokens = np.array_equal(
             self.output_tokens, np.arange(self.row_of_token.size)
         )
-        """Whether ``asked`` is all tokens, in order."""
+        """Whether ``output_tokens`` are all tokens, in order."""
         self.adapters = _adapters([sizes.adapters[n] for n in self.order], self.row_of_token)
         """Key and token indices of each adapter in the step; None as indices means all tokens."""
 

@@ -1,7 +1,8 @@
-"""Interface of external-engine adapters: the calls by which a run uses vLLM or SGLang.
+"""Interface of external-engine adapters: the calls with which a run uses vLLM or SGLang.
 
-An adapter translates to the engine's API and declares what the engine cannot do. The wire protocol,
-turn handles and step messages belong to the worker, which all kinds share (docs/vllm-engine.md).
+An adapter translates to the engine's API and declares what the engine cannot do. The worker handles
+the wire protocol, turns and step messages in the same way for every kind of engine
+(docs/vllm-engine.md).
 
 An adapter runs on one asyncio loop. Its control calls (all but ``generate``, ``score``, ``check``
 and ``preemptions``) are made one at a time.
@@ -276,7 +277,7 @@ class EngineAdapter:
         raise NotImplementedError
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Release this memory, which is awake; the engine is paused by ``abort``.
+        """Release this memory, which is awake; the engine is paused with ``abort``.
 
         Called only for levels in ``Capabilities.sleep_levels``.
 
@@ -286,7 +287,7 @@ class EngineAdapter:
         raise NotImplementedError
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Allocate this memory again, which sleeps; the engine stays paused by ``abort``.
+        """Allocate this memory again, which sleeps; the engine stays paused with ``abort``.
 
         Weights that slept at level 2 are uninitialised: new ones are loaded before the engine
         resumes.

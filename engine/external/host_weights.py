@@ -1,7 +1,7 @@
 """Host copy of published weights, and the Hugging Face directories that external engines load.
 
-A published set may be partial, so the newest complete one is kept beside the one being received:
-twice the model's size in host memory.
+A publish may replace only some tensors, so the newest complete set is kept beside the set being
+received. The two take twice the model's size in host memory.
 """
 
 import json

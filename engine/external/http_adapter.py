@@ -1,6 +1,6 @@
-"""What the adapters of vLLM and SGLang do alike, over a server's HTTP routes.
+"""Base class of the adapters of vLLM and SGLang: what both do in the same way, over HTTP.
 
-A subclass names the routes that differ, and implements what only its server does.
+A subclass names its server's routes, and implements what only that server does.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class HttpAdapter(EngineAdapter):
         raise NotImplementedError
 
     async def _stop_all(self) -> None:
-        """Wake the server, end all requests, and pause by ``abort``, whatever its state."""
+        """Wake the server, end all requests, and pause with ``abort``, whatever its state."""
         raise NotImplementedError
 
     async def _capabilities(self, label: str) -> Capabilities:
@@ -284,7 +284,7 @@ class HttpAdapter(EngineAdapter):
         try:
             is_unnamed = await self._send(tensors, label)
         except (HttpStatusError, WeightsRefused, NcclFailed, RuntimeError) as error:
-            raise EngineGone(  # a RuntimeError is torch's, if a GPU or a group member fails
+            raise EngineGone(  # torch raises RuntimeError if a GPU or a group member fails
                 f"{self.kind} may have loaded only some of the weights: {error}; its weights are "
                 "unknown"
             ) from error

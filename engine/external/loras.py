@@ -1,4 +1,4 @@
-"""Registry of the LoRA adapters that an external engine has loaded, by their names there.
+"""Registry of the LoRA adapters that an external engine has loaded, by their names in the engine.
 
 An adapter gets a new name in the engine whenever its tensors change, so KV and requests of the old
 tensors are never mixed with those of the new.

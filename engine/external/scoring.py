@@ -1,6 +1,6 @@
 """Scoring requests to an external engine: sent while the engine runs, restarted after each pause.
 
-An answer is of one weight version, because no request outlasts a pause.
+All values of an answer are of one weight version, because no request outlasts a pause.
 """
 
 import asyncio

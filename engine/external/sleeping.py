@@ -2,7 +2,7 @@
 
 While memory sleeps, or weights are missing, the engine stays paused:
 :attr:`ExternalSleepController.keeps_paused` forbids resuming it. Requests in flight are ended
-before, and made again afterwards.
+before the engine sleeps, and made again after it wakes.
 """
 
 from collections.abc import Awaitable, Callable
@@ -52,8 +52,8 @@ class ExternalSleepController:
         """Whether the live weights are lost, so that only a weight update can restore them. The
         caller resets it after one."""
         self.pending: list[Sleep | Wake] = []
-        """Requests for :meth:`run_pending`, in order. Those of a lost orchestrator are dropped, and
-        sleeping memory stays asleep."""
+        """Requests for :meth:`run_pending`, in order. Requests of a lost orchestrator are dropped,
+        and sleeping memory stays asleep."""
         self.is_changing = False
         """Whether a sleep or wake is in progress, so that ``asleep`` is about to change."""
 

@@ -1,9 +1,9 @@
 """Turns of an external engine: waiting in a queue, or requested from the engine.
 
-:class:`ExternalTurnQueue` has the turns by priority, then arrival, until they end. :class:`Streams`
-has the requests in flight, one asyncio task each. A turn is requested again after a request that
-ended without it. A pause belongs to the requests, because it is complete only when they have
-returned.
+:class:`ExternalTurnQueue` holds the turns that have not ended, by priority, then arrival.
+:class:`Streams` runs the requests in flight, one asyncio task each. If a request ends before its
+turn, the turn is requested again. :class:`Streams` carries out pauses, because a pause is complete
+only when all requests have returned.
 """
 
 import asyncio

@@ -49,7 +49,7 @@ class WeightSwapper:
         self._adapter = adapter
         self._capabilities = capabilities
         self._takes_patches = capabilities.takes_patches
-        """Whether versions that came as patches are passed on as such; not after a failure."""
+        """Whether versions that came as patches are passed on as patches; not after a failure."""
         self._link = link
         self._staging = staging
         self._weights = weights
@@ -60,7 +60,7 @@ class WeightSwapper:
         self._make_label = make_label
         self.loras = LoraRegistry(adapter, directories.model, directories.parent)
         self._prepared: tuple[Mapping[str, object], dict[str, LoadedLora]] | None = None
-        """Adapters of a staged version, and the ones of them that the engine has loaded."""
+        """Adapters of a staged version, and which of them the engine has loaded."""
         self.is_swapping = False
         self.has_swapped = False
         """Whether the engine has ever loaded other weights than the model directory's."""

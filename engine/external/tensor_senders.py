@@ -1,8 +1,8 @@
-"""Sends weights to external engines without files: in HTTP bodies, by broadcasts or by CUDA IPC.
+"""Sends weights to external engines without files: in HTTP bodies, broadcasts or CUDA IPC buffers.
 
 **Broadcasts are not encrypted.** A request announces the tensors of each broadcast or GPU buffer.
-vLLM and SGLang expect pickles of tensors and handles, which are written here; nothing is unpickled
-here, and SGLang's own unpickler accepts tensors only.
+vLLM and SGLang expect pickled tensors and handles, so this module writes pickles; it reads none.
+SGLang's own unpickler accepts tensors only.
 """
 
 import asyncio
@@ -66,7 +66,8 @@ class TensorSender:
         """
 
     async def send(self, tensors: Tensors, fields: Mapping[str, object]) -> None:
-        """Load tensors, within an update that has begun. ``fields`` are added to the request's.
+        """Load tensors, within an update that has begun. ``fields``: more fields of
+        the request.
 
         Raises:
             HttpStatusError, NcclFailed, RuntimeError: some of the tensors may be loaded.
@@ -154,7 +155,7 @@ class VllmNcclSender(BroadcastSender):
         device: torch.device,
         is_packed: bool,
     ) -> None:
-        """``workers`` counts all of the server's: tensor, pipeline and data parallel ranks."""
+        """``workers``: number of all the server's tensor, pipeline and data parallel ranks."""
         super().__init__(http)
         self._ranks = 1 + workers
         self._library, self._device = library, device

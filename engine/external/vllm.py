@@ -91,8 +91,8 @@ may leave again."""
 
 PATCHES_SINCE = (0, 29)
 """First release with ``checkpoint_weight_patch.py``, which changes elements by the checkpoint's
-names and indices. Before, ``sparse_nccl`` had those of one rank's parameters. To 0.33 no route but
-NCCL leads to it, so workers need an extension."""
+names and indices. Before, ``sparse_nccl`` used names and indices of one rank's parameters. Up to
+0.33 only NCCL's route leads to the module, so workers need an extension."""
 
 TRANSFER_ROUTES = {
     "/init_weight_transfer_engine",
@@ -508,7 +508,7 @@ class VllmAdapter(HttpAdapter):
         )
 
     def _refuse_transfer(self, backend: str) -> None:
-        """Refuse a server that accepts no weights by ``backend``, ``nccl`` or ``ipc``."""
+        """Refuse a server that accepts no weights through ``backend``, ``nccl`` or ``ipc``."""
         started_with = (self._config.get("weight_transfer_config") or {}).get("backend")
         if self._release < TRANSFER_SINCE or not TRANSFER_ROUTES.issubset(self._paths):
             reason = f"use {TRANSFER_SINCE[0]}.{TRANSFER_SINCE[1]} or newer"

@@ -1,8 +1,8 @@
 """Process of an external engine's adapter: ``python -m tidegate.engine.external.worker``.
 
-Started by the orchestrator for each of its ``engine_urls``, or by hand; opens the adapter and runs
-``ExternalEngineLoop``. Exit status as in :mod:`tidegate.engine.worker`. The engine itself keeps
-running when this process ends.
+The orchestrator starts one for each of its ``engine_urls``; users may start one by hand. The exit
+status is that of :mod:`tidegate.engine.worker`. The engine itself keeps running when this process
+ends.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Host memory for sleep: releases pages to the system, and takes them back at the same address.
 
-``SleepableHostMemory`` of ``execution/sleep.py`` calls these functions. ``madvise(MADV_DONTNEED)``
-drops a tensor's pages and keeps its addresses: views and pointers stay valid, read zeros, and get
-pages again when written. Only whole pages are released, so up to one stays at each end of a tensor.
-Built on ``mmap``, ctypes and torch.
+``madvise(MADV_DONTNEED)`` drops a tensor's pages and keeps its addresses: views and pointers stay
+valid, read zeros, and get pages again when written. Only whole pages are released, so up to one
+stays at each end of a tensor.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""Size of an engine's KV cache, by the memory that is free when the engine starts, and of a block.
+"""Sizes of an engine's KV cache, from the memory free at start, and of its blocks.
 
-The worker calls it unless ``--num-kv-blocks`` and ``--block-tokens`` are given. The functions
-decide by numbers alone; the caller reads them from the device or the host.
+``--num-kv-blocks`` and ``--block-tokens`` override them. The functions are pure: the caller
+measures the memory of the device or the host.
 """
 
 from pathlib import Path
@@ -59,7 +59,7 @@ def kv_bytes(
         available_bytes: memory that is free, before this engine has loaded its weights.
         sharers: number of processes that divide it: the engines there, and the trainer.
         weights_bytes: bytes of one set of weights.
-        on_host: whether the memory is the host's, and not a device's.
+        on_host: whether it is host memory, and not device memory.
         share: share of ``available_bytes`` that all of them may take, weights included, in (0, 1];
             None: ``HOST_SHARE`` within ``HOST_KV_BYTES_MAX``, or ``DEVICE_SHARE``.
     """

@@ -1,8 +1,8 @@
 """Out-of-memory errors: recognised, reported with a remedy, and answered by smaller steps.
 
 Used wherever the engine allocates, and by the scheduler (:class:`StepBudget`). Torch has no error
-class for the CPU, only a message text. The kernel's OOM killer leaves no error; the parent process
-reports that.
+class for the CPU, only a message text. The kernel's OOM killer leaves no error: the parent process
+reports the kill.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Reads a model directory's tensors from safetensors, single or sharded.
 
-Used to load weights and by ``served_model``. Tensor names are Hugging Face's. Uses the safetensors
-library.
+Tensors have their Hugging Face names.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """Fields of config.json, and their defaults for each supported architecture.
 
-Read by ``model_config.py``. A field that a config omits has the default of the architecture's
-config class in transformers, and these differ: Gemma ties its head, Llama does not. Built on
-msgspec.
+A field that config.json omits has the default of the architecture's config class in transformers.
+These defaults differ: Gemma ties its head, Llama does not.
 """
 
 from dataclasses import dataclass

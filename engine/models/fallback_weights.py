@@ -1,9 +1,7 @@
 """One weight version of a transformers model, and checks whether transformers can serve a model.
 
-Used by ``FallbackModel`` and ``FallbackRunner``. Published tensors overwrite the module's
-parameters in place. The LM head computes in float32 whatever the dtype, as in Tidegate's own
-models. Uses transformers' ``AutoModelForCausalLM``. Built on ``weights/weight_store.py`` and
-``weights/weight_conversions.py``.
+Published tensors overwrite the module's parameters in place. The LM head computes in float32
+whatever the dtype, as in Tidegate's own models.
 """
 
 import copy
@@ -176,7 +174,7 @@ def refuse_other_tasks(path: Path, config: Any) -> None:
 
 
 def context_tokens_max(config: Any) -> int:
-    """Return the context limit in tokens: the config's, or 32,768 if it has none.
+    """Return the context limit in tokens: 32,768 if the config has no limit.
 
     A ``longrope`` changes the rotation of all positions once a context exceeds the original length,
     which would invalidate cached keys; so the original length is the limit. Beyond Doge's

@@ -1,7 +1,6 @@
 """Groups a model's layers by attention kind, and packs dense layers into one compiled call.
 
-Used by ``ModelRunner``. The groups hold for all weight versions, the compiled call for one. Rotary
-tables are ``rope_tables.py``'s; the compiled call is ``kernels/layers.py``'s.
+The groups hold for all weight versions, a compiled call for one version.
 """
 
 from collections.abc import Sequence

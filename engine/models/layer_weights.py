@@ -1,7 +1,7 @@
 """Weights of one decoder layer, and the copy target of each published tensor.
 
-Used by ``Weights``. Query, key and value projections are stacked in one matrix, and so are gate and
-up. Matrices have the layouts of :mod:`tidegate.kernels.weight_matrix`.
+Query, key and value projections are stacked in one matrix, and so are gate and up. Matrices have
+the layouts of :mod:`tidegate.kernels.weight_matrix`.
 
 Letters in shapes: H hidden size, I intermediate size (an expert's own in a layer of experts), E
 experts, Q query heads x head_dim, K KV heads x head_dim.

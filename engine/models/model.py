@@ -1,9 +1,7 @@
 """Forward pass of a decoder-only transformer on the CPU, from token ids to logits.
 
-Called by ``ModelRunner`` with a step's plan. Weights (``model_weights.py``) are an argument, so
-another version can be used in the next step. Compiled kernels are those of ``kernels/native.py``,
-with torch as their fallback. Built on ``model_config.py``, on ``weights/lora.py`` for adapters, and
-on ``rank_group.py`` for sums over tensor-parallel ranks.
+Weights are an argument, so the next step can use another version. Compiled kernels compute it where
+they can be built, and torch elsewhere.
 
 Letters in shapes: T tokens of a step, S tokens of the step whose logits are needed (to sample the
 next token, or to score), H hidden size, A query heads, D head_dim, I intermediate size, B blocks of

@@ -1,8 +1,6 @@
 """Architecture of the model in a directory: config.json, validated field by field.
 
-Used by ``served_model`` and by everything that allocates tensors. Refuses by name whatever
-Tidegate's model code would compute wrongly. Depends on neither torch nor transformers. Field names
-and defaults are ``config_fields.py``'s.
+Refuses, by name, each feature that Tidegate's model code would compute wrongly.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,8 @@
 """One weight version in the layout that Tidegate's forward pass computes with.
 
-Allocated by ``OwnModel``, filled by the loader and by staging, and passed to ``model.forward``. The
-LM head is float32 whatever the dtype. Matrices are packed for the fastest product; packing happens
-in the copy, at some GB/s, on the loading thread. One object is reused for update after update,
-because the first touch of fresh pages costs more than the copy. Built on ``layer_weights.py``,
-``weights/weight_store.py`` and ``kernels/weight_matrix.py``.
+The LM head is float32 whatever the dtype. Matrices are packed for the fastest product while they
+are copied, at some GB/s, on the thread that loads them. One object is reused for update after
+update, because the first touch of fresh pages costs more than the copy.
 
 Letters in shapes: V vocabulary, H hidden size, L labels, T tokens, S output tokens.
 """
@@ -68,7 +66,7 @@ class Weights(WeightStore):
         """Communication group of the tensor-parallel ranks; None with one rank."""
         self.whole_config = config
         self.config = shard.local(config)
-        """Config with this rank's sizes; ``whole_config`` has the model's."""
+        """Config with this rank's sizes; ``whole_config`` has the sizes of the whole model."""
         self.embedding = embedding
         """Token embedding, [V, H]."""
         self.layers = layers

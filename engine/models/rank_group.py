@@ -1,9 +1,8 @@
-"""Collectives over an engine's tensor-parallel ranks: all-reduce and all-gather, by gloo.
+"""Collectives over an engine's tensor-parallel ranks: all-reduce and all-gather, with gloo.
 
-Used by the forward pass, over the loopback. Every call has a timeout: if a rank is gone or stuck,
-the other ranks fail, because an engine that has lost a rank has lost its turns' KV. The process
-group belongs to its object, not to the process, so an engine and its trainer may each have one.
-Built on ``torch.distributed``'s gloo backend.
+Connections use the loopback. Every call has a timeout: if a rank is gone or stuck, the other ranks
+fail, because a part of every turn's KV is lost with a rank. The process group belongs to its
+object, not to the process, so an engine and its trainer may each have one.
 """
 
 from datetime import timedelta

@@ -1,8 +1,7 @@
 """Rotary-embedding parameters of config.json: default, linear, llama3 and yarn.
 
-Read by ``model_config.py``, turned into tensors by ``rope_tables.py``. A model has one rotary
-embedding for all layers, or one for layers with a sliding window and another for the rest. Built on
-msgspec and ``config_fields.py``.
+A model has one rotary embedding for all layers, or one for layers with a sliding window and another
+for the rest.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Rotary tables: cosine and sine of every position, from ``rope_config.Rope``.
 
-The CPU runner (by ``LayerKinds``) and the GPU runner each build one table per kind of attention:
-one for each distinct combination of window and rotary settings among the layers. Computed by
-``kernels/rope.py``.
+A runner builds one table per kind of attention: one for each distinct combination of window and
+rotary settings among the layers.
 """
 
 import math

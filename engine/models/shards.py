@@ -1,10 +1,9 @@
 """Tensor-parallel sharding: one rank's slices of the tensors, and a config with its sizes.
 
-Used by ``Weights`` and the ranks' processes. A layer's first matrices (query, key, value; gate, up)
-are split by outputs, its last ones (output, down) by inputs; so a layer needs two all-reduces. KV
-heads are split, or repeated if there are fewer than ranks. Experts are assigned whole; embedding
-and LM head are split by vocabulary. Norms, router and a classification head are on every rank.
-Depends on ``model_config.py`` and ``layer_weights.py``.
+A layer's first matrices (query, key, value; gate, up) are split by outputs, its last ones (output,
+down) by inputs; so a layer needs two all-reduces. KV heads are split, or repeated if there are
+fewer than ranks. Experts are assigned whole; embedding and LM head are split by vocabulary. Norms,
+router and a classification head are on every rank.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -35,7 +34,7 @@ class TensorShard:
         return self.ranks == 1
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """Return the config with this rank's sizes; ``vocab_size`` stays the model's.
+        """Return the config with this rank's sizes, except ``vocab_size``, which stays whole.
 
         Raises:
             ConfigError: the model cannot be split evenly.
@@ -63,7 +62,7 @@ class TensorShard:
         )
 
     def vocabulary(self, config: ModelConfig) -> TensorSlice:
-        """Return the range of tokens whose embeddings and logits are this rank's.
+        """Return the range of tokens whose embeddings and logits this rank holds.
 
         The last rank's may be shorter.
         """

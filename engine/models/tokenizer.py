@@ -1,7 +1,7 @@
 """The model's tokenizer, loaded from tokenizer.json on first use.
 
-Used by stop strings, bad words and grammars. Most runs never load it, because tokens go in and out.
-Uses the ``tokenizers`` library.
+Stop strings, bad words and grammars need it. Most runs never load it, because prompts and outputs
+are token ids.
 """
 
 from pathlib import Path

@@ -1,5 +1,4 @@
 """Tensor parallelism: one engine as several processes, each with a part of every layer.
 
-Used by the worker with more than one rank. Ranks exchange commands by pipes, and tensors by gloo
-(all-reduce).
+Ranks exchange commands over pipes, and tensors with gloo (all-reduce).
 """

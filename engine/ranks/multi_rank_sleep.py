@@ -1,9 +1,10 @@
 """Sleep and wake of an engine with several ranks: all ranks release their memory, or none does.
 
-Used instead of ``SleepController`` on rank 0. Every rank has a
+Takes the place of ``SleepController`` on rank 0. Every rank has a
 :class:`~tidegate.engine.execution.sleep.SleepController` of its own, and only rank 0's controls a
 scheduler. Rank 0 sends heartbeats while it waits for the other ranks, because copies to disk take
-long."""
+long.
+"""
 
 from collections.abc import Callable, Sequence
 

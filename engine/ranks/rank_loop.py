@@ -1,10 +1,8 @@
 """Main loop of a tensor-parallel rank other than 0: computes its part of each step, and stages its
 part of new weights.
 
-Run by ``ranks/worker.py``. The loop decides nothing: rank 0 sends the same messages in the same
-order to every rank. Each rank reads weights from the channel that the orchestrator names, and
-copies its own part. Built on ``Runner``, ``Staging`` and ``SleepController``, as one engine has
-them.
+The loop decides nothing: rank 0 sends the same messages in the same order to every rank. Each rank
+reads weights from the channel that the orchestrator names, and copies its own part.
 """
 
 import time

@@ -1,9 +1,7 @@
 """Processes of the ranks other than 0: start, pipe messages, loss detection and shutdown.
 
-Used by ``Ranks``, ``MultiRankStaging`` and ``MultiRankSleepController``. A rank that ends is
-noticed at the next message to or from that rank. An engine that loses a rank ends, because every
-rank holds a part of all turns' KV. Built on ``subprocess`` and pipes; messages are
-``transport/rank_messages.py``'s.
+A rank that ends is noticed at the next message to or from that rank. An engine that loses a rank
+ends, because every rank holds a part of all turns' KV.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """Rank 0's side of tensor parallelism: starts the other ranks, and runs steps and updates on all.
 
-Used by the worker. Rank 0 sends each step's rows to the other ranks, and samples; the ranks' parts
-are combined by all-reduce in each layer. Each rank copies its part of new weights from the channel.
-If one refuses a version, all do. All swap between the same two steps, because every rank receives
-swaps and steps in one order. An engine of one rank uses plain ``Staging``, ``SleepController`` and
-``Runner``.
+Rank 0 sends each step's rows to the other ranks, and samples; the ranks' parts are combined by
+all-reduce in each layer. Each rank copies its part of new weights from the channel. If one rank
+refuses a version, all do. All ranks swap between the same two steps, because every rank receives
+swaps and steps in the same order. An engine of one rank uses plain ``Staging``, ``SleepController``
+and ``Runner``.
 """
 
 from collections.abc import Callable, Sequence

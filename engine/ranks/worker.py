@@ -1,9 +1,7 @@
 """Process of a tensor-parallel rank other than 0: ``python -m tidegate.engine.ranks.worker``.
 
 Rank 0 starts the process and commands it over a pipe. Weights come directly from the orchestrator's
-weight channel. The kernel kills the process when rank 0 ends. It opens its shard by
-``execution/served_model.py`` and runs :class:`RankLoop`. No module imports it: ``ranks.py`` starts
-it as a process.
+weight channel. The kernel kills the process when rank 0 ends.
 """
 
 import argparse

@@ -1,5 +1,4 @@
 """Sampling and scoring: options, logits processors, grammars, stop strings, log-probs.
 
-The engine's scheduler reads a turn's options; the runners sample and score. Uses torch, and
-llguidance for grammars.
+The engine's scheduler reads a turn's options; the runners sample and score.
 """

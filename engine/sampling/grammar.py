@@ -1,10 +1,8 @@
-"""Structured output: logits processors for JSON schemas and Lark grammars, by llguidance.
+"""Structured output: logits processors for JSON schemas and Lark grammars.
 
-Used by ``ProcessorRegistry`` as the processors ``json_schema`` and ``grammar``. Schemas and
-grammars are of llguidance's kinds, https://github.com/guidance-ai/llguidance, an optional
-dependency. A turn may sample one of its stop tokens exactly where the grammar is complete. Built on
-``grammar_compiler.py``, which compiles each grammar under limits, and the interface of
-``logits.py``.
+The processors are called ``json_schema`` and ``grammar``. Schemas and grammars are those that
+llguidance supports (https://github.com/guidance-ai/llguidance), an optional dependency. A turn may
+sample one of its stop tokens exactly where the grammar is complete.
 """
 
 import json

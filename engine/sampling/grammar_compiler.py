@@ -1,11 +1,10 @@
 """Compiler of grammars: runs each one in a helper process under limits first, then in a thread.
 
-Used by ``grammar.py``. llguidance compiles some grammars in cubic time and gigabytes:
-``{"multipleOf": 1000003}`` takes 5 s, and 32 KB of alternatives take a minute. Its own limits do
-not cover that work, and a thread that has begun it cannot be stopped. So a helper process, which
-RLIMIT_CPU and RLIMIT_AS can end, compiles every grammar once; only a grammar that it has compiled
-is compiled again in the engine, by a thread and without the GIL, while the engine's loop decodes
-other turns.
+llguidance compiles some grammars in cubic time and gigabytes: ``{"multipleOf": 1000003}`` takes 5
+s, and 32 KB of alternatives take a minute. Its own limits do not cover that work, and a thread that
+has begun it cannot be stopped. So a helper process, which RLIMIT_CPU and RLIMIT_AS can end,
+compiles every grammar first. The engine compiles a grammar again only if the helper could: on a
+thread and without the GIL, while the engine's loop decodes other turns.
 
 ``python -m tidegate.engine.sampling.grammar_compiler`` is the helper process. It imports no torch.
 """

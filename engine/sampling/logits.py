@@ -1,8 +1,7 @@
 """Interface of logits processors: callables that edit a turn's logits before each token is sampled.
 
-Implemented by users' modules and by ``processors.py`` and ``grammar.py``; see
-:mod:`tidegate.engine.sampling.processors` for how a turn names one. ``options.py`` calls the
-processors for each row. Built on torch and ``engine/models/tokenizer.py``.
+Users' modules may implement it; :mod:`tidegate.engine.sampling.processors` says how a turn names a
+processor.
 
 Letters in shapes: V vocabulary.
 """

@@ -1,10 +1,9 @@
 """Per-turn sampling options beyond temperature, top-k and top-p, and the token counts for
 penalties.
 
-Read by the scheduler when a turn is submitted, applied by ``sampling.py`` in each step. Most turns
-use none of these options, and have no :class:`RowOptions`. All validation happens here, before the
-turn is queued, so no submission can make a step fail. Logits processors come from
-``processors.py``, stop strings from ``stop_strings.py``.
+Options are read when a turn is submitted, and applied in each step. Most turns use none of these
+options, and have no :class:`RowOptions`. All validation happens here, before the turn is queued, so
+no submission can make a step fail.
 """
 
 import math

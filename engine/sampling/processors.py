@@ -1,8 +1,7 @@
 """Registry of logits processors by name: the built-in ones and those of users' modules.
 
-Used by ``OptionReader``. A module adds processors as ``PROCESSORS = {"my_name": make_mine}``. An
-engine imports only the modules on its command line, never names that come over the wire. Structured
-output is ``grammar.py``'s.
+A module adds processors as ``PROCESSORS = {"my_name": make_mine}``. An engine imports only the
+modules on its command line, never names that come over the wire.
 """
 
 import importlib

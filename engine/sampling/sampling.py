@@ -1,8 +1,8 @@
 """Samples one token per row from a step's logits, with its log-prob and requested attachments.
 
-Called by the runners. Every draw uses the row's own counter-based random number, independent of the
-rest of the batch. Limits, draws and reports are compiled (``kernels/native.py``); where they can't
-be, ``kernels/sampling.py`` does the same by torch. Logits are edited by torch before.
+Every draw uses the row's own counter-based random number, independent of the rest of the batch.
+Torch edits the logits first. Limits, draws and reports are compiled (``kernels/native.py``);
+without a compiler, ``kernels/sampling.py`` computes them with torch.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """

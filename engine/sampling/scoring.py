@@ -1,8 +1,7 @@
 """Scores given tokens from their hidden states: log-probs, top log-probs, rewards and embeddings.
 
-Called by the runners for rows with ``scoring``; nothing is sampled. ``scheduling/score_queue.py``
-queues the requests, divides them into chunks and joins the chunks' scores. Logits come from
-``models/model.py``.
+Nothing is sampled. ``scheduling/score_queue.py`` queues the requests, divides them into chunks and
+joins the chunks' scores.
 
 Letters in shapes: P positions scored, k top tokens, H hidden size, L labels, V vocabulary.
 """

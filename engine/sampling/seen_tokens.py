@@ -1,7 +1,7 @@
 """Token counts of one turn's context, for repetition, presence and frequency penalties.
 
-Kept by ``RowOptions`` and updated per token, because recounting would read the whole context. The
-formulas are in :mod:`tidegate.kernels.penalties`; built on numpy and torch.
+Counts are updated per token, because recounting would read the whole context. The formulas are in
+:mod:`tidegate.kernels.penalties`.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Stop-string detection with an incremental detokenizer.
 
-Used by ``RowOptions`` per sampled token. A token may end in the middle of a character, and some
-decoders write a token differently after a space, so a few tokens are decoded together, and a
-character counts once it is complete. Uses the model's tokenizer.
+A token may end in the middle of a character, and some decoders write a token differently after a
+space, so a few tokens are decoded together, and a character counts once it is complete.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,10 +1,9 @@
 """LoRA adapters with weight versions of their own: which versions are in memory, live, and in use.
 
-The engine's scheduler asks it for the version of each turn; the engine loop puts loaded tensors in.
-Pure: tensors are opaque values here. At most ``versions_max`` versions stay in memory, beside those
-that are being published. A version that turns use stays, also beyond the limit where a swap gives
-turns a new version while pinned turns use the old one; of the others the least recently used is
-dropped first. Depends on ``transport/adapter_messages.py`` only.
+The engine's scheduler asks for each turn's version; the engine loop adds loaded tensors, which are
+opaque values here. At most ``versions_max`` versions stay in memory, besides those being published.
+A version that turns use stays even beyond this limit: after a swap, pinned turns still use the old
+version. Of the other versions, the least recently used is dropped first.
 """
 
 from collections import OrderedDict

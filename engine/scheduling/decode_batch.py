@@ -2,8 +2,7 @@
 
 The scheduler makes a :class:`DecodeBatch` when two successive steps decode the same turns, and
 drops it when a step differs. Corresponds to vLLM's persistent batch. The sequences stay up to date
-after every step; the columns of rows and step messages are kept beside them. Built on
-``sequences.py``, and on :class:`DecodeRows` of ``execution/runner.py``.
+after every step; the columns of rows and step messages are kept beside them.
 """
 
 from collections.abc import Mapping, Sequence

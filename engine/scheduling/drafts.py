@@ -1,10 +1,10 @@
 """Speculative decoding: the draft-source interface, and how many draft tokens to verify per
 sequence.
 
-Used by the scheduler's ``StepPlanner``; the draft sources are in ``engine/drafts``. Verification
-changes no outcome: each position is sampled from the model's own logits with the random number it
-would have had without drafts, so tokens and log-probs equal those of an engine without speculation.
-A wrong draft token costs time only. Depends on ``sequences.py`` and numpy.
+The draft sources are in ``engine/drafts``. Verification changes no outcome: each position is
+sampled from the model's own logits with the random number it would have had without drafts, so
+tokens and log-probs equal those of an engine without speculation. A wrong draft token costs time
+only.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Block allocator and prefix cache of the KV cache: block numbers, reference counts and eviction.
 
-Used by the sequence queues, the prefixes and the draft model; the tensors belong to the model
-runner. A block holds the keys and values of ``block_tokens`` successive context positions in every
-layer. Blocks are allocated singly, so a sequence's blocks need not be adjacent. Depends on no other
-module.
+The tensors belong to the model runner. A block holds the keys and values of ``block_tokens``
+successive context positions in every layer. Blocks are allocated singly, so a sequence's blocks
+need not be adjacent.
 
 The prefix cache is a radix tree over full blocks. A cached block is a node, is immutable, and may
 be held by any number of sequences. Its key is the parent node and the block's tokens, compared in
@@ -36,7 +35,7 @@ protection."""
 
 class KvCache:
     """Allocates block numbers ``[0, num_blocks)`` and caches full blocks by context.
-    Used by one thread."""
+    For one thread."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:

@@ -1,10 +1,9 @@
 """Pause state of an engine: whether sequences may start and run, and whether a weight swap is due.
 
-Used by the engine's ``EngineScheduler`` and, for external engines, by ``external/engine_loop.py``
-and ``external/sleeping.py``. It moves no sequences itself. At most one pause and one swap are
-pending. A newer pause replaces the mode of an older one. A swap has a pause mode too: ``wait`` lets
-the running sequences finish before the swap. Every pause that takes effect before it is lifted is
-answered with ``TurnsPaused``. Built on the message types of ``transport/messages.py`` only.
+Own, external and simulated engines share this state machine. It moves no sequences itself. At most
+one pause and one swap are pending. A newer pause replaces the mode of an older one. A swap has a
+pause mode too: ``wait`` lets the running sequences finish before the swap. Every pause that takes
+effect before it is lifted is answered with ``TurnsPaused``.
 """
 
 from tidegate.transport.messages import FinishWeightUpdate, PauseMode, TurnsPaused
@@ -77,7 +76,7 @@ class PauseGate:
         self._swap = update
 
     def swap_due(self, running_turns: int) -> FinishWeightUpdate | None:
-        """Return the swap that can be done now. Sequences frozen by ``keep`` never finish, so no
+        """Return the swap that can be done now. Sequences frozen with ``keep`` never finish, so no
         swap waits for them."""
         swap = self._swap
         if swap is None or (swap.pause_mode == "wait" and running_turns > 0 and self.turns_run):

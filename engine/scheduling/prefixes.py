@@ -1,10 +1,9 @@
 """Prefix sharing between sequences, and contexts kept in the KV cache for a rollout's next turn.
 
-Used by the running set and the scheduler; the radix tree itself is ``KvCache``. A sequence follows
-the tree from the root of the live weights as far as its tokens match, and adds each block that it
-fills. A sequence leaves the tree once part of its KV is from older weights. A session is a rollout
-between two turns, for example during a tool call: its KV may be evicted, least recently used first.
-Depends on ``kv_cache.py`` and ``sequences.py`` only. Its caller is ``sequence_queues.py``.
+A sequence follows the tree from the root of the live weights as far as its tokens match, and adds
+each block that it fills. It leaves the tree once part of its KV is from older weights. A session
+is a row of a rollout that may continue with another turn, for example after a tool call; the cache
+evicts the contexts of sessions last.
 """
 
 from collections import OrderedDict
@@ -23,7 +22,7 @@ class PrefixSessions:
         self._cache = cache
         self._sessions_max = sessions_max
         self._protected: OrderedDict[int, ProtectedBlocks] = OrderedDict()
-        """Wanted blocks by session number, least recently used session first."""
+        """Protected blocks by session number, least recently used session first."""
 
     def protect_blocks(self, sequence: EngineSequence) -> None:
         """Protect a sequence's cached blocks for its session. Called before the sequence releases
@@ -100,7 +99,8 @@ class Prefixes:
         return found
 
     def reuse(self, sequence: EngineSequence, found: list[int]) -> None:
-        """Replace the sequence's own blocks by the ``found`` ones; their positions are computed."""
+        """Replace the sequence's own blocks with the ``found`` ones; their positions are
+        computed."""
         if not found:
             return
         end = sequence.shared_blocks + len(found)

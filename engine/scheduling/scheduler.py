@@ -2,9 +2,8 @@
 
 Pure: the worker's loop calls ``plan`` for the rows to compute and ``complete`` with what was
 sampled. A step takes decodes first, then chunks of prefills, then draft tokens, within the step
-budget. Which sequences run at all, and in which KV blocks, is the running set's decision
-(``sequence_queues.py``). Its parts are ``score_queue.py``, ``pauses.py``, ``drafts.py`` and
-``adapter_versions.py``.
+budget. The running set (``sequence_queues.py``) decides which sequences run, and in which KV
+blocks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -768,7 +767,7 @@ class EngineScheduler:
     def _add_attachments(
         sequence: EngineSequence, rows: SampledRows, accepted: range, output: StepOutput
     ) -> None:
-        """Add the attachments of the ``accepted`` sampling rows, which are one sequence's."""
+        """Add the attachments of the ``accepted`` sampling rows of one sequence."""
         if accepted.start in output.attachments:
             rows.add_attachments(sequence, [output.attachments[index] for index in accepted])
         if accepted.start in output.routed_experts:

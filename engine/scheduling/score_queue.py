@@ -1,10 +1,9 @@
 """Scoring requests: log-probs, hidden states, embeddings and rewards of given tokens.
 
-Used by the scheduler. To the running set a request is a sequence that samples nothing: it is
-ranked, chunked and preempted like a sequence, and shares the blocks that it computes. Positions to
-be scored are never taken from the prefix cache. All values of an answer are from one weight
-version, so a swap restarts every request. Nothing is computed here; the runner scores rows. Built
-on ``sequences.py``, ``sequence_queues.py`` and ``engine/sampling/scoring.py``.
+To the running set a request is a sequence that samples nothing: it is ranked, chunked and preempted
+like a sequence, and shares the blocks that it computes. Positions to be scored are never taken from
+the prefix cache. All values of an answer are from one weight version, so a swap restarts every
+request. Nothing is computed here; the runner scores rows.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -243,8 +242,8 @@ class ScoreQueue:
         ]
 
     def refuse(self, is_meant: Callable[[AdapterVersion], bool], reason: str) -> list[Message]:
-        """Drop the requests that use an adapter with versions of its own that ``is_meant``; return
-        their answers."""
+        """Drop the requests whose adapter version ``is_meant``; return their answers. Adapters that
+        are part of the weights have no version."""
         refused = [
             state
             for state in self._requests.values()

@@ -1,10 +1,9 @@
 """Queues of an engine's sequences: admission, allocation of KV blocks, preemption.
 
-Used by the scheduler and the score queue; corresponds to vLLM's waiting and running queues with
-recompute preemption. Sequences are ranked by priority, then arrival. The best-ranked running
-sequence can always continue: if no block is free, the worst-ranked one is preempted, and no
-sequence larger than the whole cache is admitted. So some sequence always finishes. Sequences share
-the blocks of common prefixes (``prefixes.py``).
+Corresponds to vLLM's waiting and running queues with recompute preemption. Sequences are ranked by
+priority, then arrival. The best-ranked running sequence can always continue: if no block is free,
+the worst-ranked one is preempted, and no sequence larger than the whole cache is admitted. So some
+sequence always finishes. Sequences share the blocks of common prefixes (``prefixes.py``).
 """
 
 import heapq

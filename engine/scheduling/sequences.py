@@ -2,7 +2,7 @@
 
 A turn is one sequence of the engine: the unit that the scheduler and the running set work on, as a
 request is in vLLM. Also refuses sequences that can never be served within the engine's limits,
-before they are scheduled. Sampling state is ``sampling/options.py``'s.
+before they are scheduled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -332,7 +332,7 @@ class EngineSequence:
         """Forget all KV but the leading full blocks of ``version``; return the blocks past those.
 
         None if there is nothing to forget. Blocks are not overwritten in place, because other
-        sequences may hold them, and because a recurrent state is that at the end of its block.
+        sequences may hold them, and because a block's recurrent state is that at the block's end.
         """
         kept_positions = self.history.leading(version)
         if kept_positions == self.computed:

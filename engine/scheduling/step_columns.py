@@ -1,7 +1,6 @@
 """Converts a step's samples into the columns of a step message, and filters rows without a token.
 
-Used by the scheduler's ``complete``, sequence by sequence. Columns are numpy arrays; the message is
-``transport/messages.py``'s :class:`Step`.
+The columns are numpy arrays, filled sequence by sequence.
 """
 
 import math

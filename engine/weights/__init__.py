@@ -1,5 +1,4 @@
 """Weight versions and LoRA adapters: staging beside the live weights, and the swap.
 
-Used by the engine loops. Tensors come over the weight channels of ``transport/``. Copies run on a
-thread, with torch.
+Tensors come over the weight channels of ``transport/``. Copies run on a thread.
 """

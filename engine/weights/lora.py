@@ -1,9 +1,7 @@
 """LoRA adapters: low-rank products added to a layer's projections, for some of a step's tokens.
 
-Used by ``model.forward``, and by staging to make adapters. Query, key and value are one matrix
-here, and so are gate and up. So their adapters are fused too: the A matrices stacked, the B
-matrices side by side, each in the rows of its projection. Products are
-``kernels/weight_matrix.py``'s.
+Query, key and value are one matrix in the model, and so are gate and up. So their adapters are
+fused too: the A matrices stacked, the B matrices side by side, each in the rows of its projection.
 
 Hu et al. 2021, arXiv:2106.09685.
 

@@ -1,10 +1,8 @@
 """Stages new weights in a buffer beside the live ones, on a thread, while decoding continues.
 
-Used by the engine loop and by ``external/engine_loop.py``; the phases (init, start, update, finish)
-are those of vLLM's weight transfer. Every started update gets one reply, ``WeightsStaged`` or
-``WeightsFailed``, unless it is restarted or abandoned first. Copies release the GIL, so the main
-thread's decode steps continue beside them. Tensors come from a receiver of
-``transport/weight_channels/`` and go to a ``WeightStore``.
+The phases (init, start, update, finish) are those of vLLM's weight transfer. Every started update
+gets one reply, ``WeightsStaged`` or ``WeightsFailed``, unless it is restarted or abandoned first.
+Copies release the GIL, so the main thread's decode steps continue beside them.
 """
 
 import threading
@@ -81,7 +79,7 @@ class _StagedUpdate:
         self.version = version
         self.live = live
         self.adapter_tensors: dict[Adapter, dict[str, torch.Tensor]] = {}
-        """Tensors of each adapter of the version. Used by the staging thread only."""
+        """Tensors of each adapter of the version. For the staging thread only."""
         self.adapters: dict[str, object] = {}
         self.keeps_weights = False
         """Whether the version changes adapters only, so that the live weights stay."""
@@ -158,15 +156,15 @@ class Staging:
         self._buffer: WeightStore | None = None
         """Owned by the staging thread while jobs are pending, else by the main thread."""
         self._receiver: WeightReceiver | None = None
-        """Open weight channel. Used by the staging thread only."""
+        """Open weight channel. For the staging thread only."""
         self._buffer_version: int | None = None
         """Version that the buffer holds completely; None if it was written to since, or lost."""
         self._last_patches: _Patches | None = None
         """Patches that made the live version from the buffer's, if they alone did."""
         self._prepared_update: _StagedUpdate | None = None
-        """Update that the buffer has been prepared for. Used by the staging thread only."""
+        """Update that the buffer has been prepared for. For the staging thread only."""
         self._closed_reason = NO_CHANNEL
-        """Reason in the error for tensors that arrive while no channel is open. Used by the staging
+        """Reason in the error for tensors that arrive while no channel is open. For the staging
         thread only."""
         self._thread: threading.Thread | None = None
         if is_threaded:

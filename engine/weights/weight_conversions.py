@@ -1,10 +1,9 @@
-"""Accepts published tensors under both naming schemes of a model, by transformers' conversion.
+"""Accepts published tensors under both naming schemes of a model, as transformers converts them.
 
-Used where a model is stored under one scheme, its ``state_dict()``'s (the transformers fallback) or
-its directory's (external engines), and trainers publish under either. The conversion that
-transformers applies on loading is not reimplemented: it is run on tensors of element indices, and
-the result shows where each published tensor is stored. Built on ``transport/weight_names.py``,
-``weight_store.py`` and transformers.
+An engine stores a model under one scheme: the transformers fallback under the names of
+``state_dict()``, external engines under those of the directory. Trainers publish under either. The
+conversion that transformers applies on loading is not reimplemented: it is run on tensors of
+element indices, and the result shows where each published tensor is stored.
 """
 
 import re
@@ -182,7 +181,7 @@ def _is_contiguous(target: CopyTarget) -> bool:
 def _replace_with_parts(
     targets: Mapping[str, CopyTarget], name: str, parts: Mapping[str, CopyTarget]
 ) -> dict[str, CopyTarget]:
-    """Replace ``name`` by ``parts``, keeping the model's order."""
+    """Replace ``name`` with ``parts``, keeping the model's order."""
     converted: dict[str, CopyTarget] = {}
     for other, target in targets.items():
         converted |= parts if other == name else {other: target}
@@ -191,7 +190,7 @@ def _replace_with_parts(
 
 @contextmanager
 def _conversions_of(module: Any, *, uses_default: bool) -> Iterator[None]:
-    """Make transformers convert as when it loaded the module, or by its defaults."""
+    """Make transformers convert as when it loaded the module, or with its defaults."""
     missing = object()
     saved = getattr(module, "_weight_conversions", missing)
     if uses_default and saved is not missing:
@@ -252,7 +251,7 @@ def _inverse(
     converted: Mapping[str, torch.Tensor],
     directory: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor] | None:
-    """Number the elements of ``state`` by their positions in ``directory``."""
+    """Number the elements of ``state`` with their positions in ``directory``."""
     total = sum(tensor.numel() for tensor in state.values())
     if total != sum(tensor.numel() for tensor in directory.values()):
         return None

@@ -1,8 +1,7 @@
 """Base class of one weight version: validates and copies each published tensor.
 
-Subclassed per implementation (``Weights``, ``DeviceWeights``, ``FallbackWeights``,
-``HostWeights``); filled by staging and by the loaders, and tracks which tensors are missing.
-Patches are applied by ``kernels/weight_matrix.py``; a refused tensor raises ``WeightsRefused``.
+Each implementation of models has a subclass. Staging and the loaders fill it; it tracks which
+tensors are missing. A refused tensor raises ``WeightsRefused``.
 """
 
 import math
@@ -125,8 +124,8 @@ class WeightStore:
         self._redundant_patches: dict[str, list[ElementPatch]] = {}
         """Patches of this update to tensors that are tied to others, by their own names."""
         self._early_copies: dict[str, tuple[str, torch.Tensor]] = {}
-        """Tensors that were published before the tensor that they are tied to, and are compared
-        once that one is loaded: name and copy, by the name of the other tensor."""
+        """Tensors that arrived before the tensor that they are tied to, kept for a comparison with
+        it: name and copy, by the name of the other tensor."""
 
     def is_redundant(self, name: str) -> bool:
         """Whether the tensor carries no information, so that it may be omitted or ignored."""
@@ -356,6 +355,6 @@ def _as_signed(difference: Bits) -> torch.Tensor:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Check all values by their sum, which is as fast as reading memory. The sum of large numbers
-    may overflow, so if it is not finite each value is checked."""
+    """Check all values through their sum, which is as fast as reading memory. The sum of large
+    numbers may overflow, so if it is not finite each value is checked."""
     return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())

@@ -1,7 +1,6 @@
 """Adapter for Gymnasium environments: writes observations as text, parses actions from text.
 
-A pool's worker processes create it by name and call it as an :class:`Environment`. Built on the
-package ``gymnasium`` and on ``environments/environment.py``.
+A pool's worker processes create it by name and call it as an :class:`Environment`.
 
     pool.environment(
         "tidegate.integrations.environments.gymnasium_text:GymnasiumText",

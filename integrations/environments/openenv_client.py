@@ -1,7 +1,6 @@
 """Adapter for environments behind an OpenEnv server (WebSocket); one action field holds the text.
 
-A pool's worker processes create it by name and call it as an :class:`Environment`. Built on the
-package ``openenv`` and on ``environments/environment.py``.
+A pool's worker processes create it by name and call it as an :class:`Environment`.
 
     pool.environment(
         "tidegate.integrations.environments.openenv_client:OpenEnv",

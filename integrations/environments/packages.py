@@ -1,7 +1,6 @@
 """Import of optional packages, with an error that says how to install them.
 
-The adapters in this folder call :func:`package` when an environment is created. Built on
-``importlib``.
+The adapters in this folder call :func:`package` when an environment is created.
 """
 
 import importlib

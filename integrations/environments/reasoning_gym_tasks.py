@@ -1,7 +1,6 @@
 """Adapter for reasoning-gym datasets: one question, one answer, scored by the library.
 
-A pool's worker processes create it by name and call it as an :class:`Environment`. Built on the
-package ``reasoning_gym`` and on ``environments/environment.py``.
+A pool's worker processes create it by name and call it as an :class:`Environment`.
 
     pool.environment(
         "tidegate.integrations.environments.reasoning_gym_tasks:ReasoningGym",

@@ -1,7 +1,6 @@
 """Adapter for skyrl-gym environments, which already exchange text.
 
-A pool's worker processes create it by name and call it as an :class:`Environment`. Built on the
-package ``skyrl_gym`` and on ``environments/environment.py``.
+A pool's worker processes create it by name and call it as an :class:`Environment`.
 
     pool.environment(
         "tidegate.integrations.environments.skyrl_gym_text:SkyRLGym", env="gsm8k"

@@ -1,7 +1,6 @@
 """Adapter for tasksets of verifiers 0.4: one prompt, one answer, scored by the task's rewards.
 
-A pool's worker processes create it by name and call it as an :class:`Environment`. Built on the
-package ``verifiers`` and on ``environments/environment.py``.
+A pool's worker processes create it by name and call it as an :class:`Environment`.
 
     pool.environment(
         "tidegate.integrations.environments.verifiers_tasks:Verifiers",

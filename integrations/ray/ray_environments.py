@@ -1,8 +1,7 @@
 """Worker processes of an environment pool on a Ray cluster: one actor each, connected by a tunnel.
 
-Pass :func:`ray_workers` as the pool's ``workers``. Ray places the actors and reports lost nodes.
-Calls and replies go through a ZeroMQ tunnel, with keys from the actor's arguments. Users pass it as
-``tidegate.ray_workers``; built on Ray, ``ray_resources.py`` and ``transport/tunnels.py``.
+Users pass ``tidegate.ray_workers`` as the pool's ``workers``. Ray places the actors and reports
+lost nodes. Calls and replies go through a ZeroMQ tunnel, with keys from the actor's arguments.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Placement of a run's processes on a Ray cluster, in their own or the user's placement groups.
-
-Engines, environments and trainer ranks use it. Built on ``ray.util.placement_group``.
-"""
+"""Placement of a run's processes on a Ray cluster, in their own or the user's placement groups."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +123,7 @@ class RayPlacement:
             remove_placement_group(group)
 
     def remove_all(self) -> None:
-        """Remove all groups created here, but not the user's."""
+        """Remove all groups created here, but not those of the user."""
         from ray.util.placement_group import remove_placement_group
 
         if self._is_shared_own:

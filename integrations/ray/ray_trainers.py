@@ -2,8 +2,7 @@
 
 Users call :func:`train_on_ray` with a run and their training function. Each rank gets the run's
 address, keys, its rank, and the variables of ``torch.distributed``. Batches and weights travel as
-for any trainer in another process. Built on ``ray_resources.py``, :func:`tidegate.listen` and
-:func:`tidegate.connect`.
+for any trainer in another process.
 """
 
 import asyncio

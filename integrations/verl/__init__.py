@@ -2,7 +2,7 @@
 
 verl imports it in each process for ``VERL_USE_EXTERNAL_MODULES=tidegate.integrations.verl``;
 ``rollout.name=tidegate`` then selects it. :class:`Manager` is a further choice, as
-``rollout.agent.agent_loop_manager_class``. Built on the package ``verl``. See docs/verl.md.
+``rollout.agent.agent_loop_manager_class``. See docs/verl.md.
 """
 
 from typing import TYPE_CHECKING

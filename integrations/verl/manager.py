@@ -3,9 +3,7 @@
 verl's ``TaskRunnerV1`` makes a :class:`Manager`, which
 ``rollout.agent.agent_loop_manager_class=tidegate.integrations.verl.Manager`` names. The manager
 divides verl's prompts among the rollout replicas. Each replica is a Ray actor with a run of its own
-and an :class:`AgentEpisodes`: one agent loop is one episode, and the run generates its turns. Built
-on Ray, on verl's agent loops, on ``turns.py``, and on the :class:`Rollouts` and :class:`Episode` of
-a run.
+and an :class:`AgentEpisodes`: one agent loop is one episode, and the run generates its turns.
 
 Finished batches go to verl's replay buffer through TransferQueue, verl's key-value store: a row of
 data for each output of an agent loop, and for each group an entry whose tag has the group's status

@@ -1,8 +1,7 @@
 """Rollout replica of verl: a Ray actor with a Tidegate run, whose engines are its processes.
 
 verl's ``LLMServerManager`` makes a :class:`TidegateReplica` for each trainer worker, or for each
-worker of a pool of its own. Clients of verl call the actor, a :class:`TidegateServer`. Built on
-Ray, on ``serving/vllm_server.py`` for verl's HTTP clients, and on ``turns.py``.
+worker of a pool of its own. Clients of verl call the actor, a :class:`TidegateServer`.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
 verl makes one in each trainer worker (hybrid mode), or in each ``CheckpointEngineWorker``
 (standalone mode), and calls it after each step. Weights go through the replica's actor, as Ray
-objects. Built on Ray, torch and ``replica.py``.
+objects.
 """
 
 import os

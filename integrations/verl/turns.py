@@ -1,9 +1,4 @@
-"""Turns of verl's clients in Tidegate's terms: sampling options, and outputs with global steps.
-
-:class:`TidegateServer` (the replica's actor) and :class:`EpisodeClient` (the agent-loop manager)
-use it. Built on verl's output types, and on ``integrations/rollout_worker.py`` for sampling
-options.
-"""
+"""Turns of verl's clients in Tidegate's terms: sampling options, and outputs with global steps."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
 """Audit of a recorded run: replays its tokens through the archived weights.
 
-Called by ``tidegate audit``. Depends on transformers and the run's directory, not on the engine.
+It computes with transformers, and with the engine only for ``--exact``.
 """

@@ -4,8 +4,7 @@ The audit's replays call :func:`load_version` for every version. A version may b
 partial publish or an adapter): then the full set before it is loaded, and the later parts are
 applied in order. Uses `transformers` and `safetensors` and, but for ``clamp_time_steps``, none of
 the engine's code, so that an engine's fault can't hide in its own proof. The caller passes each
-version's directory. Built on ``orchestrator/weight_sync/parts.py``, which says what a version
-consists of.
+version's directory.
 """
 
 import logging

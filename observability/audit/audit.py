@@ -1,11 +1,9 @@
 """Audit of a recorded run: checks that every token was sampled by the weights that its tag names.
 
-`tidegate audit` and examples/agent_demo.py call :func:`audit_run`. A token's tag names the weight
-versions that sampled the token and computed the KV before it. The audit recomputes each token's
-log-probability with `transformers` from these versions' archived weights, compares it with the
-recorded one, and recomputes staleness and counts from the tags. It reads only the run's directory,
-and uses none of the code that made the tags. Built on ``replay_plan.py``, ``replay.py``,
-``exact.py`` and ``rivals.py`` for the tokens, and ``bookkeeping.py`` for the counts.
+A token's tag names the weight versions that sampled the token and computed the KV before it. The
+audit recomputes each token's log-probability with `transformers` from these versions' archived
+weights, compares it with the recorded one, and recomputes staleness and counts from the tags. It
+reads only the run's directory, and uses none of the code that made the tags.
 """
 
 import math
@@ -696,8 +694,8 @@ def _wrong_kept_sets(segments: Iterable[Segment]) -> list[Problem]:
 
 
 def _wrong_routes(replays: Iterable[Replay]) -> list[Problem]:
-    """Report positions whose recorded routed experts are not those that the weights choose which
-    computed them. Experts whose scores are as close as the tolerance may change places."""
+    """Report positions whose recorded routed experts differ from the choice of the weights that
+    computed the positions. Experts whose scores are as close as the tolerance may change places."""
     problems = []
     for replay in replays:
         if replay.routes is None:

@@ -3,7 +3,7 @@
 The audit passes it every row of ``trajectories.parquet``. ``staleness``, ``consumed_version`` and
 ``state`` follow from data recorded elsewhere: the versions that sampled a row's tokens, the order
 of the rows, and each batch's line in ``metrics.jsonl``. ``advantage`` follows from the rewards of
-the group's rows. A disagreement means that one of them is wrong.
+the group's rows. A disagreement means that a column or its source is wrong.
 """
 
 import hashlib

@@ -5,7 +5,7 @@ computes the stage's context positions into the KV cache that earlier stages hav
 samples again, with the turn's seed, at every position that a token was sampled from. Deterministic
 engines compute the same bits in any batch, so a sampled token or a log-prob that differs in one bit
 proves a wrong tag, however near the two versions are. Unlike :mod:`replay`, it can't find faults
-that the engine's own code has. The model is opened by ``engine/execution/served_model.py``.
+that the engine's own code has.
 
 Letters in shapes: S sampled tokens of a step, V vocabulary.
 """

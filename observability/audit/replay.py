@@ -1,10 +1,8 @@
 """Log-probabilities of sampled tokens under archived weights, for `tidegate audit`.
 
-Called by :func:`audit_run`. Computed with `transformers`. Penalties, biases and processors are
-written again from their formulas, without the engine's sampling code, so that an engine's fault
-can't hide in its own proof. User-defined processors and grammars can't be replayed: see
-:func:`replay_plan.is_replayable`. Built on ``replay_plan.py``, which says what to compute, and
-``archived_model.py``.
+Computed with `transformers`. Penalties, biases and processors are reimplemented from their
+formulas, without the engine's sampling code, so that an engine's fault can't hide in its own proof.
+User-defined processors and grammars can't be replayed: see :func:`replay_plan.is_replayable`.
 
 Letters in shapes: B contexts, P past positions, T new ones, N tokens, V vocabulary, H heads, D
 width.
@@ -97,10 +95,9 @@ BATCH_TOKENS_MAX = 2048
 of a 150,000-token vocabulary would take more than 1 GB."""
 
 FLOAT32_NOISE_FACTOR = 3.0
-"""Factor for the noise of replays in float32 of engines that computed in float32. Equal weights
-then give slightly different replays, by which one of two histories seems closer by chance: over 40
-tokens by a standard deviation of some six nats, which this factor makes two, far from the odds at
-which a tag counts as wrong."""
+"""Factor for the noise of float32 replays of float32 engines. Two replays with equal weights differ
+slightly, so one of two histories seems closer by chance: over 40 tokens, by a standard deviation of
+some six nats. This factor reduces it to two, far from the odds at which a tag counts as wrong."""
 
 EDGE = 1e-5
 """Rounding error of a cumulative sum of probabilities. A token this close to the top-p threshold

@@ -391,11 +391,11 @@ def _plan_pass(
 def _first_passes(
     turn: RecordedTurn, passes: Sequence[tuple[TurnPrefill | None, list[VersionSpan]]]
 ) -> list[int]:
-    """Return, for each of a turn's reports of routed experts, the first pass that it is of.
+    """Return the first pass of each of a turn's reports of routed experts.
 
-    Positions are reported before the next token is sampled, and each pass's anew; reports that
-    agree with the one before continue it. So a report's end is a position of its last pass, and the
-    next report is of a later pass.
+    An engine reports positions before it samples the next token, and reports them again in each
+    pass. A report that agrees with the previous report continues it. So a report ends at a position
+    of its last pass, and the next report belongs to a later pass.
     """
     starts = [turn.start + spans[0].start for _, spans in passes]
     first_passes: list[int] = []

@@ -2,8 +2,7 @@
 
 :func:`audit_run` replays each rival beside the record, and compares which one is closer to the
 recorded log-probs. Neighbouring versions differ by less than any tolerance at a small learning
-rate; the differences of all tokens of a span together still distinguish them. Built on numpy and on
-the plan of ``replay_plan.py``.
+rate; the differences of all tokens of a span together still distinguish them.
 
 The noise of a log-prob, between the engine's sums and the replay's, is taken as
 Laplace-distributed, whose tails are heavy enough for the outliers of real engines. A token's
@@ -124,7 +123,8 @@ class RivalVerdict:
 
 
 def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[RivalVerdict]:
-    """Compare replayed rivals with the replayed record, by the noise of each engine's tokens.
+    """Compare replayed rivals with the replayed record, relative to the noise of each engine's
+    tokens.
 
     See :func:`judge_exactly` for replays that are equal to the record to the bit.
     """

@@ -1,7 +1,7 @@
 """Runs side by side: which runs can be compared with the shown one, and the comparison as JSON.
 
-The app's routes `/api/runs` and `/api/comparison` use it. Figures are those of `tidegate compare`,
-read from the runs' directories, so a running run is compared as far as it is recorded.
+Figures are those of `tidegate compare`, read from the runs' directories, so a running run is
+compared as far as it is recorded.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Dashboard source that reads the files of a run that ended, was killed, or was resumed.
 
-Used by `tidegate dashboard` and `tidegate top`. One line per rollout is held in memory; the tokens
-of a rollout are read from disk when a viewer opens the rollout.
+One line per rollout is held in memory; the tokens of a rollout are read from disk when a viewer
+opens the rollout.
 """
 
 import contextlib

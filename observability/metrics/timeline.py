@@ -1,7 +1,7 @@
 """Recent activity of engines and the trainer, in time slices of equal length; fixed memory.
 
 A slice holds how long its engine decoded and prefilled, and with which version; in the rest of the
-slice the engine was idle or paused. Intervals are those of ``records/trace.py``.
+slice the engine was idle or paused.
 """
 
 import itertools

@@ -17,8 +17,8 @@ from tidegate.transport.regular_files import read_regular
 RUN_FILE = "run.json"
 
 ADAPTERS = "adapters"
-"""Directory in a run's that has the records of its trained adapters, each as those of a run; and in
-``weights`` that has the versions of the others."""
+"""Directory within a run's directory: it has the records of each trained adapter, as of a run.
+Within ``weights`` the directory of this name has the versions of the other adapters."""
 
 NAME_CHARACTERS_MAX = 200
 """Characters of an escaped name; file systems take 255."""

@@ -2,8 +2,7 @@
 
 The recorder fills a :class:`Trace` during the run; reports, the dashboard and ``tidegate trace``
 read the file back. It has one track per engine, one for the trainer, a counter of the weight
-version, and lanes of episodes. All times are microseconds of one process's monotonic clock. Written
-and read with msgspec.
+version, and lanes of episodes. All times are microseconds of one process's monotonic clock.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Numbers of a recorded run, read from `run.json` and `metrics.jsonl` of all its processes.
 
-The numbers of a killed run are those that its
-last process wrote last, at most a second before its last batch.
+A killed run has the numbers that its last process wrote last, at most a second before its last
+batch.
 """
 
 from collections.abc import Mapping, Sequence

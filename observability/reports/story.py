@@ -322,7 +322,7 @@ def _changed(
 
 
 def _why_moved(engine: str, run: RunContext, at: tuple[float, float] | None) -> str:
-    """Return every cause, possible by the records, for which a turn left an engine."""
+    """Return every cause that the records allow for a turn to leave an engine."""
     losses, departures, pauses = (
         _within(at, run.times.engine_event(engine, event)) for event in ("lost", "left", "paused")
     )

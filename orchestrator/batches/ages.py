@@ -1,8 +1,8 @@
 """Staleness of trained batches, split by cause (generation or queue), and waits for stragglers.
 
 The trainer's handle adds each batch to :class:`BatchAges`; batch metrics and :class:`RunStatistics`
-show the figures. Built on numpy and on the timestamps and versions of a :class:`Batch`. The figures
-are only reported, no decision depends on them; a resumed run starts at zero.
+show the figures. The figures are only reported: no decision depends on them, and a resumed run
+starts at zero.
 """
 
 from collections import Counter

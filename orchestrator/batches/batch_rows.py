@@ -1,6 +1,5 @@
 """Conversions of a :class:`Batch`: the rows of one data-parallel rank, and columns for the wire.
 
-Called by the remote trainer's service and handle, and by :class:`RolloutDataset`. Uses torch.
 Letters in shapes are those of :mod:`~tidegate.orchestrator.batches.batches`.
 ``policies/sharding.py`` decides which rank gets which rows.
 """

@@ -1,7 +1,7 @@
 """The trainer's batch: torch tensors over the rows of its rollouts, padded and packed.
 
-Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it of the core's groups.
-Advantages are computed by ``policies/advantages.py``, staleness by ``version_runs.py``.
+Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it from the core's
+groups.
 
 Shapes: R rows, T tokens of the longest row, N tokens of all rows, M kept tokens of all tokens, L
 mixture layers, k experts per token, K top tokens, H hidden size. A row is the whole context of a
@@ -198,7 +198,7 @@ class Batch:
 
     @property
     def teacher_logprobs(self) -> torch.Tensor | None:
-        """[R, T] float32: log-prob of each sampled token by the model that
+        """[R, T] float32: log-prob of each sampled token under the model that
         ``episode.attach_teacher`` asked; 0 on other tokens, NaN on sampled ones that were not
         scored."""
         return self._padded(self.packed.teacher_logprobs)
@@ -290,7 +290,7 @@ def batch_of_rows(
 
 
 def _ints(values: list[int]) -> torch.Tensor:
-    """Build by numpy, which reads a list in half of torch's time."""
+    """Build with numpy, which reads a list in half of torch's time."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
@@ -346,7 +346,7 @@ def _pack(
     lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]",
     sampled: VersionRuns,
 ) -> PackedBatch:
-    """Build by numpy, which takes a tenth of torch's time for thousands of small pieces."""
+    """Build with numpy, which takes a tenth of torch's time for thousands of small pieces."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
     weight_versions = sampled.of_tokens()
     token_ids = np.frombuffer(b"".join(contexts), dtype=np.int32)

@@ -2,8 +2,7 @@
 
 Users pass a :class:`Curriculum` to ``rollouts.batches()`` in place of an iterator. The scheduler's
 task feed draws from it on the run's loop. Draws, weights and statistics are kept in the core's
-:class:`~tidegate.orchestrator.core.task_records.TaskRecords`, so a journal restores them. Built on
-``core/task_records.py``, and on ``policies/task_sampling.py`` for the weights.
+:class:`~tidegate.orchestrator.core.task_records.TaskRecords`, so a journal restores them.
 """
 
 import threading

@@ -1,8 +1,7 @@
 """Source of tasks: the user's iterator, sync or async, and the tasks put back in front of it.
 
 The scheduler's :class:`TaskFeed` reads a :class:`TaskSource`; recorders, audit and gateway use this
-module's digests and JSON of tasks. Digests are blake2b of MessagePack. Uses asyncio, and
-:class:`Curriculum`'s interface.
+module's digests and JSON of tasks. Digests are blake2b of MessagePack.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Run-length encoding of the weight versions that sampled a batch's tokens.
 
-:class:`Batch` derives its version columns, masks and staleness from it, with numpy. Built on the
-core's :class:`Rollout`.
+:class:`Batch` derives its version columns, masks and staleness from it, with numpy.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 """Sans-IO core of a run: groups, rollouts, turns, weight versions and the token ledger.
 
 The scheduler (``orchestrator/scheduler``) and the simulation feed the core events and carry out its
-commands. Depends on ``policies/`` and on the message types of ``transport/``.
+commands.
 """

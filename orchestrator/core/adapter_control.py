@@ -1,14 +1,13 @@
 """Sans-IO state machine of LoRA adapters with weight versions of their own, on all engines.
 
 :class:`tidegate.orchestrator.weight_sync.adapters.AdapterManager` feeds :class:`AdapterControl`
-events and carries out its commands. Every adapter is published, pinned and unloaded apart from all
-others and from the model's weights; one publish of an adapter runs at a time. The reasons are in
-docs/decisions/adapter-versions.md. It depends on the message types of
-``transport/adapter_messages.py`` only, and reads no clock.
+events and carries out its commands. Every adapter is published, pinned and unloaded independently
+of all others and of the model's weights; one publish of an adapter runs at a time. The reasons are
+in docs/decisions/adapter-versions.md. The state machine does no I/O and reads no clock.
 
-A version is loaded by every engine, then released (journalled), then swapped in by every engine. An
-engine that is asked for a turn of an adapter that it does not hold asks for it, so nothing here
-follows what engines have in memory.
+A version is loaded by every engine, then released (journalled), then swapped in by every engine. If
+an engine gets a turn of an adapter that it lacks, it requests the adapter, so this state machine
+does not track what engines have in memory.
 """
 
 from collections import Counter
@@ -203,7 +202,7 @@ class _Adapter:
     publish: _AdapterPublish | None = None
     """Publish under way; None if there is none."""
     queued: list[AdapterPublishRequested] = field(default_factory=list)
-    """Publishes that begin once the one under way has ended, whose caller was cancelled."""
+    """Publishes that wait for the end of the publish under way, whose caller was cancelled."""
 
 
 class AdapterControl:

@@ -131,7 +131,7 @@ def _resume_group(
 
 
 def _discard_agents_group(core: "Core", group: Group, reason: str) -> list[ev.Command]:
-    """Discard a group that other groups' episodes sample: with that group, if it still runs."""
+    """Discard a group sampled by another group's episodes: with that group, if it still runs."""
     if group.home is not None:
         adapter, home = group.home
         of_home = core.base.of(adapter)
@@ -270,8 +270,8 @@ class Core:
 
     @property
     def consumption_version(self) -> int:
-        """Version at which a batch handed over now will be trained: after the batches that the
-        trainer holds, of which each publish names ``batches_per_version``."""
+        """Version at which a batch handed over now will be trained: after all batches that the
+        trainer holds, with ``batches_per_version`` of them in each publish."""
         return self.trainer_version + self.handed.num_held // self.policy.batches_per_version
 
     @property

@@ -115,7 +115,7 @@ class _ReasonCounters:
         """Rollouts of each counted task, and how many of these may be another task's."""
 
     def count(self, tokens: int, task: TaskKey | None) -> None:
-        """Count one rollout, and its task by the Space-Saving algorithm (Metwally et al. 2005).
+        """Count one rollout, and its task with the Space-Saving algorithm (Metwally et al. 2005).
 
         A new task replaces the least counted one and inherits its count, so a task hit often can't
         be missed, only counted too high.
@@ -270,7 +270,7 @@ class Discards:
     # ------------------------------------------------------------ statistics
 
     def by_reason(self, *, generated_tokens: int) -> dict[str, DiscardStatistics]:
-        """Return the discards by reason. ``generated_tokens`` is the ledger's, for the share."""
+        """Return discards by reason. ``generated_tokens``: the ledger's count, for the share."""
         return {
             reason: tally.snapshot(generated_tokens)
             for reason, tally in sorted(self._tallies.items())

@@ -2,8 +2,8 @@
 
 The journal stores the records; a resume and a replay feed them to a new core, which then has the
 same state. A task is written if it is plain data; other tasks come from the user's iterator again.
-An event's record includes the tokens that the episode appended since its last turn. Events are
-``core/events.py``'s, encoded with msgspec as MessagePack.
+An event's record includes the tokens that the episode appended since its last turn. The encoding is
+MessagePack.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
 
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 FIELDS = {kind: [name for name in kind.__struct_fields__ if name != "task"] for kind in KINDS}
-"""Fields of each kind that are written, in order. Of a task, only ``body`` is written."""
+"""Fields of each kind that are written, in order; a task's only one is ``body``."""
 
 APPENDING_EVENTS = (ev.TurnRequested, ev.EpisodeReturned, ev.EpisodeFailed)
 """Events whose record ends with the tokens that the episode appended since its last turn."""
@@ -81,7 +81,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Any])
 
 TASK_BYTES_MAX = 64 * 1024
-"""Largest task that is written, in bytes: a long prompt. Its group's tokens take as much."""
+"""Largest task that is written, in bytes: a long prompt, about as much as its group's tokens."""
 
 TASK_DEPTH_MAX = 16
 """Nesting limit of a task that is written."""

@@ -2,8 +2,7 @@
 
 The scheduler makes the events and carries out the commands; the journal stores the events. They are
 msgspec Structs because a rollout has dozens of them and a frozen dataclass takes six times as long
-to make; ``gc=False`` is safe because nothing that they refer to refers back to them. Built on
-``group.py``, ``rollout.py`` and the messages of ``transport/messages.py``.
+to make; ``gc=False`` is safe because nothing that they refer to refers back to them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -151,7 +150,7 @@ class EngineDraining(Struct, frozen=True, gc=False):
 
 
 class EvaluationEngineChosen(Struct, frozen=True, gc=False):
-    """An engine is kept for evaluations from now on, and gets no turns of training; or no more."""
+    """An engine is kept for evaluations from now on, without training turns; or kept no more."""
 
     engine: str
     is_kept: bool
@@ -232,7 +231,7 @@ class BatchReturned(Struct, frozen=True, gc=False):
 
 
 class HandOverPaused(Struct, frozen=True, gc=False):
-    """No batch is offered while it is undecided which version the trainer has; or again."""
+    """No batch is offered while the trainer's version is undecided; or batches are again."""
 
     is_paused: bool
 
@@ -274,13 +273,14 @@ class AdapterTrainingStarted(Struct, frozen=True, gc=False):
 
 
 class AdapterTrainingEnded(Struct, frozen=True, gc=False):
-    """An adapter is trained no longer: what was not trained of it is discarded."""
+    """The training of an adapter has ended; its untrained rollouts are discarded."""
 
     name: str
 
 
 class GenerationHalted(Struct, frozen=True, gc=False):
-    """The trainer of an adapter pauses its turns, or resumes them. Sent as :class:`ForAdapter`."""
+    """The trainer of an adapter pauses the adapter's turns, or resumes them. Sent as
+    :class:`ForAdapter`."""
 
     is_halted: bool
 

@@ -1,7 +1,7 @@
 """Counts of failed episodes by cause, reason and outcome.
 
 :class:`GroupTracker` increments the counts; :class:`RunStatistics`, reports and metrics show them.
-Causes are those of ``policies/failures.py``; the records are msgspec Structs.
+Causes are those of ``policies/failures.py``.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,9 @@
 """Appends each token of an engine's step to its turn: the hot path of every token, without I/O.
 
-:class:`TurnTracker` calls :class:`TokenAppender` for each step; uses numpy. Consecutive steps with
-the same turns are coalesced: collected as columns, of which numpy splits up to :data:`STEPS_MAX` at
-once into each turn's tokens. Appending every token by itself would cost two Python appends per
-token. A turn's length includes its collected tokens immediately, and :meth:`Turn.settle` appends
-them before the rollout's tokens are read.
+Consecutive steps with the same turns are coalesced: their columns are collected, and numpy splits
+up to :data:`STEPS_MAX` of them at once into each turn's tokens. Appending each token on its own
+would take two Python appends per token. A turn's length includes its collected tokens immediately,
+and :meth:`Turn.settle` appends them before the rollout's tokens are read.
 
 Relative tokens per CPU-second without each part (``benchmarks.transport tokens``, medians of 5
 pairs), for 16 tokens per row, for 1 token per row at full speed, and for 1 token per row at 1,000
@@ -151,7 +150,7 @@ turn was removed are counted in the right ledger by their handle."""
 
 
 class StepOutcome(Struct, gc=False):
-    """Result of filing a step: commands, and token counts by ledger account."""
+    """Result of appending a step's tokens: commands, and token counts by ledger account."""
 
     commands: list[Command]
     train_tokens: int = 0
@@ -163,7 +162,7 @@ class StepOutcome(Struct, gc=False):
 
 
 class TokenAppender:
-    """Files the steps of one engine, in the order in which they arrive."""
+    """Appends the tokens of one engine's steps to their turns, in the order of arrival."""
 
     __slots__ = ("_coalescer", "_last_turns")
 

@@ -1,7 +1,7 @@
 """A group: the ``group_size`` rollouts of one task, whose rewards are compared (GRPO).
 
 :class:`GroupTracker` creates and changes groups; batches and policies read them. A group refers to
-its :class:`Rollout` objects. Depends on ``rollout.py`` and msgspec.
+its :class:`Rollout` objects.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ class Group(Struct):
     task: object
     """Object that the user's iterator gave; passed to the episode, never inspected."""
     key: TaskKey | None = None
-    """Identity of the task; None for an evaluation's."""
+    """Identity of the task; None for a task of an evaluation."""
     digest: bytes = b""
     """Digest by which the task is recognised after a crash."""
     body: bytes = b""
     """The task as bytes, if a journal keeps it; then a resume needs no iterator for it."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """Its ``group_size`` rollouts, then their branches."""
+    """The group's ``group_size`` rollouts, then their branches."""
     running: int = 0
     """Number of rollouts whose episode runs; branches are not counted."""
     oldest_possible_version: int = 0

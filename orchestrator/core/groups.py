@@ -1,9 +1,7 @@
 """Lifecycle of groups and their rollouts: starts, ends, discards and counts them.
 
 :class:`Core` calls :class:`GroupTracker`, and decides when a group may start or is trained. Each
-method that settles a rollout moves the rollout's tokens between the ledger's accounts. Built on
-``turns.py`` (running turns), ``ledger.py``, ``discards.py`` and the group filters of
-``policies/filters.py``.
+method that settles a rollout moves the rollout's tokens between the ledger's accounts.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -277,7 +275,7 @@ EVALUATION_PRIORITY = -1
 
 
 class ServedVersions(Protocol):
-    """Versions that engines serve: :class:`TurnTracker`'s, or those of a trained adapter."""
+    """Versions that engines serve: of the run's weights, or of a trained adapter."""
 
     live_version: int
     """Oldest version that may sample a turn submitted now. Never falls."""
@@ -368,7 +366,8 @@ class GroupTracker(OutstandingGroupIndex):
         return self._start(group, self.group_size)
 
     def admit_agents(self, home: Group, home_adapter: str) -> None:
-        """Start a group whose rollouts the episodes of ``home``, of another tracker, sample."""
+        """Start a group whose rollouts are sampled by episodes of ``home``, another tracker's
+        group."""
         group = Group(self.next_group_id, home.task, home.key, home.digest, home.body)
         group.is_agents, group.home = True, (home_adapter, home)
         home.agents[self.adapter] = group
@@ -382,15 +381,15 @@ class GroupTracker(OutstandingGroupIndex):
         group.running = len(home.rollouts)
 
     def finish_agent(self, rollout: Rollout, reward: float) -> list[ev.Command]:
-        """Settle a rollout with the one whose episode samples it, which has returned."""
+        """Settle an agent's rollout, because the episode that samples it has returned."""
         if rollout.rollout_id not in self.running:
             return []
         rollout.cut(turns=len(rollout.turns))  # no event has reported what was appended since
         return self.finish(ev.EpisodeReturned(rollout.rollout_id, reward))
 
     def end_agents(self, rollout: Rollout, ended: Rollout, reason: str) -> list[ev.Command]:
-        """Let a rollout follow the one whose episode samples it, which has failed: it is rewarded,
-        discarded, or begins again with it."""
+        """Reward, discard or restart an agent's rollout, as was done with ``ended``, the rollout
+        whose episode samples it and has failed."""
         if rollout.rollout_id not in self.running:
             return []
         rollout.cut(turns=len(rollout.turns))  # no event has reported what was appended since
@@ -607,7 +606,7 @@ class GroupTracker(OutstandingGroupIndex):
         return ev.RetryEpisode(rollout, group.task, delay_s)
 
     def _reward_failure(self, rollout: Rollout, reward: float) -> list[ev.Command]:
-        """Settle a rollout that failed by the model's doing: it is trained on with the failure
+        """Settle a rollout that failed because of the model: it is trained on with the failure
         policy's reward."""
         commands: list[ev.Command] = []
         for row in rollout.rows:

@@ -21,8 +21,8 @@ lost        refused              lost                its groups were discarded, 
 ==========  ===================  ==================  ====================================
 
 A batch's age is final when a publish names it: the trainer's version then, minus the version of the
-batch's oldest trained token. No other version can be released between that naming and the release
-of the version named for, because a newer publish replaces an unreleased one.
+batch's oldest trained token. No other version can be released between a publish that names the
+batch and its own release, because a newer publish replaces an unreleased one.
 
 A row is a rollout or a branch of one, and a rollout counts as trained while one of its rows does.
 """
@@ -49,7 +49,7 @@ LOST_BATCHES_MAX = 64
 def batches_of_publish(
     held: Sequence[int], *, batches_per_version: int, is_ahead: bool, has_lost: bool
 ) -> tuple[int, ...]:
-    """Return the batches that a publish which names none was made from: those that the trainer
+    """Return the batches that a publish without ``batches`` was made from: all that the trainer
     holds.
 
     A trainer that takes one batch at a time holds just the batch that it has trained on.
@@ -127,8 +127,8 @@ class HandedBatch:
 
     @property
     def oldest_trained_version(self) -> int | None:
-        """Oldest version that sampled a token of the batch which is neither masked nor in a row
-        that the trainer has discarded; None without such a token."""
+        """Oldest version of the batch's trained tokens, without masked tokens and without rows that
+        the trainer has discarded; None if no token is left."""
         rows = (row for row in self.rows if row.discard_reason is None)
         return min(
             (v for row in rows if (v := row.oldest_trained_version) is not None), default=None
@@ -352,7 +352,7 @@ class HandOvers:
         """Record that the trainer's next version is made from these batches, which it trained on at
         ``trainer_version``; return those whose planned version was another.
 
-        A batch that was named for a publish which failed keeps the version of that time.
+        A batch keeps the version at which it was first named, even if that publish failed.
         """
         self.has_lost = False
         changed: list[HandedBatch] = []
@@ -374,8 +374,8 @@ class HandOvers:
     def release_emptied(self) -> bool:
         """Remove batches without a row to train from admission; return whether there were any.
 
-        They count until the next version, because most trainers publish after every batch. One that
-        asks for another batch when no more can fill goes on without a version.
+        Empty batches count until the next version, because most trainers publish after every batch.
+        If a trainer requests another batch when none can fill, they are removed without a version.
         """
         left = deque(
             b for b in self.holding if b.version is not None or b.number not in self.emptied

@@ -1,7 +1,6 @@
 """Double-entry ledger of sampled tokens: every token is in exactly one account at every instant.
 
-The core moves tokens between accounts; statistics and metrics read :meth:`Ledger.snapshot`. Has no
-dependencies.
+The core moves tokens between accounts; statistics and metrics read :meth:`Ledger.snapshot`.
 """
 
 from collections import Counter

@@ -1,8 +1,7 @@
-"""Choice of the engine for each turn, by load and by the routing and migration policies.
+"""Choice of the engine for each turn, from loads, with the routing and migration policies.
 
-:class:`TurnTracker` calls it. It derives everything from the engines and their turns, so it is not
-saved with the core: a core that replays its events chooses the same engines. The policies are those
-of ``policies/routing.py``, ``migration.py`` and ``speeds.py``.
+Every choice is derived from the engines and their turns, so nothing here is saved with the core: a
+core that replays its events chooses the same engines.
 """
 
 from collections.abc import Collection, Iterator
@@ -20,7 +19,7 @@ from tidegate.transport.media import MediaKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
-    """Policies by which engines are chosen."""
+    """Policies that choose engines."""
 
     routing_policy: RoutingPolicy = field(default_factory=LeastLoaded)
     speeds: EngineSpeeds | None = None

@@ -1,7 +1,7 @@
 """Reward history of each task, by its digest, for group filters that use it.
 
 :class:`GroupTracker` records rewards; :class:`Core` calls :meth:`Prompts.skip` at admission. The
-history is part of the core's saved state. Built on ``policies/filters.py``.
+history is part of the core's saved state.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Provenance of a turn's tokens: which version sampled them, and which versions computed their KV.
 
 :class:`Turn` records version runs and prefills; :func:`spans_of` turns them into
-:class:`VersionSpan` for recorders, audits and users. Depends on ``transport/messages.py`` only.
+:class:`VersionSpan` for recorders, audits and users.
 """
 
 import itertools

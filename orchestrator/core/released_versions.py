@@ -1,7 +1,7 @@
 """Which engines may serve which version of one adapter that the run trains.
 
-:class:`TurnTracker` has one for each trained adapter. An adapter's versions count for themselves:
-:class:`TurnTracker` has the same figure, ``live_version``, for the run's weights.
+:class:`TurnTracker` has one for each trained adapter. Each adapter counts its own versions; for the
+run's weights, :class:`TurnTracker` itself has ``live_version``.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ class ReleasedVersions:
         self._raise_live_version()
 
     def join(self, engine: str, version: int | None) -> None:
-        """Record that an engine joined, holding ``version``; None: it gets the newest once it needs
+        """Record that an engine joined, holding ``version``; None: it gets the newest when it needs
         one."""
         self._hold(engine, self.released if version is None else version)
         self._raise_live_version()

@@ -2,8 +2,7 @@
 
 The core owns them; episodes, batches and recorders read them. A rollout's context (prompts, sampled
 tokens and observations, in the order the model saw them) is one growing array, so the row that a
-trainer gets is exactly what the engine read and wrote. No asyncio and no torch. Provenance is kept
-by ``provenance.py``.
+trainer gets is exactly what the engine read and wrote.
 """
 
 from array import array
@@ -81,7 +80,7 @@ class Turn:
         self.filed = 0
         """Number of output tokens that are in the rollout's context."""
         self.deferred_tokens: DeferredTokens | None = None
-        """Collection that holds the output tokens after the ``filed`` ones; None if none does."""
+        """Columns that hold the output tokens after the first ``filed`` ones; None if none do."""
         self.runs: list[VersionRun] = []
         self.prefills: Sequence[TurnPrefill] = ()
         self.finish_reason: str | None = None

@@ -1,9 +1,9 @@
 """Policies of a core as one record: as objects, and as the plain data in a journal's header.
 
-``serve`` makes :class:`Rules` from the run's settings; resume, replay and audit make them from a
-header. A header names each policy by a registered name, so reading another person's journal never
-imports or calls its code. A user's own class is used only if the caller passes that class. Every
-policy class of ``policies/`` is registered here.
+``serve`` makes :class:`Rules` from the run's settings, and a resume compares their plain data with
+the header. Only a replay makes objects from a header. A header names each policy by a registered
+name, so reading another person's journal never imports or calls its code. A user's own class is
+used only if the caller passes it. Every policy class of ``policies/`` is registered here.
 """
 
 import dataclasses

@@ -1,9 +1,8 @@
 """Validation of one step message: columns, token ids, log-probs, prefills and attachments.
 
-The fleet calls it on every step before the core sees it, so impossible numbers from a faulty engine
-are refused as :class:`BadFrame`. It checks each step by itself: whether a turn exists or has ended
-is checked in :class:`TurnTracker`. Columns are read as numpy arrays; attachments are checked by
-their types in ``token_attachments.py``.
+The fleet checks every step before the core sees it, and refuses impossible numbers from a faulty
+engine as :class:`BadFrame`. A check compares a step with the engine's vocabulary and the newest
+version, but not with earlier steps: :class:`TurnTracker` knows which turns exist or have ended.
 """
 
 import struct

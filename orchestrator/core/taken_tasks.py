@@ -2,8 +2,7 @@
 
 :class:`Core` owns one :class:`TakenTasks`. A task is identified by its iterator and index. After a
 crash the user gives the iterator in use at the checkpoint again, from its beginning. Tasks of
-earlier iterators can only be restored from the journal, if they are plain data. Depends on
-``group.py`` only.
+earlier iterators can only be restored from the journal, if they are plain data.
 """
 
 from collections import Counter

@@ -2,8 +2,7 @@
 
 :class:`Core` owns :class:`TaskRecords`; :class:`GroupTracker` records outcomes. The draws and
 weights come in events, so a resumed run has the same ones. A task is identified by its curriculum's
-name and its position in it (``item``). Runs without a curriculum record nothing. Built on msgspec
-Structs and ``group.py``.
+name and its position in it (``item``). Runs without a curriculum record nothing.
 """
 
 from array import array

@@ -1,7 +1,4 @@
-"""Fast conversion of a sequence of ints to an int32 array of tokens.
-
-Rollouts and model files call it for prompts and observations. Standard library only.
-"""
+"""Fast conversion of a sequence of ints to an int32 array of tokens."""
 
 import struct
 from array import array

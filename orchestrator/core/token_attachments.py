@@ -1,8 +1,7 @@
 """Attachments of one turn, stored entry by entry as steps bring them.
 
 :class:`TurnTracker` appends them for turns whose sampling options request any; ``GeneratedTurn``,
-batches, recorders and saved states read them. Depends on :mod:`tidegate.transport.attachments` for
-the types, and on numpy for arrays.
+batches, recorders and saved states read them.
 
 Letters in shapes: C output tokens of the turn, P context positions, L mixture layers, k experts per
 token or top tokens.
@@ -48,7 +47,7 @@ class AttachmentColumn:
         return self.start + len(self.values) // self._first.entry_bytes
 
     def has_type_of(self, attachment: Attachment) -> bool:
-        """Whether entries of ``attachment`` have the dtype and shape of this column's."""
+        """Whether entries of ``attachment`` have this column's dtype and shape."""
         first = self._first
         return attachment.dtype == first.dtype and attachment.shape == first.shape
 

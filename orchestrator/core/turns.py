@@ -58,7 +58,7 @@ class TurnTracker:
         self.live_version = 0
         """Oldest version that may sample a turn submitted now. Never falls."""
         self.is_served = True
-        """Whether there is a version to sample with: the model directory's is, from the start."""
+        """Whether there is a version to sample with: the model directory's, from the start."""
         self.next_handle = 0
         self.adapters: Mapping[str, int] = {}
         """Newest released version of each adapter with versions of its own."""
@@ -69,7 +69,7 @@ class TurnTracker:
         self.waiting: dict[Turn, int] = {}
         """Turn -> priority, for turns that no engine can take now."""
         self.streams: dict[str, tuple[int, int]] = {}
-        """Engine -> (epoch, seq of the first step that has not been filed)."""
+        """Engine -> (epoch, seq of the first step whose tokens have not been appended)."""
         self.media_taken: set[MediaKind] = set()
         """Kinds of media that any engine so far reads; lost engines count, as they may return."""
         self.on_tokens_removed: Callable[[Rollout, int], None] = lambda rollout, tokens: None
@@ -435,7 +435,7 @@ class TurnTracker:
     # ------------------------------------------------------------ tokens in
 
     def step(self, event: StepArrived) -> StepOutcome:
-        """File a step's tokens under their turns, and end the turns that finished."""
+        """Append a step's tokens to their turns, and end the turns that finished."""
         engine = self.engines.get(event.engine)
         submissions = engine.submissions if engine else {}
         for prefill in event.prefills:

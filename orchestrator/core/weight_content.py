@@ -2,7 +2,7 @@
 
 :class:`WeightControl` keeps one :class:`WeightContent` per version. The publish path
 (``trainer/weight_updates.py``) chooses the :data:`Change` that turns the previous version's content
-into the new version's. Built on ``transport/messages.py``.
+into the new version's.
 
 A version consists of a whole set of tensors (published, or the model directory's), patches of its
 elements, and the tensors that partial publishes have replaced since. An engine that already serves

@@ -5,12 +5,11 @@
 messages, resolve a call, set a timer, remove an engine). The state machine does no I/O and reads no
 clock. Its state is one :class:`_Engine` per engine, one :class:`WeightUpdate` per version under
 way, and one :class:`_Call` per call, with its :class:`Phase`. docs/architecture.md has the tables.
-Built on ``weight_content.py``, ``transport/messages.py`` and ``transport/sleep_messages.py``.
 
 Weights: an engine gets ``init`` once. For each version it gets ``start`` and ``update``, and copies
 the tensors beside its live weights while it decodes; after ``finish`` it swaps between two steps.
 The version released last stays in the channel's buffer until the next release, for engines that
-join late or whose update failed. A part of a set replaces tensors of the newest published version
+join late or whose update failed. A partial publish replaces tensors of the newest published version
 that has not failed.
 
 Pauses and sleep are states of the run, not counts: the newest request holds, and one resume ends a
@@ -174,7 +173,7 @@ class ReserveAbandoned(Struct, frozen=True):
 
 
 class PauseRequested(Struct, frozen=True):
-    """The user pauses all engines by ``mode``, or resumes them (None). Resolved once all have
+    """The user pauses all engines with ``mode``, or resumes them (None). Resolved once all have
     confirmed."""
 
     call: int
@@ -367,7 +366,7 @@ class Reserved(Struct, frozen=True):
     keep: frozenset[int]
     """Versions whose parts must stay in the buffer."""
     over: int | None
-    """Version whose tensors a part of a set replaces; None for a whole set."""
+    """Version whose tensors a partial publish replaces; None for a whole set."""
     delta_base_version: int | None
     """Version relative to which unchanged tensors may be omitted; None if all tensors must be
     written."""
@@ -462,7 +461,7 @@ class _Engine:
 
     @property
     def base_version(self) -> int | None:
-        """Version over which a part of a set can be laid; None if a whole set is needed."""
+        """Version that a partial publish can change; None if a whole set is needed."""
         return None if "weights" in self.asleep else self.served_version
 
     def start_message(self, version: int) -> StartWeightUpdate:
@@ -528,15 +527,15 @@ class _Call:
     version: int = -1
     """For a reserve or publish: its version's number."""
     is_resolved: bool = False
-    """Whether its caller has returned or is gone while it goes on: a publish whose version is still
-    under way, or the end of a rollback."""
+    """Whether the caller has returned or is gone while the call goes on: a publish whose version is
+    still under way, or the end of a rollback."""
     is_live: bool = False
     """For a publish after a rollback: whether its version is live, and engines may resume."""
     bad_before: int | None = None
-    """For a rollback: the newest version that an earlier one took back, if good ones are not live
-    yet."""
+    """For a rollback: the newest version that an earlier rollback took back, if no good version is
+    live yet."""
     is_woken: bool = False
-    """Whether its caller was told to continue it, and has not yet."""
+    """Whether the caller was told to continue the call, and has not yet."""
     is_late: bool = False
     """Whether the call's timer has expired."""
 
@@ -612,7 +611,7 @@ class WeightControl:
         self._kept: WeightUpdate | None = None
         """Newest version released; the channel's buffer still holds its tensors."""
         self._base: WeightUpdate | None = None
-        """Version whose tensors a part of a set replaces; None for the model directory's."""
+        """Version whose tensors a partial publish replaces; None for the model directory's."""
         self.is_reserved = False
         """Whether the buffer is reserved for a new version, or engines are being put to sleep."""
         self.newest_version = -1
@@ -628,7 +627,7 @@ class WeightControl:
         self._clears_cache = False
         self._users_mode: PauseMode | None = None
         self._sleeping_mode: PauseMode | None = None
-        """Mode by which engines were paused for a sleep; None once they are to be awake."""
+        """Mode in which engines were paused for a sleep; None once they are to be awake."""
         self._is_policy_halted = False
         """Whether the staleness policy pauses the engines."""
         self._bad_until: int | None = None
@@ -646,7 +645,8 @@ class WeightControl:
         self._sleeps = _CallQueue()
         """Queue of calls to sleep and to wake."""
         self._slept_version = -1
-        """Newest version released when engines were put to sleep: later ones replace theirs."""
+        """Newest version released when engines were put to sleep: later ones replace
+        their weights."""
         self._sleep_requests = 0
         """Number of sleep and wake messages so far."""
 
@@ -686,7 +686,7 @@ class WeightControl:
         return self._commands()
 
     def _commands(self) -> list[Command]:
-        """Take the commands, and continue the calls among them that no caller would."""
+        """Take the commands, and continue woken calls whose callers are gone."""
         commands: list[Command] = []
         while self._out:
             taken, self._out = self._out, []
@@ -726,7 +726,8 @@ class WeightControl:
 
     @property
     def base_version(self) -> int:
-        """Version whose tensors a part of a set would replace now; 0 for the model directory's."""
+        """Version whose tensors a partial publish would replace now; 0 for the model
+        directory's."""
         return self._base.version if self._base is not None else 0
 
     @property
@@ -1047,7 +1048,7 @@ class WeightControl:
 
     @property
     def _newest_assigned(self) -> int:
-        """Newest number that no later version is given; one that was given up is used again."""
+        """Newest number in use. A version that was given up leaves its number to the next one."""
         coming = self.update.version if self.is_undecided and self.update is not None else 0
         return max(coming, self.newest_version, self._assigned_version)
 
@@ -1094,9 +1095,9 @@ class WeightControl:
     def _supersede(self, version: int) -> Outgoing:
         """Abandon an unreleased version, because version ``version`` is about to be written.
 
-        ``start`` of the new version stops the engines that copy the old one; each replies that it
-        failed, or that it had staged the old one. If both have the same number, the replies could
-        not be distinguished, so the old version's copies are waited for.
+        ``start`` of the new version stops the engines that copy the old version. Each such engine
+        replies that it failed, or that it had staged the old version. If both versions have the
+        same number, their replies look alike, so the old version's copies must end first.
         """
         update, before = self.update, self._base
         if update is None or update.is_released:
@@ -1336,7 +1337,7 @@ class WeightControl:
     def _request_pause(self, call: _Call) -> None:
         """Queue a pause or resume.
 
-        A rollback's and the policy's pause win, then a sleep's, then the user's.
+        The pause of a rollback or of the policy has precedence, then a sleep's, then the user's.
         """
         if call.call_id not in self._calls:
             self._begin(call)

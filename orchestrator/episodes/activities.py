@@ -1,7 +1,7 @@
 """Seconds that all episodes of a run spent in named activities: environments, tools, scoring.
 
 The episode runner counts them; :class:`RunStatistics` shows them as ``episode_activity_s``.
-Generation is not counted here. The clock is an argument; there are no dependencies.
+Generation is not counted here. The clock is an argument.
 """
 
 from collections import Counter

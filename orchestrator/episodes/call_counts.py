@@ -2,7 +2,7 @@
 
 :class:`Conversation` counts its turns here; :class:`RunStatistics` shows the counts. A model whose
 calls have a form that :mod:`tool_calls` does not parse trains without ever using a tool, and no
-other figure shows it. Uses :func:`resembles_call` of ``tool_calls.py``.
+other figure shows it.
 """
 
 import logging

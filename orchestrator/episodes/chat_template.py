@@ -1,8 +1,7 @@
 """Chat template of a model: renders messages to text as ``transformers`` does.
 
-:class:`Conversation` and the HTTP servers use it. :mod:`conversation` tokenizes the text and finds
-which tokens are in the context already. A template is untrusted code, and runs in Jinja's sandbox.
-Built on jinja2 and ``tool_calls.py``.
+:mod:`conversation` tokenizes the text and finds which tokens are in the context already. A template
+is untrusted code, and runs in Jinja's sandbox.
 """
 
 import datetime

@@ -1,7 +1,7 @@
 """Task factory that keeps ``SystemExit`` and ``KeyboardInterrupt`` of users' code off the loop.
 
 asyncio ends the event loop when a task raises one of them. ``trainer/run.py`` and the simulation
-install :func:`contained_task` on their loops. Depends on asyncio only.
+install :func:`contained_task` on their loops.
 """
 
 import asyncio

@@ -5,8 +5,7 @@ all messages each time. Rendering and tokenising all of them would give other to
 generated, so earlier turns keep the engine's token ids, and only what the chat template adds after
 them (the end of the turn, observations, the next header) is appended. If the template or the agent
 changes an earlier message, the episode forks, and the new row records why. Conversations are
-recognised by digests of messages in a normal form. Built on ``chat_template.py``,
-``model_files.py`` (tokenizer) and ``tool_calls.py``.
+recognised by digests of messages in a normal form.
 """
 
 import asyncio
@@ -311,7 +310,7 @@ class Conversation(Generic[Row]):
 
     @property
     def renders_slowly(self) -> bool:
-        """Whether even short messages are better rendered by :meth:`read_ahead`."""
+        """Whether even short messages are better rendered with :meth:`read_ahead`."""
         return self._template.is_slow
 
     async def read_ahead(
@@ -455,7 +454,7 @@ class Conversation(Generic[Row]):
         return turn
 
     def _stopping_at(self, call_end: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return options by which a turn stops at the end of its first tool call."""
+        """Return options that stop a turn at the end of its first tool call."""
         token_id = self._model.tokenizer.token_to_id(call_end)
         if token_id is None:
             stops = [*(options.get("stop_strings") or ()), call_end]

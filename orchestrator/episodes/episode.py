@@ -10,9 +10,7 @@ context only grows: prompts and observations by :meth:`Episode.append`, the mode
 :meth:`Episode.generate`. So the tokens that are trained are exactly those that the engine sampled.
 An episode that needs more than one context forks: each branch is a row of its own. After a resume
 the episode function runs again from its start, and a :class:`ReplayCursor` returns the turns that
-the rollout has already. Built on ``conversation.py`` for messages, ``sampling_options.py`` for
-options, ``generated_turn.py`` for results, ``fleet/scores.py`` for scoring, and the core's
-:class:`Rollout`.
+the rollout has already.
 """
 
 import asyncio
@@ -450,7 +448,7 @@ class Episode:
     def branch(
         self, context: Sequence[int], reason: str, *, media: Sequence[Media] = ()
     ) -> "Episode":
-        """Return a branch with another context than this one's; ``reason`` is recorded."""
+        """Return a branch with another context; ``reason`` is recorded."""
         self._refuse_if_over()
         if self._replay_branches:
             row, *later = self._replay_branches

@@ -1,8 +1,8 @@
 """Activity log of episodes for traces: when each waited for a turn, and when it did other work.
 
 The episode runner reports to it; a callback gets each interval at its end. At most ``LANES_MAX``
-episodes are logged at a time; others cost one dict lookup per call. No event is made, so replays
-are not affected. Depends on the recorder's :class:`EpisodeInterval` only.
+episodes are logged at a time; others cost one dict lookup per call. No event of the core is made,
+so replays are not affected.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
 """Classifies failed episodes, logs each distinct error once, and ends a run that fails too often.
 
-Used by :class:`~tidegate.orchestrator.episodes.runner.EpisodeRunner`. From the cause that
-:func:`classify` returns, the core decides whether the rollout is retried, rewarded or discarded.
-Depends on ``policies/failures.py`` and ``core/failure_counts.py``. Two errors are the same if they
-have one type and were raised through the same lines of code; the message may differ.
+From the cause that :func:`classify` returns, the core decides whether the rollout is retried,
+rewarded or discarded. Two errors are the same if they have one type and were raised through the
+same lines of code; the message may differ.
 """
 
 import logging
@@ -90,8 +89,8 @@ class FailureClass:
 def classify(error: BaseException, rollout: Rollout) -> FailureClass:
     """Return the cause of the error that ended an episode, and its reason.
 
-    If the model has sampled nothing, the policy is not the cause: infrastructure then is the cause
-    of a timeout, and the task's prompt that of a full context.
+    If the model has sampled nothing, the policy is not the cause: then infrastructure is the cause
+    of a timeout, and the task's prompt is the cause of a full context.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -136,8 +136,8 @@ class GeneratedTurn:
 
     @property
     def routed_experts(self) -> "npt.NDArray[np.uint8 | np.uint16] | None":
-        """Experts [P, L, k] that each of L mixture layers chose for the first P positions of the
-        row's context, by which their KV was computed last. P counts all but the turn's last token,
+        """Experts [P, L, k] that each of L mixture layers chose when the KV of the first P
+        positions of the row's context was computed last. P counts all but the turn's last token,
         whose KV no token has needed. None unless ``routed_experts=True`` was requested."""
         return newest_experts(self.routed_expert_reports)
 

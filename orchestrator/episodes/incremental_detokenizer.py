@@ -1,9 +1,9 @@
 """Incremental detokenizers: the text of a running turn, and the text and bytes of each token.
 
-The gateway and the vLLM-compatible server stream text by :class:`IncrementalDetokenizer`, which
+The gateway and the vLLM-compatible server stream text with :class:`IncrementalDetokenizer`, which
 decodes each token at most twice. A token's text may depend on the token before it (some tokenizers
 write a space only between words), and an incomplete character is held back until its last token.
-Log-probs and the dashboard show single tokens by :class:`TokenTexts`.
+Log-probs and the dashboard show single tokens with :class:`TokenTexts`.
 """
 
 import codecs
@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
 
 
 class TokenText(NamedTuple):
-    """What one token of an output adds to it. The parts of all tokens join to the whole."""
+    """Text that one token adds to an output. The texts of all tokens join to the whole text."""
 
     text: str
     """Characters that the token completes; empty for one that ends within its first character."""

@@ -1,8 +1,6 @@
 """Media parts of OpenAI messages (images, audio, video), as references for engines and templates.
 
-:class:`Conversation` and :class:`Episode` use it. Nothing is fetched: only an engine reads a
-reference's content, if its model supports the medium. Media are the ``Media`` of
-``transport/media.py``.
+Nothing is fetched: only an engine reads a reference's content, if its model supports the medium.
 """
 
 import hashlib

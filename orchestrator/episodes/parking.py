@@ -2,8 +2,7 @@
 
 The episode runner parks them, and the scheduler calls :meth:`Parking.resume_due` after events. A
 parked episode has no turn, so its slots are free for other rollouts. If the trainer waits for a
-batch, all parked episodes continue at once, because no weights come without rollouts. Built on
-asyncio futures.
+batch, all parked episodes continue at once, because no weights come without rollouts.
 """
 
 import asyncio

@@ -5,8 +5,7 @@ discards that episode's rollout only, until too many episodes have failed. When 
 core gets events for its turns' rewards and one for its result; none if its rollout was discarded
 before, the run ends, or the episode never began. All episodes have the same timeout, so they are
 due in the order in which they began: one timer serves all, because one ``asyncio.timeout`` each
-would cost as much as a short episode. Built on asyncio, :class:`EpisodeFailures` (when to end the
-run) and :class:`Parking`.
+would cost as much as a short episode.
 """
 
 import asyncio
@@ -135,8 +134,8 @@ class Deadlines(Generic[Task]):
     def end(self, task: Task) -> bool:
         """Stop tracking a task that ends; return whether this object has cancelled it.
 
-        That is at its deadline or by :meth:`cancel_now`. False if other code has cancelled the task
-        as well.
+        This object cancels a task at its deadline or in :meth:`cancel_now`. False if other code has
+        cancelled the task as well.
         """
         if self._due_s.pop(task, None) is not None or self._held.pop(task, None) is not None:
             return False
@@ -197,8 +196,8 @@ def _take_due(waiting: dict[Task, float], now_s: float) -> list[Task]:
 
 
 EpisodeFunction = Callable[[Episode, Any], Awaitable[float | Mapping[str, float]]]
-"""A user's episode: gets an :class:`Episode` and a task, returns the reward; with agents it may
-return one for each, by the name of its adapter."""
+"""A user's episode: gets an :class:`Episode` and a task, returns the reward. With agents it may
+return a reward for each adapter, by name."""
 
 NO_REWARDS: tuple[tuple[str, float], ...] = ()
 

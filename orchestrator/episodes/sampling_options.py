@@ -1,8 +1,8 @@
-"""Sampling options of ``Episode.generate``: checks them, and makes :class:`SamplingParams` of them.
+"""Sampling options of ``Episode.generate``: checked, and converted to :class:`SamplingParams`.
 
 :meth:`Episode.generate` and the HTTP servers call :func:`sampling_params`. Options that no engine
 could decode are refused here, by name; options that an engine cannot serve are refused by the
-engine. Their meanings are documented in :class:`SamplingParams`. Checked by encoding with msgspec.
+engine. :class:`SamplingParams` documents each option.
 """
 
 import math
@@ -40,7 +40,8 @@ class SamplingOptions(TypedDict, total=False):
     """Further keywords of ``generate``; each is described in ``SamplingParams``."""
 
     seed: int
-    """Replaces the seed made of group, rollout and turn; equal contexts then sample equally."""
+    """Replaces the seed derived from group, rollout and turn; equal contexts then sample
+    equally."""
     min_p: float
     """Share of the likeliest token's probability below which tokens are excluded, in [0, 1]; 0
     keeps all."""

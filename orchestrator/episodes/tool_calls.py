@@ -1,10 +1,8 @@
 """Reader of a model's replies: splits a turn's text into reasoning, content and tool calls.
 
-:class:`Conversation`, the gateway's streams and the dashboard use it. :data:`FORMATS` has one
-record for each form of calls that model families are trained on. A text in none of them stays in
-the content unchanged. A malformed call is listed with its error, so that the episode can tell the
-model, and the calls beside it are read. Standard library only, but for templates of
-``transformers`` (:class:`ReplyFormat`).
+:data:`FORMATS` has one record for each form of calls that model families are trained on. Text in
+none of these forms stays in the content unchanged. A malformed call is listed with its error, so
+that the episode can tell the model, and the calls beside it are read.
 """
 
 import ast
@@ -38,7 +36,7 @@ class InvalidToolCall:
     text: str
     """The call as the model wrote it."""
     error: str
-    """What is wrong with it."""
+    """Why the call can't be parsed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""Counters of one engine, made from its steps and messages; the fleet keeps one for each engine.
+"""Counters of one engine, updated from its steps and messages.
 
-``statistics().engines`` and the watchdog read them. Made of ``transport/streams.py``'s window and
-the core's events.
+``statistics().engines`` and the watchdog read them.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Registry of a run's engines: turns their frames into events of the core. Time is an argument.
 
-The scheduler's engine side feeds it frames from the ZeroMQ ROUTER. It owns the handshake (and which
-engines may join), acknowledgements, credits and heartbeats, and sends by a given function. Streams
-of steps are resumed by ``transport/streams.py`` and checked by ``core/step_checks.py``.
+The scheduler's engine side feeds it frames from the ZeroMQ ROUTER. It decides which engines may
+join, handles handshakes, acknowledgements, credits and heartbeats, and sends through a function
+that it is given.
 """
 
 import asyncio

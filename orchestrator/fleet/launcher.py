@@ -2,7 +2,7 @@
 
 `trainer/run.py` starts and ends engines through it; the run's settings select the launcher, and
 integrations/ray has one for Ray actors. All engines join over the wire, so a launcher only starts
-and ends engines, and reports their ends. Local processes are ``processes.py``'s.
+and ends engines, and reports their ends.
 """
 
 from collections.abc import Callable

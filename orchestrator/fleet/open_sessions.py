@@ -2,9 +2,8 @@
 
 Each row of a rollout is a session, which its turns name. An engine may keep a session's KV while
 its episode uses tools. ``EndSessions`` lets the engine free the KV, because the row has ended or
-its next turn went to another engine. :class:`EngineSide` owns one :class:`OpenSessions`. Built on
-``transport/messages.py`` and the core's :class:`Rollout`. Sessions affect only speed, so they are
-not part of the core: a resumed run starts without any.
+its next turn went to another engine. :class:`EngineSide` owns one :class:`OpenSessions`. Sessions
+affect only speed, so they are not part of the core: a resumed run starts without any.
 """
 
 import asyncio

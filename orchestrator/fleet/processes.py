@@ -1,8 +1,7 @@
 """Engine processes on this machine: command lines, start, restart, logs and end.
 
-:class:`LocalEngineLauncher` uses them. The orchestrator never imports the engine: a worker is a
-separate program that speaks the wire protocol. Built on ``subprocess`` and the settings of
-``orchestrator/settings/config.py``.
+The orchestrator never imports the engine: a worker is a separate program that speaks the wire
+protocol.
 """
 
 import asyncio

@@ -2,8 +2,7 @@
 
 The engine side owns one; episodes and trainers call :meth:`ScoreDispatcher.submit_all`. Scoring is
 neither counted in the ledger nor journalled. A request lost with its engine is sent to another
-engine. All values of a reply are computed by one weight version. Built on :class:`PendingFutures`
-and the messages of ``transport/scoring.py``.
+engine. All values of a reply are computed by one weight version.
 """
 
 import asyncio

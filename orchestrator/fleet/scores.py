@@ -3,8 +3,7 @@
 ``Rollouts.score``, ``embed`` and ``reward`` and the :class:`Episode` methods make
 :class:`ScoreQuery` objects here;
 :class:`~tidegate.orchestrator.fleet.score_dispatcher.ScoreDispatcher` sends the requests. Letters
-in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels. Arrays are numpy's; the
-messages are ``transport/scoring.py``'s.
+in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ LOGPROB_MAX = 1e-3
 """Largest accepted log-prob: rounding may put a probability above 1."""
 
 Pooling = Literal["last", "mean", "none"]
-"""Which hidden states an embedding is: the last token's, their mean, or all of them."""
+"""Hidden states that make an embedding: the last token's, their mean, or all of them."""
 
 Floats = npt.NDArray[np.float32]
 

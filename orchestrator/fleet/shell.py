@@ -1,6 +1,6 @@
 """Methods of a run's shell that drains, weight control and adapters call.
 
-These parts are in rooms below the scheduler's, and do not import it.
+These callers are in rooms below the scheduler's, so they cannot import the scheduler.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Interface of the orchestrator's socket; the ZeroMQ ROUTER and the simulated wire implement it.
 
-``trainer/run.py`` passes a :class:`Wire` to the scheduler, whose engine side sends and receives by
-it. Built on asyncio and :class:`Message`.
+``trainer/run.py`` passes a :class:`Wire` to the scheduler, whose engine side sends and receives
+through it.
 """
 
 import asyncio

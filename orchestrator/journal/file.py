@@ -2,8 +2,7 @@
 
 :class:`Journal` writes it from its thread; one caller at a time. A commit is on the disk when it
 returns, so it survives a crash of the process and of the machine, if the disk honours ``fsync``.
-Records are opaque bytes here. Built on ``reading.py``, ``schema.py`` (tables and checksums) and
-``lock.py``.
+Records are opaque bytes here.
 """
 
 import sqlite3
@@ -200,8 +199,8 @@ class JournalFile:
         self._unmerged_bytes += len(body) + PAGE_BYTES  # a commit writes whole pages
 
     def _compact(self, snapshot: JournalSnapshot) -> None:
-        """Replace records by a snapshot. A row that the snapshot covers only in part stays; reading
-        skips its covered records."""
+        """Replace records with a snapshot. A row that the snapshot covers only in part stays;
+        reading skips its covered records."""
         execute = self._connection.execute
         execute("DELETE FROM snapshots")
         execute(

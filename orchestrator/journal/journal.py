@@ -2,7 +2,7 @@
 
 :class:`RunJournal` appends to it. ``append`` returns at once; one thread commits all records
 appended since its last commit, and reports the last lsn. So the slower the disk, the more records
-share a commit, and the event loop never waits for the disk. Written through ``file.py``.
+share a commit, and the event loop never waits for the disk.
 """
 
 import itertools
@@ -25,7 +25,7 @@ PENDING_BYTES_MAX = 1024 * 1024 * 1024
 """Most record bytes that wait for the disk: 10 s of 20,000 groups/s. With more, the disk hangs."""
 
 BODY_BYTES_MAX = 512 * 1024 * 1024
-"""Largest record or snapshot; SQLite's own limit is 10⁹ bytes, and two copies are made of each."""
+"""Largest record or snapshot; SQLite's own limit is 10⁹ bytes, and each is copied twice."""
 
 CLOSE_TIMEOUT_S = 60.0
 """Time limit of committing pending records: a disk that needs longer for 1 GiB has stopped."""

@@ -1,8 +1,8 @@
-"""Exclusive lock on a journal, by ``flock`` on a file beside it.
+"""Exclusive lock on a journal: ``flock`` on a file beside it.
 
 :class:`JournalFile` holds it while the journal is open, so that a second run is refused. The kernel
 releases it when the holder ends, even if killed. The lock file stays, because deleting it would
-race with the next holder. ``salvage.py`` takes it too. Standard library only (``fcntl``).
+race with the next holder. ``salvage.py`` takes it too.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
-"""Reads and verifies a journal's file; shared by :class:`JournalFile` and the salvage command.
+"""Reads and verifies a journal's file; shared by :class:`JournalFile` and ``salvage.py``.
 
 Every row has a checksum and every lsn is accounted for, so damage is found and named, never
-returned as a record. Nothing is written. Built on ``schema.py`` (tables and checksums).
+returned as a record. Nothing is written.
 """
 
 import sqlite3

@@ -1,9 +1,8 @@
 """Check of a run's journal: a new core handles the recorded events, and the states are compared.
 
-`tidegate replay` calls it; a resume does not (:meth:`RunJournal.restore`). The core reads no clock
-and draws no random number, so the same events must give the same state, bit for bit. A difference
-is a bug; the report names its first event. Uses ``core/event_log.py`` to decode events and
-``core/snapshot_codec.py`` to compare states.
+A resume replays events too, but compares nothing (:meth:`RunJournal.restore`). The core reads no
+clock and draws no random number, so the same events must give the same state, bit for bit. A
+difference is a bug; the report names its first event.
 """
 
 from collections import Counter

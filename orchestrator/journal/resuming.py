@@ -4,7 +4,7 @@
 small token with its weights; the journal has all events. Both must be of the same run, and the
 token must not be ahead of the journal. Every record after the newest snapshot is replayed, by
 :meth:`RunJournal.restore`; then the core undoes what the token's checkpoint lacks, when it handles
-``RunResumed`` (``resume`` in ``core/core.py``). Uses ``core/rules.py`` to compare settings.
+``RunResumed`` (``resume`` in ``core/core.py``).
 """
 
 import uuid

@@ -1,9 +1,8 @@
 """Write-ahead log of a core's events: each is appended to the journal before the core handles it.
 
-The scheduler calls it. Messages that other processes rely on (an acknowledgement to an engine, a
-batch for the trainer, a version for the engines) wait until the events before them are committed;
-all other messages are sent at once. From time to time a snapshot of the core replaces older events.
-Events are encoded by ``core/event_log.py``, snapshots by ``core/snapshot_codec.py``.
+Messages that other processes rely on (an acknowledgement to an engine, a batch for the trainer, a
+version for the engines) wait until the events before them are committed; all other messages are
+sent at once. From time to time a snapshot of the core replaces older events.
 """
 
 import asyncio
@@ -159,7 +158,7 @@ class RunJournal:
             self._pending_actions.append((self._appended, action))
 
     def compact_if_due(self) -> None:
-        """Replace the events by a snapshot of the core, if there are many."""
+        """Replace the events with a snapshot of the core, if there are many."""
         due = max(SNAPSHOT_AFTER_BYTES, SNAPSHOT_SHARE * self._snapshot_bytes)
         if self._keeps_events or self._store.bytes_since_snapshot < due:
             return

@@ -2,8 +2,8 @@
 
     python -m tidegate.orchestrator.journal.salvage DAMAGED NEW_FILE
 
-Run by hand; it only reads the damaged SQLite file. Built on ``reading.py`` and ``file.py``. Records
-beyond the first damage are useless, because every record depends on those before it.
+Run by hand; it only reads the damaged SQLite file. Records beyond the first damage are useless,
+because every record depends on those before it.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def _copy(damaged: Path, connection: sqlite3.Connection, target: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 2 if nothing can be salvaged."""
+    """Run the command; the exit status is 2 if no record can be copied."""
     parser = argparse.ArgumentParser(description="Keep what is before a journal's first damage.")
     parser.add_argument("damaged", type=Path)
     parser.add_argument("target", type=Path, metavar="new_file")

@@ -3,7 +3,7 @@
 :class:`TrainerSide` has one :class:`BatchRequests`. A handed-over batch is an offer at first: the
 trainer's thread takes it, and acknowledges it once nothing can interrupt the trainer's call any
 more. Until then the hand-over can be undone: a batch that the trainer does not take returns to the
-core, which selects the next batch again at the version current then.
+core, which selects the next batch again, for the version that is current by then.
 """
 
 import asyncio

@@ -273,8 +273,8 @@ class EngineSide:
     # ------------------------------------------------------------ engines kept for evaluations
 
     def keep_for_evaluation(self) -> None:
-        """Keep as many engines for evaluations as the settings say, but one at least for training;
-        the newest joined first."""
+        """Keep as many engines for evaluations as the settings say, newest first; leave at least
+        one for training."""
         here = {n: e for n, e in self._core.turns.engines.items() if not e.is_draining}
         kept = sum(engine.is_for_evaluation for engine in here.values())
         training = [n for n, e in here.items() if not (e.is_for_evaluation or e.is_away)]
@@ -286,8 +286,8 @@ class EngineSide:
     async def pin(self, version: int) -> list[str]:
         """Keep engines at ``version`` until :meth:`unpin`, while others take newer ones.
 
-        These are the engines kept for evaluations that serve it; without any in the settings, one
-        of the others is. Waits until a version being published is served.
+        Pins the engines kept for evaluations that serve the version. If the settings keep none, it
+        pins one training engine. Waits until a version being published is served.
 
         Raises:
             VersionUnavailable: no such engine serves the version any more.

@@ -1,11 +1,11 @@
 """Thresholds of Python's garbage collector while runs are active, restored afterwards.
 
 A run holds :data:`GC_TUNING` for its duration. Python has one collector per process, so the last
-run to end restores the thresholds that the first one found. Rollouts leave no cycles behind, but
-for the rows of a forked one, which refer to each other. So frequent collections would find little:
-with Python's defaults a run does 0.59 of the rollouts per CPU-second in process, and 0.60 over the
-wire (``benchmarks.orchestrator``, medians of 5 pairs). What keeps something large, such as a
-request's body, must not be in a cycle: ``tests/reference_cycles.py`` finds those.
+run to end restores the thresholds that the first one found. Rollouts leave no reference cycles
+behind, except the rows of a forked rollout, which refer to each other. So frequent collections find
+little: with Python's defaults a run does 0.59 of the rollouts per CPU-second in process, and 0.60
+over the wire (``benchmarks.orchestrator``, medians of 5 pairs). What keeps something large, such as
+a request's body, must not be in a cycle: ``tests/reference_cycles.py`` finds those.
 """
 
 import contextlib

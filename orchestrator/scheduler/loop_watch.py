@@ -46,7 +46,7 @@ class LoopWatch:
         """Whether the last scheduled callback has run."""
         self._is_scheduled = False
         self._scheduled_s = 0.0
-        """When the callback was last scheduled, by ``time.monotonic()``."""
+        """When the callback was last scheduled, on the clock ``time.monotonic()``."""
         self._checks = 0
         """Number of checks since then."""
         self._longest_block_s = 0.0
@@ -142,7 +142,7 @@ _NOT_USER_CODE = (
     sysconfig.get_path("purelib"),
     "<frozen",
 )
-"""Path prefixes of code that is never named as the cause: ours, Python's and libraries'."""
+"""Path prefixes of code that is never named as the cause: Tidegate, Python and libraries."""
 
 
 def _location(frame: FrameType) -> str:

@@ -116,7 +116,7 @@ class Scheduler:
         self.trainers = {"": self.trainer}
         """Trainers by adapter; the empty name is the run's weights."""
         self._linked: dict[str, set[str]] = {}
-        """Trainers to wake together, by the name of each, if episodes of one sample another."""
+        """Trainers to wake together, by name, because episodes of one sample another."""
         for name in self.core.trained_adapters:
             self.trainers[name] = self._new_trainer(name)
         for name in self.trainers:
@@ -310,7 +310,7 @@ class Scheduler:
             journal.compact_if_due()
 
     def _adapter_of(self, event: ev.Event) -> str | None:
-        """Return whose groups an event may change besides those of its agents; None: everybody's.
+        """Return the adapter whose groups an event may change, agents aside; None: any adapter's.
 
         Asked before the event is handled, because a rollout may end with it.
         """

@@ -2,7 +2,7 @@
 
 The scheduler owns a :class:`TaskIterators`, which reads one iterator at a time. A task that is
 started again keeps its iterator's episode function. After a resume, tasks that were taken before
-are skipped. Iterators are read by ``batches/tasks.py``.
+are skipped.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Tasks in and batches out for one trainer: of the run's weights, or of one adapter.
+"""Tasks and batches of one trainer, which trains the run's weights or one adapter.
 
 The scheduler has one :class:`TrainerSide` for each policy that the run trains, as it has one
 :class:`EngineSide` for its engines. It reads the trainer's tasks, queues the trainer's requests for
@@ -26,7 +26,7 @@ from tidegate.orchestrator.telemetry.recorder import Recorder
 log = logging.getLogger("tidegate")
 
 Handle = Callable[[ev.Event, EpisodeFunction | None], None]
-"""Feeds one event to the run's core; the function is that of an episode which the event starts."""
+"""Feeds one event to the run's core, with the function of an episode that the event starts."""
 
 
 class TrainerSide:

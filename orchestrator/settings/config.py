@@ -1,4 +1,4 @@
-"""Settings of a run: frozen records by component, and the flat names that users give them by.
+"""Settings of a run: frozen records by component, and the flat names that users pass.
 
 ``serve()``, ``tidegate run`` and the simulation call :func:`run_settings`, which checks every value
 before any process starts. A component takes the record that it reads, not all settings.

@@ -41,7 +41,7 @@ class GroupLengths:
         self._most_tokens = 0
 
     def add(self, tokens: npt.NDArray[np.int64], group_ids: npt.NDArray[np.int64]) -> None:
-        """Add the sampled tokens and the group of ended rollouts; those of a group are adjacent.
+        """Add sampled tokens and group of each ended rollout; rollouts of a group are adjacent.
 
         Both [R]; in numpy, because thousands of rollouts end per second.
         """
@@ -286,7 +286,7 @@ def _made_per_kept(ledger: LedgerSnapshot) -> float:
 
 
 def _peak_tokens_per_s(engine: EngineStatistics) -> float:
-    """Return the throughput with all slots busy, by a linear fit of step time over rows."""
+    """Return the throughput with all slots busy, from a linear fit of step time over rows."""
     cost = predictions.fit_decode_cost(
         steps=engine.steps,
         rows=engine.rows,

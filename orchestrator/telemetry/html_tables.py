@@ -1,6 +1,4 @@
-"""HTML tables of a few figures, for notebooks: the result of ``_repr_html_`` of runs and batches.
-:class:`Batch` and the run's handles call it. Built on ``transport/printable.py`` and the standard
-library."""
+"""HTML tables of a few figures, for notebooks: ``_repr_html_`` of runs and batches."""
 
 from collections.abc import Mapping
 from html import escape

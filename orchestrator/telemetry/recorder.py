@@ -1,8 +1,7 @@
-"""Interface of objects that record or show a run; the scheduler and the trainer's handle call it.
+"""Interface of objects that record or show a run.
 
 The composition root (``tidegate.runs``) chooses a run's observers by its settings, from
-``observability/``; a run that is not observed has none. Built on ``telemetry/statistics.py`` and
-the core's events.
+``observability/``; a run that is not observed has none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +117,7 @@ class Recorder:
     def weights(self, version: int, state_dict: "Mapping[str, torch.Tensor]", parts: Any) -> None:
         """Archive published weights, copied before this returns.
 
-        ``parts`` is the :class:`WeightParts` that says what else the version is made of.
+        ``parts`` is the :class:`WeightParts` that says what else the version consists of.
         """
 
     def adapter_weights(

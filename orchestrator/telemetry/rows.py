@@ -1,7 +1,4 @@
-"""Aggregates a batch's rows by rollout: a rollout that forked has several rows, and counts once.
-
-Called by batch metrics, :class:`BatchAges` and the forecast, with numpy.
-"""
+"""Aggregates a batch's rows by rollout: a rollout that forked has several rows, and counts once."""
 
 from typing import TypeVar
 

@@ -1,7 +1,6 @@
 """Immutable snapshots of a run and its engines, as ``Rollouts.statistics()`` takes them.
 
-Metrics, dashboard, reports and users' training loops read them. Standard library dataclasses, made
-of the snapshots of the core's ledger, of ``core/discards.py`` and of the watchdog.
+Metrics, dashboard, reports and users' training loops read them.
 """
 
 from collections.abc import Mapping
@@ -161,7 +160,7 @@ class RunStatistics:
     """Numbers of the batches that the trainer has and no publish has named. Batches that were lost
     (too old, or sampled by weights that were rolled back) are not among them."""
     pause_mode: str | None = None
-    """Mode by which engines are paused; None while they run."""
+    """Mode in which engines are paused; None while they run."""
     asleep: tuple[str, ...] = ()
     """Tags of the engine memory that is asleep: ``weights``, ``kv_cache``."""
     staging_version: int | None = None

@@ -1,9 +1,9 @@
 """Idle shares of trainer and engines, and the trainer's time by activity.
 
 The trainer's handle marks each change of activity; batch metrics and the forecast read the shares.
-Engines' busy time comes from their step messages. The window measured begins when the first batch
+Engines' busy time comes from their step messages. The measured window begins when the first batch
 is requested and ends with the trainer's last activity, so set-up, warm-up and evaluation don't
-count. Built on ``statistics.py``'s records.
+count.
 """
 
 import time

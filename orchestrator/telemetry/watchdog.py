@@ -1,7 +1,7 @@
 """Watchdog: records the progress of turns, engines and episodes, and names the stuck ones.
 
 :class:`RunWatch` feeds it, and :class:`RunStatistics` shows its findings, as well as those of
-:class:`LoopWatch`. The time is an argument. No dependencies.
+:class:`LoopWatch`. The time is an argument.
 """
 
 from collections.abc import Hashable

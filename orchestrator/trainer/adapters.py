@@ -1,10 +1,8 @@
 """Trainers' handles of LoRA adapters with weight versions of their own.
 
 ``rollouts.adapter("critic")`` returns a handle that publishes versions, and
-``await rollouts.train_adapter("critic", …)`` one that also gets batches. A publish stages, swaps
-and counts alone: no turn of the base or of another adapter pauses, recomputes KV or ages. Tensors
-are read by ``weight_sync/adapter_files.py``, and published by the scheduler's
-:class:`AdapterManager`.
+``await rollouts.train_adapter("critic", …)`` one that also gets batches. A publish of one adapter
+affects no turn of the base or of another adapter: none pauses, recomputes KV or ages.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -186,7 +184,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         *,
         on_batch: OnBatch | None = None,
     ) -> None:
-        """``settings``: the run's, with the adapter's own of batches and staleness."""
+        """``settings``: those of the run, with the adapter's own batch and staleness settings."""
         AdapterHandle.__init__(self, run, name)
         BatchHandle.__init__(self, on_batch)
         self._adapter = self.name

@@ -132,7 +132,7 @@ class LocalRequests(RunRequests):
         self._run = run
 
     async def do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        """Run ``work`` on the run's loop, and wait for it on the caller's."""
+        """Run ``work`` on the run's event loop, and wait for it on the caller's event loop."""
         future = self._run.submit(work)
         try:
             return await result_of(future)

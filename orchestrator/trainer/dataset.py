@@ -1,7 +1,7 @@
 """A run as a ``torch.utils.data.IterableDataset``, for training loops built around ``DataLoader``.
 
 Users pass ``tidegate.RolloutDataset`` to torch's ``DataLoader``. It yields the run's batches, whole
-or row by row. It works with local and remote handles; rows are cut by ``batches/batch_rows.py``.
+or row by row. It works with local and remote handles.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,9 @@
 """Base classes of a run's client handles, async and sync, local and remote.
 
 :class:`RunHandle` is written once, against :class:`RunRequests`: a run in this process answers them
-on its event loop (``batch_handle.py``), another process's over ZeroMQ (``remote/rollouts.py``).
-:class:`TrainerHandle` is what all trainers' handles have in common, those of adapters included.
+on its event loop (``batch_handle.py``), a run in another process over ZeroMQ
+(``remote/rollouts.py``). :class:`TrainerHandle` is what all trainers' handles have in common, those
+of adapters included.
 
 A sync handle holds the async one as ``_handle``. Each of its methods is a line that names the async
 method: :func:`blocking` runs a coroutine to its end, :func:`forwarded` calls what does not wait.

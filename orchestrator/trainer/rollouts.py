@@ -419,7 +419,7 @@ class Rollouts(Scorer, BatchHandle):
 
         Raises:
             ConfigError: a setting is not valid, or the adapter is trained already.
-            ResumeMismatch: after a resume, the settings are not those of before.
+            ResumeMismatch: after a resume, the settings differ from those before.
         """
         known = self._adapters.get(name)
         if isinstance(known, AdapterTrainer) and not known.is_closed:

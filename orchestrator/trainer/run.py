@@ -1,8 +1,8 @@
 """A run's thread, with its own event loop, and the start and end of everything that runs on it.
 
 The local handle starts one. The loop runs beside the trainer, so a train step that blocks its
-thread stalls no rollout. Users' episodes run on this loop, too. It starts a :class:`Scheduler`, a
-ZeroMQ ROUTER, the weight channel and an engine launcher, on uvloop.
+thread stalls no rollout. Users' episodes run on this loop, too. A run starts a :class:`Scheduler`,
+a ZeroMQ ROUTER, the weight channel and an engine launcher.
 """
 
 import asyncio
@@ -153,7 +153,7 @@ class Run:
     def stop(self) -> None:
         """End engines, episodes and the thread; wait for all of it. Harmless if repeated.
 
-        Does nothing in a forked child, because thread, sockets and engines are the parent's.
+        Does nothing in a forked child, because thread, sockets and engines belong to the parent.
         """
         if self.owner_pid != os.getpid():
             return

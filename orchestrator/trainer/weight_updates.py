@@ -3,8 +3,7 @@
 Trainers' handles and the vLLM-compatible server run them on the run's event loop: reserve the
 weight channel, write the tensors in a thread, publish the version. A cancelled update leaves
 nothing reserved; a write that has begun is finished first, because the channel has one writer at a
-time. :mod:`tidegate.orchestrator.core.weight_control` decides everything else. Uses torch, and
-:class:`Run` for the event loop.
+time. :mod:`tidegate.orchestrator.core.weight_control` decides everything else.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
 """Reader of LoRA adapters, from PEFT directories or a trainer's tensors; refuses unsupported ones.
 
-``Rollouts.publish_adapter`` calls it through ``trainer/weight_updates.py``. Reads safetensors by
-``tensor_files.py``. Engines check whether an adapter fits their model. Uses torch to check the
-tensors.
+Engines check whether an adapter fits their model.
 """
 
 from collections.abc import Mapping
@@ -154,7 +152,7 @@ def _scale(fields: Mapping[str, Any]) -> float:
 
 
 def _refuse_other_ranks(tensors: "Mapping[str, torch.Tensor]", rank: int) -> None:
-    """Refuse tensors of another rank than the config's, whose scale would silently be wrong."""
+    """Refuse tensors of another rank than the config says: their scale would silently be wrong."""
     for name, tensor in tensors.items():
         tensor_rank = tensor.shape[0 if ".lora_A." in name else -1] if tensor.ndim == 2 else rank
         if tensor_rank != rank:

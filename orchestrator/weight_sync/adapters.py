@@ -1,8 +1,7 @@
 """Asyncio shell around :class:`tidegate.orchestrator.core.adapter_control.AdapterControl`.
 
 The engine side creates one :class:`AdapterManager`. Trainers' adapter handles publish, pin and
-unload through it; it writes tensors to the run's weight channel, one adapter at a time. Built on
-asyncio and the messages of ``transport/adapter_messages.py``.
+unload through it; it writes tensors to the run's weight channel, one adapter at a time.
 """
 
 import asyncio
@@ -75,7 +74,7 @@ class AdapterManager:
         self._publishing: dict[str, asyncio.Lock] = {}
         """One lock per adapter: publishes of one adapter run one after another."""
         self._assigned: dict[str, int] = {}
-        """Newest number given to a publish of each adapter; those of failed ones are not reused."""
+        """Newest number given to a publish of each adapter; failed publishes keep their numbers."""
         self._writing = asyncio.Lock()
 
     def close(self) -> None:
@@ -160,7 +159,7 @@ class AdapterManager:
         return version
 
     def _next_version(self, name: str) -> int:
-        """Return the number of an adapter's next publish; those of failed ones are not reused."""
+        """Return the number of an adapter's next publish; failed publishes keep their numbers."""
         core = self._run.core
         trained = core.trained_adapters.get(name)
         after_newest = core.adapters.get(name, 0) + 1 if trained is None else trained.next_version

@@ -3,7 +3,6 @@
 The publish path uses it to send less than a whole set: :class:`WrittenTensors` for
 ``weight_deltas=True``, :class:`WrittenElements` for ``weight_deltas="elements"``. Both keep the
 last versions that this process wrote; relative to any other version, everything has changed.
-Patches are encoded by ``transport/weight_channels/patches.py``.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ Digests = dict[str, bytes]
 
 
 class WrittenTensors:
-    """Digests of the tensors of the last versions. Used by one thread at a time."""
+    """Digests of the tensors of the last versions. For one thread at a time."""
 
     def __init__(self) -> None:
         self._digests: dict[int, Digests] = {}
@@ -71,7 +70,7 @@ PATCHED_ITEM_BYTES = 2
 element; there whole tensors are sent, if they have changed."""
 
 SAMPLE_BYTES = 256
-"""Bytes by which matrices are compared before all of their bytes are."""
+"""Bytes of a matrix that are compared before all of its bytes are."""
 
 PATCH_SHARE_MAX = 0.1
 """Largest size of a patch, as a share of its tensor's bytes; above it the tensor is sent whole. An
@@ -85,7 +84,7 @@ the norms, engines bring their buffers up to date by patches alone."""
 
 
 class WrittenElements:
-    """Copy of the last set of tensors that was written. Used by one thread at a time."""
+    """Copy of the last set of tensors that was written. For one thread at a time."""
 
     def __init__(self) -> None:
         self._version: int | None = None

@@ -1,8 +1,7 @@
-"""File beside an archived weight version that names the other versions it is made of.
+"""File beside an archived weight version that names the other versions it consists of.
 
 The publish path writes it, and `tidegate audit` and the recorder read it. A version that is a whole
-set of the model's own tensors has no such file. JSON, by msgspec; read through
-``transport/regular_files.py``.
+set of the model's own tensors has no such file. The file is JSON.
 """
 
 from pathlib import Path
@@ -30,7 +29,7 @@ class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Version that this version's tensors replace a part of; its other tensors stay. None if the
     tensors are a whole set."""
     is_adapter: bool = False
-    """Whether the tensors are an adapter's instead of the model's."""
+    """Whether the tensors belong to an adapter instead of the model."""
     adapters: dict[str, ArchivedAdapter] = {}
     """LoRA adapters of the version, by name."""
 

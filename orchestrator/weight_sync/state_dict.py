@@ -1,11 +1,10 @@
 """Reads a trainer's state dict for publishing: each tensor once, as bytes on the host.
 
-Called by the publish path and by remote trainers. FSDP and tensor parallelism leave each rank a
-shard of each tensor (a DTensor). Either every rank sends its own shards (:func:`own_parts`); or the
-rank that publishes gathers one whole tensor at a time, and the other ranks call :func:`take_part`,
-so no device holds more than one whole tensor beside its shards. torch is imported when a tensor is
-read, because `tidegate audit` runs without it. Its tensors go to a sender of
-``transport/weight_channels/``.
+FSDP and tensor parallelism leave each rank a shard of each tensor (a DTensor). Either every rank
+sends its own shards (:func:`own_parts`); or the rank that publishes gathers one whole tensor at a
+time, and the other ranks call :func:`take_part`, so no device holds more than one whole tensor
+beside its shards. torch is imported when a tensor is read, because `tidegate audit` runs without
+it.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Reader of safetensors files that copies their tensors, for files that may change meanwhile.
 
-Called by ``adapter_files.py`` and the vLLM-compatible server; uses torch. The safetensors library
-maps a file: if it is truncated afterwards, SIGBUS ends the process, and if it is overwritten, the
-tensors change. The format: a length (u64, little-endian), that many bytes of JSON with each
-tensor's dtype, shape and offsets, then the data. Built on ``transport/regular_files.py``.
+The safetensors library maps a file: if it is truncated afterwards, SIGBUS ends the process, and if
+it is overwritten, the tensors change. The format: a length (u64, little-endian), that many bytes of
+JSON with each tensor's dtype, shape and offsets, then the data.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 `state_dict.py` cuts a rank's parts, remote trainers send them, and the publish path joins them:
 engines get the same messages as from one rank. A part is a box of its tensor. Parts must cover
-their tensor exactly once. Built on numpy and the codec of ``transport/weight_channels/patches.py``.
+their tensor exactly once.
 
 Letters in shapes: C changed elements.
 """

@@ -1,4 +1,1 @@
-"""What a server over a run's engines does to them: pauses, sleep, new weights and adapters.
-
-The paths of vLLM's and SGLang's APIs call it.
-"""
+"""Operations of an HTTP server on a run's engines: pauses, sleep, new weights and adapters."""

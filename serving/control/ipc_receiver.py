@@ -59,7 +59,7 @@ _KINDS: tuple[type[Any] | tuple[type[Any], ...], ...] = (
 
 
 class IpcUpdateReceiver:
-    """Copies tensors from GPU memory that a trainer shares by handles.
+    """Copies tensors from GPU memory that a trainer shares through handles.
 
     ``init_info`` says whether each tensor has a handle, or all are packed into one buffer.
     """

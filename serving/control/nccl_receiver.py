@@ -1,4 +1,4 @@
-"""Receiver of weights from a trainer of vLLM's ``nccl`` backend: NCCL broadcasts, packed or not.
+"""Receiver of weights from a trainer with vLLM's ``nccl`` backend: NCCL broadcasts, packed or not.
 
 The server's process is one rank of the trainer's communicator. Both join it by NCCL's unique id of
 128 bytes, which vLLM's trainers pass in one of two ways: pickled in the TCPStore of their

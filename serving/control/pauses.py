@@ -1,7 +1,7 @@
 """Pauses, sleep and prefix caches of all engines of a run, by vLLM's rules.
 
-Calls are carried out one after another, except for two that end a pause which still waits for
-requests: a resume, and a pause that aborts.
+Calls run one after another. Two calls do not wait for a pause that itself still waits for requests,
+because they end it: a resume, and a pause that aborts.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class EnginePauses:
     # ------------------------------------------------------------ sleep
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Pause by ``mode``; then release memory, from level 1 on."""
+        """Pause with ``mode``; then release memory, from level 1 on."""
         if not 0 <= level <= 2:
             raise ApiError(400, f"level must be 0, 1 or 2, got {level}", param="query.level")
         await self.pause(mode, clear_cache=level >= 1)

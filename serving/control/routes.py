@@ -1,7 +1,7 @@
-"""Parts of a server over a run's engines, its paths, and the keys that they need.
+"""Parts of an HTTP server over a run's engines, its paths, and the API keys that the paths need.
 
 The APIs of vLLM and SGLang each register handlers in a :class:`Paths`; ``serving/vllm_server.py``
-serves them together by :func:`server_app`.
+serves them together with :func:`server_app`.
 """
 
 import secrets

@@ -2,9 +2,9 @@
 
 vLLM's trainers pickle a communicator's id and handles of memory on a GPU, SGLang's pickle tensors.
 Python's own unpickler calls the functions that a pickle names, and 89 bytes of nested references
-keep it busy for ever. This one reads tuples, lists, dicts, texts, bytes and numbers; its caller
-resolves all names. Every value counts as often as it is referred to, because comparing and hashing
-visit it so.
+keep it busy for ever. This unpickler reads tuples, lists, dicts, texts, bytes and numbers; its
+caller resolves all names. Its limits count a value once per reference, because comparing and
+hashing visit the value once per reference.
 """
 
 import pickletools

@@ -1,4 +1,4 @@
-"""Tensors that trainers send by SGLang's API: in pickles, or broadcast in a process group.
+"""Tensors that trainers send through SGLang's API: in pickles, or broadcast in a process group.
 
 Call it from threads, because broadcasts and files block.
 """

@@ -1,9 +1,9 @@
 """Weight updates by vLLM's four phases: receives tensors, then publishes them to all engines.
 
-``init`` once; then ``start``, any number
-of ``update``, and ``finish``, which publishes the tensors to every engine as one version. Until
-then the old version serves: an update that fails changes nothing. Files are read below the
-directories named at start only.
+A trainer calls ``init`` once; then, for each version, ``start``, any number of ``update``, and
+``finish``, which publishes the tensors to every engine as one version. Until then engines serve the
+old version, so an update that fails changes nothing. Files are read only below the directories that
+were named when the server started.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ RANK_NAME = "dp0:pp0:pcp0:tp0:"
 """Prefix that vLLM puts before a tensor's name in checksums; the server is one rank."""
 
 LORA_DIRECTORY_ADAPTERS_MAX = 32
-"""Adapters of the LoRA directory that stay loaded, SkyRL's jax engine trains as many by default. Of
-rank 32, one for a model of 8 billion parameters takes about 175 MB in each engine."""
+"""Adapters of the LoRA directory that stay loaded; SkyRL's jax engine trains as many by default. An
+adapter of rank 32 for a model of 8 billion parameters takes about 175 MB in each engine."""
 
 _ONLY_BELOW = (
     "files are read below the model's directory, and below those that the server was started with "

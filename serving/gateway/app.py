@@ -237,7 +237,7 @@ class _Handlers:
         return {"object": "list", "data": [model]}
 
     async def model(self, http: HttpRequest) -> Answer:
-        """Answer ``GET /v1/models/ID``: each name is the policy's, as in requests."""
+        """Answer ``GET /v1/models/ID``: each name stands for the policy, as in requests."""
         self._session(http)
         name = http.path_params["model"]
         return {"id": name, "object": "model", "created": 0, "owned_by": "tidegate"}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """URL and key by which an agent generates the turns of its rollout."""
+    """URL and key with which an agent generates the turns of its rollout."""
 
     base_url: str
     """Base URL for OpenAI's clients; ends in ``/v1``."""

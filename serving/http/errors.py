@@ -141,7 +141,7 @@ class OpenAIErrors(ErrorForm):
         return None
 
     def _context_full(self, error: ContextFull) -> ApiError:
-        """Return the answer by which agents know that they must compact their messages."""
+        """Return the answer that tells agents to compact their messages."""
         message = (
             f"This model's maximum context length is {error.tokens_max} tokens. However, your "
             f"messages resulted in {error.tokens} tokens. Please reduce the length of the messages."

@@ -47,7 +47,7 @@ class ApiRoute:
     path: str
     handler: Handler
     errors: ErrorForm | None = None
-    """Error form of this path; None takes the application's."""
+    """Error form of this path; None takes the application's error form."""
 
 
 def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy) -> ASGIApp:

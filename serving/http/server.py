@@ -6,7 +6,7 @@
     handlers: with them, neither a large request nor a client that disconnects blocks the event loop
     or an engine.
 
-Routes and keys are the applications'.
+Applications bring their own routes and keys.
 """
 
 import asyncio
@@ -210,7 +210,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 async def serve_app(
     app: ASGIApp, listening: socket.socket, *, body_bytes_max: int, **settings: Any
 ) -> None:
-    """Serve ``app`` on a listening socket until cancelled; ``settings`` are uvicorn's."""
+    """Serve ``app`` on a listening socket until cancelled; ``settings`` go to uvicorn."""
     server = make_server(app, body_bytes_max=body_bytes_max, **settings)
     own = listening.dup()  # closed with the server; the caller's stays for another one
     try:
@@ -294,7 +294,7 @@ def bearer_token(authorization: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Access rules of a server: decides by a request's headers whether it is answered.
+    """Access rules of a server: decides from a request's headers whether to answer it.
 
     A web page that a user of this host has open can send requests to servers here. The browser
     names the page in ``Origin``, and the name that the page used for the server in ``Host``. A page
@@ -380,7 +380,7 @@ def _body_type(headers: Headers) -> str:
 
 
 class AccessGuard:
-    """ASGI middleware that refuses requests by an :class:`AccessPolicy`."""
+    """ASGI middleware that refuses requests according to an :class:`AccessPolicy`."""
 
     def __init__(
         self,

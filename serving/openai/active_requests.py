@@ -1,8 +1,8 @@
 """Table of the requests being answered; every choice of a request is a rollout of the run.
 
-Pauses and clients abort requests by it. A choice is an evaluation rollout, outside training: it
-starts without admission, and the run's ledger counts its tokens apart. Independent of HTTP and of
-response bodies.
+Pauses and clients abort requests through this table. A choice is an evaluation rollout, outside
+training: it starts without admission, and the run's ledger counts its tokens separately.
+Independent of HTTP and of response bodies.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SEED_BITS = 63
 
 
 def choice_seeds(seed: int | None, choices: int) -> list[int]:
-    """Return seeds of one prompt's choices; each prompt begins with the request's, as in vLLM."""
+    """Return one prompt's seeds by choice, from the request's seed on, as in vLLM."""
     if seed is None:
         return [secrets.randbits(SEED_BITS) for _ in range(choices)]
     return [seed + number for number in range(choices)]

@@ -104,13 +104,13 @@ class ActiveCompletion:
     """Returns the weight version of each range of a turn's tokens."""
     choices: list[ActiveTurn] = field(default_factory=list)
     answering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """Returns a context in which the turns are waited for; the gateway counts requests by it."""
+    """Returns a context in which the turns are waited for; the gateway counts requests with it."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time, for the answer's ``created``."""
 
     @property
     def name(self) -> str:
-        """Id of the answer: the client's, or the name of its first choice."""
+        """Id of the answer: the client's id, or the name of the first choice."""
         return self.request.request_id or self.choices[0].name
 
     async def wait(self) -> None:

@@ -71,7 +71,7 @@ def served_turn(
     *,
     has_parallel_calls: bool,
 ) -> ServedTurn:
-    """Return a choice as a turn whose text is read by ``reply_format``."""
+    """Return a choice as a turn whose text is parsed with ``reply_format``."""
     ids = choice.prompt.token_ids
     turn = ServedTurn(
         name=name,

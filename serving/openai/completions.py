@@ -90,7 +90,7 @@ PROMPT_TOKENS_MAX = 8 * 2**20
 """Prompt tokens of all choices of one request: each choice is a row that holds its prompt."""
 
 LARGE_PROMPT_LOGPROBS = 2048
-"""Log-probs of prompts from which on their bodies are made off the event loop."""
+"""Number of prompt log-probs from which on bodies are made off the event loop."""
 
 PROMPT_END_TOKENS = 16
 """Tokens at the end of a prompt that show whether the prompt has begun the reasoning."""
@@ -353,8 +353,8 @@ class Completer:
     ) -> Prompt:
         """Return a conversation's prompt, as the model's chat template renders it.
 
-        The tokens up to the end of its last assistant message are replaced by ``prefix``, if there
-        is one. A conversation that ``is_large`` is rendered in a thread.
+        The tokens up to the end of its last assistant message are replaced with ``prefix``, if
+        there is one. A conversation that ``is_large`` is rendered in a thread.
         """
         if not messages:
             raise ApiError(400, "messages must be a list of at least one message")

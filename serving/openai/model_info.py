@@ -43,7 +43,7 @@ class TensorFacts:
 class TransformersNames:
     """Names that transformers gives the tensors of a model directory, in its ``state_dict()``.
 
-    Trainers send tensors by these names, or by the directory's.
+    Trainers send tensors under these names, or under those of the directory.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -112,7 +112,7 @@ class ModelInfo:
         return facts
 
     def stored_dtype(self, name: str) -> str:
-        """Return a tensor's dtype in the directory, or that of the tensors it is made of."""
+        """Return a tensor's dtype in the directory, or that of the tensors it combines."""
         other = self.transformers_names
         wanted = other.canonical(name)
         group = other.groups.get(wanted)

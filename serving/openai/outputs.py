@@ -1,8 +1,8 @@
 """New output of a choice since the last read: tokens, log-probs, text, and how the choice ended.
 
-Response bodies, streamed or not, are made of these parts, which an :class:`OutputReader` reads from
-an :class:`ActiveChoice`.
-:class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop token or stop string.
+An :class:`OutputReader` reads this output from an :class:`ActiveChoice`, for response bodies,
+streamed or not. :class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop token
+or stop string.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class StopConditions:
     """Tokens and strings that end an output, and how its text is cut there."""
 
     stop_token_ids: frozenset[int] = frozenset()
-    """All stop tokens: the model's own and the request's."""
+    """All stop tokens: those of the model and those of the request."""
     model_stops: frozenset[int] = frozenset()
     """Stop tokens that the model names and the request does not."""
     stop_strings: tuple[str, ...] = ()

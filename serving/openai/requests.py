@@ -1,7 +1,7 @@
 """Request bodies of completions: OpenAI's API with vLLM's extensions, and vLLM's token requests.
 
-Each also says which options of :meth:`Episode.generate` it stands for. A server adds its own limits
-and fields in its ``requests.py``.
+Each body also gives the options of :meth:`Episode.generate` that it requests. A server adds its own
+limits and fields in its ``requests.py``.
 
 Fields without meaning for an engine (``user``, ``store``, …) are ignored, as by other servers.
 Fields that would change the output are refused by name if they are not honoured.
@@ -160,7 +160,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         "frequency_penalty",
         "repetition_penalty",
     )
-    """Fields that are options of ``generate`` by the same name."""
+    """Fields that are options of ``generate`` under the same name."""
 
     @property
     def own_seed(self) -> int | None:
@@ -443,7 +443,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
     @property
     def tokens_max(self) -> int | None:
-        """Limit of output tokens per choice: the newer field's, else the older's."""
+        """Limit of output tokens per choice: from the newer field, else from the older one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

@@ -72,7 +72,7 @@ class ResponseBodies:
         """Texts of the tokens reported so far, by choice."""
 
     def _texts(self, index: int) -> TokenTexts:
-        """Return the texts of a choice's tokens, of which its log-probs report one by one."""
+        """Return the texts of a choice's tokens, which its log-probs show one by one."""
         if index not in self._token_texts:
             self._token_texts[index] = self.facts.tokenizer.token_texts()
         return self._token_texts[index]

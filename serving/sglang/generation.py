@@ -1,6 +1,6 @@
 """SGLang's ``/generate``: begins a request's outputs, and answers them whole or as a stream.
 
-Prompts become choices by :class:`Completer`; this module adds SGLang's checks and writes SGLang's
+:class:`Completer` turns prompts into choices; this module adds SGLang's checks and writes SGLang's
 bodies.
 """
 

@@ -24,7 +24,7 @@ from tidegate.serving.tinker.training import LoraSpec, UserError
 log = logging.getLogger("tidegate")
 
 CheckpointKind = Literal["weights", "sampler_weights"]
-"""What a checkpoint is for, as the second part of its path says."""
+"""Purpose of a checkpoint, the second part of its path."""
 
 SCHEME = "tinker://"
 
@@ -67,7 +67,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> LoraSpec:
-        """What the adapter consists of."""
+        """Shape of the adapter: rank and trained parts."""
         return LoraSpec(rank=self.rank, train_attn=self.train_attn, train_mlp=self.train_mlp)
 
 
@@ -231,8 +231,8 @@ class CheckpointStore:
 
 
 def _deletion_of(directory: Path) -> Path:
-    """Return the file beside a deleted checkpoint that has the ``seq_id`` that had written it: a
-    restarted server carries that request out again."""
+    """Return the file that keeps a deleted checkpoint's ``seq_id``, because a restarted server
+    carries out the request that wrote the checkpoint again."""
     return directory.with_name(f".{directory.name}.deleted")
 
 

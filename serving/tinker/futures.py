@@ -1,7 +1,7 @@
 """Results of requests that are carried out after they were answered with a ``request_id``.
 
 ``retrieve_future`` waits here for a result; every other handler of :mod:`app` that starts work
-begins an entry. Waiting is by an event of asyncio: no result is polled for.
+begins an entry. Waiting uses an asyncio event: nothing polls.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ class FutureTable:
             entry.done.set()
 
     async def carry_out(self, entry: Entry, work: Work) -> None:
-        """Do a request's work, and resolve its entry by what that returns or raises."""
+        """Do a request's work, and resolve its entry with the result or the exception."""
         entry.has_begun = True
         try:
             outcome: Outcome = await work()
@@ -172,7 +172,7 @@ class FutureTable:
 
 
 def failure_of(error: Exception) -> RequestFailure:
-    """Return how a client reads an exception: its own fault, or the server's."""
+    """Return whose fault an exception is, as clients read it: their own, or the server's fault."""
     is_users = isinstance(error, UserError) or (isinstance(error, ApiError) and error.status < 500)
     if is_users or isinstance(error, RunClosed | TidegateError | ApiError):
         return RequestFailure(str(error), "user" if is_users else "server")

@@ -9,9 +9,9 @@ loads the older of the two snapshots that are kept, and carries out the requests
 the same requests in the same order give the same weights and results. One snapshot more than
 needed is kept, so that results which a client had not read yet are computed again.
 
-A record is its length and its CRC-32, 4 bytes each, little-endian, and MessagePack. A record that
-was cut off by the crash ends the file, and is cut off it. An append that fails, as on a full disk,
-leaves the file as it was. Methods block.
+A record is its length and its CRC-32 (4 bytes each, little-endian), then MessagePack. If the crash
+cut the last record short, the rest of it is removed from the file. An append that fails, as on a
+full disk, leaves the file as it was. Methods block.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class ModelCreated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: LoraSpec
     user_metadata: dict[str, Any] | None = None
     checkpoint_path: str | None = None
-    """The checkpoint that it was made of."""
+    """The checkpoint that it was made from."""
     optimizer: bool = False
     """Whether the checkpoint's optimizer state was loaded, too."""
 
@@ -366,7 +366,7 @@ class RecoveredModel:
     requests: Sequence[RequestAccepted]
     """Requests since the snapshot, by ``seq_id``."""
     failures: Mapping[int, FailureRecorded]
-    """Those of them that failed by the server's fault, by ``seq_id``."""
+    """Failures of these requests that are the server's fault, by ``seq_id``."""
 
 
 def read_model(directory: Path) -> RecoveredModel | None:

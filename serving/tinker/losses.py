@@ -61,7 +61,7 @@ class LossFunction:
     config_fields: frozenset[str] = frozenset()
     """Fields of ``loss_fn_config``."""
     required_config: frozenset[str] = frozenset()
-    """Those of them that have no default."""
+    """Fields of ``loss_fn_config`` without a default."""
 
 
 def _cross_entropy(

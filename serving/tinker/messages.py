@@ -1,4 +1,4 @@
-"""Bodies of the Tinker API's JSON requests, by the SDK's names; unknown fields are refused.
+"""Bodies of the Tinker API's JSON requests, under the SDK's names; unknown fields are refused.
 
 :mod:`app`, :mod:`listings`, :mod:`sampling` and :mod:`training_requests` decode bodies into these
 msgspec structures. Fields that the server does not serve are here too, so that :mod:`app` refuses
@@ -16,8 +16,8 @@ TTL_S_MAX = 10 * 365 * 24 * 3600
 """Longest time for which a checkpoint is kept, if it is not kept for ever: 10 years."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
-"""Number that a client gives to what it makes. Requests of models have no such bounds, because one
-that is refused before it has its place would leave the later ones waiting."""
+"""Number that a client gives to what it makes. Requests of models have no such bounds, because
+a request that is refused before it has its place would leave later requests waiting."""
 
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 

@@ -62,7 +62,7 @@ class TrainingWork:
     entry: Entry
     run: Work
     record: RequestAccepted | None = None
-    """What the journal has of it; None for the model's creation."""
+    """The request's record in the journal; None for the model's creation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,11 +75,11 @@ class TrainedModel:
     journal: ModelJournal | None = None
     """None if the server keeps no state."""
     order: RequestOrder[TrainingWork] = field(default_factory=lambda: RequestOrder(1, True))
-    """Its requests; the creation of the model runs as the first."""
+    """Order of the model's requests; the creation of the model is the first."""
     journal_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by each call of the journal."""
     requested_s: float = field(default_factory=time.time)
-    """Unix time of its last request."""
+    """Unix time of the model's last request."""
     steps: int = 0
     """Number of optimizer steps done."""
     has_gradient: bool = False
@@ -89,12 +89,12 @@ class TrainedModel:
 
     @property
     def spec(self) -> LoraSpec:
-        """What its adapter consists of."""
+        """Shape of the model's adapter: rank and trained parts."""
         return self.created.spec
 
     @property
     def session_id(self) -> str:
-        """Its session."""
+        """Id of the model's session."""
         return self.created.session_id
 
     @property
@@ -165,10 +165,10 @@ class ModelTrainer:
     ) -> str:
         """Carry out a request when all of the model's earlier ones have ended; return its id.
 
-        The request is in the journal before it is put in its place: one that can't be written is
-        refused and leaves nothing behind, so a restarted server has all that this one carries out.
-        Sending a request again changes nothing; ``canonical`` is its canonical form, by which it is
-        recognised.
+        The request is in the journal before it gets its place. A request that can't be written is
+        refused and leaves nothing behind, so a restarted server has every request that this server
+        carries out. Sending a request again changes nothing; ``canonical`` is the canonical form by
+        which it is recognised.
 
         Raises:
             ApiError: another request had this ``seq_id``, it is too far ahead, or it can't be
@@ -389,7 +389,7 @@ def _digest(canonical: bytes) -> bytes:
 
 
 def request_id(model: TrainedModel, record: RequestAccepted) -> str:
-    """Return the id by which clients ask for a request's result."""
+    """Return the id under which clients ask for a request's result."""
     return f"{model.model_id}:{record.seq_id}"
 
 

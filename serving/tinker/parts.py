@@ -39,7 +39,7 @@ class TinkerParts:
     adapters: EngineAdapters
     checkpoints: CheckpointStore
     runner: SampleRunner
-    """Of the trained base model, and of its adapters."""
+    """Runner of samples of the trained base model and of its adapters."""
     other_runners: Mapping[str, OtherModel]
     """Base models that are sampled from only, by their names."""
     limits: TenantLimits

@@ -56,7 +56,7 @@ class _Model:
     """One adapter in training."""
 
     name: str
-    """Its name in PEFT's model; a model id may have dots, which PEFT refuses."""
+    """The adapter's name in PEFT's model; a model id may have dots, which PEFT refuses."""
     parameters: dict[str, torch.nn.Parameter]
     """Trained parameters, by PEFT's names in adapter files."""
     optimizer: torch.optim.AdamW
@@ -242,7 +242,7 @@ class PeftTraining:
                 )
 
     def optim_step(self, model_id: str, step: AdamStep) -> Mapping[str, float]:
-        """Update the adapter by its gradient, clear the gradient, and return metrics."""
+        """Update the adapter with its gradient, clear the gradient, and return metrics."""
         model = self._models[model_id]
         parameters = [p for p in model.parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)

@@ -244,7 +244,7 @@ class SampledSequence:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     has_stopped: bool
-    """Whether it ended by a stop token or string, and not by its length."""
+    """Whether the sequence ended with a stop token or string, and not because of its length."""
     top: TopTokens | None
     spans: Sequence[Mapping[str, Any]]
     """Weight versions of the tokens; in JSON answers only, because protobuf has no field."""

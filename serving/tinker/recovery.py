@@ -1,9 +1,9 @@
 """Restores a Tinker server's sessions, samplers and models from its state directory.
 
 The server calls :func:`recover` before it answers anything. Requests that were accepted since a
-model's snapshot are carried out again, in their order, so clients can retrieve their results. No
-record ends the recovery: what can't be restored or repeated is logged, refused to its client and
-passed over.
+model's snapshot are carried out again, in their order, so clients can retrieve their results. A
+record that can't be restored or repeated does not end the recovery: it is logged, refused to its
+client and skipped.
 """
 
 import asyncio

@@ -72,7 +72,7 @@ class RequestOrder(Generic[Work]):
     def arrived(self, seq_id: int, digest: bytes, work: Work) -> Work | None:
         """Add a request that is not known yet; return the work to start now, if there is any.
 
-        However many wait: those of a journal were accepted by an earlier server.
+        There is no limit here, because an earlier server has accepted the requests of a journal.
 
         Raises:
             ApiError: another request had this number.

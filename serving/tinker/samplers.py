@@ -38,7 +38,7 @@ class SavedAdapter:
 
     @property
     def name(self) -> str:
-        """Name of the adapter on the engines: the model's."""
+        """Name of the adapter on the engines, which is the model's id."""
         return self.facts.run_id
 
 

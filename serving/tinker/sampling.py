@@ -1,7 +1,7 @@
 """``asample``: checks a request, samples it as rollouts of the run, and scores its prompt.
 
-Samples are evaluation rollouts by :class:`ActiveRequests`; prompts' log-probs are scores of the
-run.
+Samples are evaluation rollouts (:class:`ActiveRequests`); the log-probs of prompts are scores of
+the run.
 """
 
 import asyncio
@@ -207,7 +207,8 @@ class SampleRunner:
         return samples
 
     def _spans(self, turn: "GeneratedTurn", adapter: str) -> list[dict[str, Any]]:
-        """Return which weights sampled which tokens, and whose KV these attended to."""
+        """Return spans of tokens, each with the version that sampled it and the versions of its
+        KV."""
         return [
             {
                 "start": span.start,

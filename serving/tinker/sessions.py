@@ -59,7 +59,7 @@ class SessionTable:
         """Return a tenant's session, and record that its client is alive.
 
         Raises:
-            ApiError: 410, the session has ended or is not the tenant's.
+            ApiError: 410, the session has ended or belongs to another tenant.
         """
         session = self._sessions.get(session_id)
         if session is None or session.tenant != tenant:

@@ -147,7 +147,7 @@ class TrainingBackend(Protocol):
         """
 
     def optim_step(self, model_id: str, step: AdamStep) -> Mapping[str, float]:
-        """Update the adapter by its gradient, clear the gradient, and return metrics.
+        """Update the adapter with its gradient, clear the gradient, and return metrics.
 
         Raises:
             UserError: the gradient is not finite; it is cleared.

@@ -1,7 +1,7 @@
 """Requests of models: how each path's body is read, and what is done when its turn comes.
 
 :mod:`app` calls one handler for all of them, and :mod:`recovery` carries them out again after a
-crash. So a request depends on its body, the model's state and the checkpoints only.
+crash. So a request may depend only on its body, the model's state and the checkpoints.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class ModelRequestBody(Protocol):
 
     @property
     def seq_id(self) -> int:
-        """Number of the request among the model's."""
+        """Number of the request among the model's requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ async def answer_completion(
     kind: type[Streamable],
     begin: Callable[..., Awaitable[tuple[BegunRequest, ResponseBodies]]],
 ) -> Answer:
-    """Read a completion request of this kind, begin it by ``begin``, and answer it."""
+    """Read a completion request of this kind, begin it with ``begin``, and answer it."""
     parts.pauses.refuse_if_paused()
     request = await read(http, kind)
     beginning = begin(request, request_name(http), is_large=is_large(http))

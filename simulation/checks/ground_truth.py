@@ -1,4 +1,4 @@
-"""Ground truth of a simulated run: the steps and weights of its engines, by their own records."""
+"""Ground truth of a simulated run: the steps and weights of its engines, as they recorded them."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -41,7 +41,8 @@ class GroundTruth:
             self._processes[engine][-1].append(sent)
 
     def computed(self, engine: str, adapter: str, version: int, content: int) -> None:
-        """Record that an engine computes turns by the weights ``content`` as an adapter's version.
+        """Record that an engine computes turns with the weights ``content`` as an adapter's
+        version.
 
         Raises:
             AssertionError: other weights have been used under the same tag, or these are torn.
@@ -79,8 +80,8 @@ class GroundTruth:
         return content
 
     def arrived(self, event: StepArrived) -> None:
-        """Check that a step which the core handled is the next that its engine process sent, or the
-        first of a later process.
+        """Check that a step handled by the core is the next step of its engine process, or the
+        first step of a later process.
 
         Raises:
             AssertionError: a step was skipped, or handled twice.

@@ -35,7 +35,7 @@ _BITS = (1 << 64) - 1
 
 
 def absorb(state: int, token: int, content: int) -> int:
-    """Return a context's state after one more position, with KV by the weights ``content``."""
+    """Return a context's state after one more position, with KV of the weights ``content``."""
     x = (state ^ (token * 0x9E3779B97F4A7C15 + content * 0xC2B2AE3D27D4EB4F + 1)) & _BITS
     x = (x * 0xBF58476D1CE4E5B9) & _BITS
     return x ^ (x >> 29)
@@ -51,7 +51,7 @@ class Sampled:
 
 
 def sample(state: int, *, seed: int, index: int, content: int, engine: str) -> Sampled:
-    """Sample output token ``index`` of a turn by the weights ``content`` after ``state``."""
+    """Sample output token ``index`` of a turn with the weights ``content`` after ``state``."""
     x = absorb(absorb(state, seed, content), index, content)
     logprob = -((x >> 40) % 4096 + _engine_offset(engine)) / 1024
     if index + 1 >= output_tokens(seed):
@@ -169,10 +169,11 @@ class TurnModel(Protocol):
         version: int,
         engine: str,
     ) -> Sampled:
-        """Sample the next token of ``context`` by the weights ``content``, numbered ``version``."""
+        """Sample the next token of ``context`` with the weights ``content``, numbered
+        ``version``."""
 
     def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
-        """Return the log-prob of each token from ``start`` on by the weights ``content``."""
+        """Return the log-prob of each token from ``start`` on under the weights ``content``."""
 
 
 class HashModel:
@@ -187,7 +188,7 @@ class HashModel:
         version: int,
         engine: str,
     ) -> Sampled:
-        """Sample by a hash of the context state, seed, token index, weights and engine name."""
+        """Sample from a hash of the context state, seed, token index, weights and engine name."""
         index = message.sampled_before + len(context.tokens) - len(message.token_ids) // 4
         seed = message.sampling.seed
         return sample(context.state, seed=seed, index=index, content=content, engine=engine)

@@ -1,9 +1,8 @@
 """Coarse time mode of the simulated engine: one timer and one message for many decode steps.
 
-All running turns advance together, so no event is needed between two changes of the running set
-(a "multi-step"). A change ends the multi-step at the end of the current step, so lengths, times and
-version tags are exactly those of single steps. ``tidegate plan`` and the scheduling benchmark use
-it.
+All running turns advance together, so no event is needed between two changes of the running set (a
+"multi-step"). A change ends the multi-step at the end of the current step, so lengths, times and
+version tags are exactly those of single steps.
 """
 
 import asyncio

@@ -75,7 +75,7 @@ class SimulatedTurn:
 
 @dataclass(slots=True)
 class StepWork:
-    """Turns and token counts that a simulated decode step computes, by which its time is set."""
+    """Turns and token counts that a simulated decode step computes, which set its time."""
 
     chunks: list[tuple[SimulatedTurn, int]]
     """(turn, number of its positions to compute), for each turn of the step."""

@@ -180,8 +180,8 @@ CONTEXT_TOKENS = 25
 """Mean number of tokens in a turn's context, which an engine prefills before sampling."""
 
 ADAPTER_WORK = 3
-"""Most work of one trained adapter, in that of the run's own scenario: its turns, and the loads of
-adapters that take turns in an engine's memory."""
+"""Largest work of one trained adapter, in units of the run's own work: the adapter's turns, and the
+loads of adapters that replace each other in an engine's memory."""
 
 FAULTS_UNTIL_S = 3.0
 """Latest virtual time of a planned fault, in seconds: about the duration of a run without

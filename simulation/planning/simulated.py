@@ -1,7 +1,7 @@
 """Prediction of a run by running it in virtual time: the real orchestrator, simulated engines.
 
-Real: scheduler, core, fleet, weight control, policy, episodes and messages. Simulated: the engines
-(by their speeds only), the trainer and the clock. No faults are injected.
+Scheduler, core, fleet, weight control, policy, episodes and messages are the real ones. The engines
+(by their speeds only), the trainer and the clock are simulated. No faults are injected.
 """
 
 import asyncio

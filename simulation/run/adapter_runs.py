@@ -2,7 +2,7 @@
 
 Each adapter has a trainer with rules, tasks, versions and checkpoints of its own. After every event
 :class:`IsolationCheckedCore` checks that nothing of one adapter has changed another's state; each
-:class:`SimulatedAdapterTrainer` checks its batches, and computes every token again by the weights
+:class:`SimulatedAdapterTrainer` checks its batches, and computes every token again with the weights
 that the token's tag names.
 """
 

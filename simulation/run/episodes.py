@@ -32,7 +32,7 @@ TOO_LONG = array("i", bytes(FRAME_BYTES_MAX_BY_KIND["submit_turn"]))
 
 
 class SimulatedEpisodes:
-    """Plays the episodes of a scenario by their scripts."""
+    """Plays the episodes of a scenario according to their scripts."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ class RunOfProcesses(SimulatedCluster):
     _report: ProcessesReport
     core_class: type[CheckedCore] = CheckedCore
     commits_s: tuple[float, ...] = (0.0001, 0.002, 0.02)
-    """Mean times of a commit of the journal, one of which a run draws, in seconds."""
+    """Mean times of a journal commit, in seconds; a run draws one of them."""
 
     def __init__(self, scenario: Scenario, report: ProcessesReport) -> None:
         super().__init__(scenario, report)

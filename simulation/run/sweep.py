@@ -93,7 +93,7 @@ class FailureLines:
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
-        """Kinds of failure of which a run was shrunk."""
+        """Kinds of failure for which a failed run has been shrunk."""
 
     def lines_of(self, report: Report) -> list[str]:
         """Return the lines to print for a run; none if the run passed."""

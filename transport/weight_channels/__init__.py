@@ -82,7 +82,7 @@ def sender(
     keys: OrchestratorKeys | None = None,
     device: str = "cpu",
 ) -> WeightSender:
-    """Create the orchestrator's end of a channel; the arguments are :class:`WeightSenderConfig`'s.
+    """Create the orchestrator's end of a channel; arguments as in :class:`WeightSenderConfig`.
 
     Raises:
         ConfigError: the channel is unknown, its files or sockets cannot be created, or there is no

@@ -2,9 +2,9 @@
 
 The publish path writes to a channel's sender, an engine's staging reads from its receiver. A
 channel moves named byte buffers and uses only the size of a dtype; the engine checks whether names
-and shapes fit its model. The phases are vLLM's: init, start, update, finish. A channel takes part
-in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases 1 and
-3; phases 2 and 4 carry no data.
+and shapes fit its model. The phases are those of vLLM: init, start, update, finish. A channel takes
+part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases 1
+and 3; phases 2 and 4 carry no data.
 """
 
 import math
@@ -34,7 +34,7 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Size of one element in bytes, by torch's name of the dtype."""
+"""Size of one element in bytes, by dtype name as in torch."""
 
 
 PATCH_GAP_MAX = 255
@@ -50,7 +50,7 @@ class NamedBuffer:
 
     name: str
     dtype: str
-    """Dtype by torch's name; a key of :data:`ITEM_BYTES`."""
+    """Torch's name of the dtype; a key of :data:`ITEM_BYTES`."""
     shape: tuple[int, ...]
     data: memoryview
     """Contiguous; read while :meth:`WeightSender.write` runs, not kept."""
@@ -70,7 +70,7 @@ class WeightSenderConfig:
     keys: OrchestratorKeys | None = None
     """Keys of the engines that may connect."""
     device: str = "cpu"
-    """Device of the tensors to publish, by torch's name."""
+    """Torch's name of the device of the tensors to publish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def check_patch(name: str, patch: TensorPatch, dtype: str, shape: Sequence[int])
 
 
 def check_buffers(tensors: Sequence[NamedBuffer]) -> None:
-    """Check tensors before sending, by the receiver's rules."""
+    """Check tensors before sending, with the receiver's rules."""
     names = set()
     for tensor in tensors:
         expected = checked_nbytes(tensor.name, tensor.dtype, tensor.shape)

@@ -2,7 +2,7 @@
 
 The publish path computes them, staging verifies them. CRC-32 is zlib's: it is in the standard
 library, releases the GIL, and reads about a gigabyte a second, once at publishing and once in each
-engine, in parallel with decoding. Specs are those of ``base.py``.
+engine, in parallel with decoding.
 """
 
 import zlib

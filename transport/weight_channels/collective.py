@@ -1,4 +1,4 @@
-"""Weight channel by torch.distributed: gloo or NCCL broadcasts, in rounds. The orchestrator's end.
+"""Orchestrator's end of the ``collective`` weight channel: gloo or NCCL broadcasts, in rounds.
 
 :mod:`collective_rounds` describes the protocol. The sender forms rounds and broadcasts as rank 0.
 It stores versions as :class:`ZmqSender` does, and also answers that channel's requests. Rounds run

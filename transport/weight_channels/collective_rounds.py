@@ -1,11 +1,10 @@
 """Rounds of the ``collective`` weight channel: their messages, and torch.distributed's groups.
 
-Both ends (:mod:`collective`, :mod:`collective_receiver`) use them. A process group
-needs all members in advance, but engines come and go. So an engine requests a version from the
-sender over ZeroMQ; the requests that arrive until all known receivers have asked, or
-:data:`GATHER_S` after the first, form a round: a process group of its own, reused as long as the
-same members ask. A round that loses a member fails for all members, whom the sender notifies; they
-ask again, and continue from the byte that all of them have.
+A process group needs all members in advance, but engines come and go. So an engine requests a
+version from the sender over ZeroMQ. The sender collects requests until all known receivers have
+asked, or for :data:`GATHER_S` after the first request. These requests form a round with a process
+group of its own, which is reused while the members stay the same. If a round loses a member, the
+sender notifies all others; they ask again, and continue after the last byte that all of them have.
 
 gloo moves the bytes between processes of any kind; NCCL is used if each member has a GPU of its
 own. The NCCL path has never run: it is written from torch's documentation. **Neither encrypts**:

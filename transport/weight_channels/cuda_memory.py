@@ -50,7 +50,7 @@ class NamedTensor:
 
     @property
     def dtype(self) -> str:
-        """Dtype by torch's name, without ``torch.``."""
+        """Torch's name of the dtype, without ``torch.``."""
         return str(self.data.dtype).removeprefix("torch.")
 
 
@@ -160,7 +160,7 @@ def host_name() -> str:
 
 
 class CudaGpu:
-    """A CUDA device, by torch's calls."""
+    """A CUDA device, through torch."""
 
     def __init__(self, device: "torch.device") -> None:
         """``device`` must have an index."""

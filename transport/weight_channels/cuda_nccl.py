@@ -1,9 +1,8 @@
 """NCCL broadcasts through its C API, in a communicator that torch did not create.
 
 torch.distributed has its own rendezvous, and cannot join the communicator of vLLM's
-PyNcclCommunicator; NCCL itself can, given the same unique id. The vLLM-compatible server and the
-external-engine adapters use it; rank 0 sends. **NCCL does not encrypt**, so the network must be
-trusted. Called by ctypes.
+PyNcclCommunicator; NCCL itself can, given the same unique id. Rank 0 sends. **NCCL does not
+encrypt**, so the network must be trusted.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ _TYPES = {
     "bfloat16": 9,
     "float8_e4m3fn": 10,
 }
-"""ncclDataType_t values by torch's dtype names."""
+"""ncclDataType_t values by torch's name of the dtype."""
 
 _SUM = 0
 """Value of ncclSum in NCCL's ncclRedOp_t."""
@@ -118,7 +117,7 @@ def packs(
 
 
 class Communicator:
-    """This process's rank in a communicator. Used by one thread at a time, except :meth:`close`."""
+    """This process's rank in a communicator. For one thread at a time, except :meth:`close`."""
 
     def __init__(
         self,

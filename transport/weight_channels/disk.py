@@ -3,8 +3,7 @@
 The orchestrator's ``weight_sync/`` writes files, the engine's staging reads them. It needs no
 connection between hosts, only a shared file system. A file is renamed to its final name once
 complete, and never changes then. The format is written here, because the safetensors library wants
-all tensors as copies or raw pointers; tests read the files with the library. Built on
-``transport/regular_files.py``.
+all tensors as copies or raw pointers; tests read the files with the library.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Shared memory for the engines of one host: memfds passed over an abstract Unix socket.
 
-The ``relay`` channel uses it. The process that has bound the abstract socket name is the host's
-relay; the kernel frees the name when that process ends, however it ends. Names are per network
-namespace, so a "host" here is a network namespace: containers with their own networks count as
-separate hosts. Standard library only (``memfd_create``, Unix sockets).
+The process that has bound the abstract socket name is the host's relay; the kernel frees the name
+when that process ends, however it ends. Names are per network namespace, so a "host" here is a
+network namespace: containers with their own networks count as separate hosts.
 """
 
 import errno

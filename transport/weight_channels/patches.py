@@ -3,7 +3,7 @@
 The publish path encodes a patch of each tensor (``weight_deltas="elements"``), engines' staging
 decodes it. In bfloat16 a step of RL changes a few percent of a model's elements at most (PULSE,
 arXiv:2602.03839), mostly by one unit in the last place. A patch says which and by how much, so the
-result has the same bits as the whole tensor. Built on numpy and zstandard, and on ``base.py``.
+result has the same bits as the whole tensor.
 
 A patch is one zstd frame, with zstd's checksum, of two columns: for each changed element the number
 of unchanged ones before it, in bytes of which 255 means "255, and more follows"; then the
@@ -35,9 +35,9 @@ class ElementPatch:
     """Decoded patch of one tensor."""
 
     index: npt.NDArray[np.int64]
-    """[C], of the changed elements in row-major order, ascending."""
+    """[C], indices of the changed elements in row-major order, ascending."""
     difference: Bits
-    """[C], added to each element's bits; wraps around. Of the dtype's size."""
+    """[C], added to each element's bits, as integers of the dtype's size that wrap around."""
 
 
 def bits_of(data: memoryview | npt.NDArray[np.uint8], dtype: str) -> Bits:

@@ -1,4 +1,4 @@
-"""Weight channel by relays: hosts forward weights in a chain. The orchestrator's end.
+"""Orchestrator's end of the ``relay`` weight channel: hosts forward weights in a chain.
 
 One engine per host becomes the host's relay (:mod:`relay_node`): it fetches into memory that the
 host's other engines map, and forwards chunks to the next host as they arrive. :class:`RelaySender`

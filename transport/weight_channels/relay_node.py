@@ -2,8 +2,7 @@
 
 :class:`RelayReceiver` starts the node. Its clients are the engines of its host, which map its
 memory, and relays of other hosts, which request chunks as from the sender. One thread handles
-sockets and timers, without locks; a :class:`Slot` is its state for one location. Built on
-``relay_sockets.py`` (ZeroMQ) and ``host_memory.py`` (memfd).
+sockets and timers, without locks; a :class:`Slot` is its state for one location.
 """
 
 import os

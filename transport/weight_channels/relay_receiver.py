@@ -1,8 +1,7 @@
 """Engine's end of the ``relay`` weight channel: maps the weights that its host's relay fetches.
 
 The first engine of a host to ask becomes that relay, in a thread (:mod:`relay_node`), and is its
-own client. When the relay's process dies, another engine takes over with what it has mapped. Chunks
-are mapped by ``host_memory.py``.
+own client. When the relay's process dies, another engine takes over with what it has mapped.
 """
 
 import os

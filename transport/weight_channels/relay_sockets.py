@@ -1,7 +1,6 @@
 """ZeroMQ sockets of a relay, towards the sender and other relays, with or without CURVE keys.
 
-:class:`RelayNode` creates them, and polls them on its thread. Built on pyzmq, with keys from
-``security.py``.
+:class:`RelayNode` creates them, and polls them on its thread.
 """
 
 from dataclasses import dataclass

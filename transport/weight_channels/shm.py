@@ -1,11 +1,11 @@
 """Weight channel by shared memory: an anonymous segment (memfd) that engines of this host map.
 
 The publish path writes the segment, the engine's staging reads it. Receivers open it as
-``/proc/PID/fd/N``. It has no name in /dev/shm: so it needs no unlinking, is freed with the last
-process that uses it however that process dies, no resource tracker interferes, and a container's
+``/proc/PID/fd/N``. It has no name in /dev/shm. So it needs no unlinking, the kernel frees it when
+the last process that uses it ends in any way, no resource tracker interferes, and a container's
 small /dev/shm does not limit it. It only grows and its pages are reused, because the first touch of
 a fresh page costs ten times a copy into an old one. Receivers that do not share the sender's /proc
-or user need another channel. Built on ``base.py``, numpy and the standard library.
+or user need another channel.
 """
 
 import fcntl

@@ -3,8 +3,7 @@
 Chosen by ``weight_channel="zmq"``; the relay and collective channels build on it. The channel has
 its own sockets, so weights never delay other messages. :class:`ZmqSender` serves chunks from a
 thread; :class:`ZmqReceiver` requests a few chunks ahead. So no engine receives more than it can
-hold, a slow engine slows no other, and the rest is requested again after a lost connection. Built
-on pyzmq, with CURVE keys from ``security.py``.
+hold, a slow engine slows no other, and the rest is requested again after a lost connection.
 
 Both ends reuse one buffer for all versions, because the first touch of a fresh page costs ten times
 a copy into an old one. The sender's frames are created once, and ZeroMQ sends them without a copy.

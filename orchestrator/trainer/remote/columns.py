@@ -1,7 +1,7 @@
 """Codec of named arrays: bytes laid end to end, cut into frames of limited size.
 
-Batches and scores of remote trainers travel so, beside a header message. Arrays are numpy's or
-torch's.
+Batches and scores of remote trainers travel in this form, beside a header message. Arrays are of
+numpy or torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

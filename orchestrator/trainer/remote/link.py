@@ -2,7 +2,6 @@
 
 The remote handle sends numbered requests through it. The thread sends heartbeats while a train step
 computes, repeats lost requests, and fails all requests once the run has been silent for too long.
-Sockets are those of ``transport/trainer_sockets.py``.
 """
 
 import concurrent.futures

@@ -1,8 +1,7 @@
 """Progress of a remote trainer's ranks through the run's batches, and the batches kept for replay.
 
 :class:`TrainerService` calls it to find the ranks that others must wait for, and the batch to send
-again to a rank that lost its reply. Does no I/O. Parts of a batch are made by
-``batches/batch_rows.py``.
+again to a rank that lost its reply. Does no I/O.
 """
 
 from collections.abc import Sequence

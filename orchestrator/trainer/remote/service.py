@@ -123,8 +123,8 @@ class TrainerService:
         self._ahead: set[tuple[int, int]] = set()
         """(rank, batch) of the batches that a rank requested while it held all of a version."""
         self._repeated_to = 0
-        """Number of the last batch that a restarted trainer gets again. Those of them that a
-        version was made from before can't be named again."""
+        """Number of the last batch that a restarted trainer gets again. If a version was made from
+        such a batch before the restart, no publish can name the batch again."""
         self._fetching: asyncio.Task[Batch | None] | None = None
         self._has_ended = not has_own_tasks
         """Whether the run has no tasks, because they are used up or not offered yet."""

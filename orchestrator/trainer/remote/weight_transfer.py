@@ -2,8 +2,7 @@
 
 The trainer's rank 0 sends whole tensors with :class:`WeightUpload`, or every rank its own parts.
 The run's listener keeps one :class:`ReceivedWeights` per client, which gives `service.py` the
-tensors or parts to publish. Built on the ``shm`` weight channel
-(``transport/weight_channels/shm.py``), ``link.py`` and torch.
+tensors or parts to publish.
 """
 
 import threading
