@@ -93,13 +93,14 @@ def test_a_deterministic_run_is_sampled_again_to_the_bit_across_weight_updates(
     assert any("agree to the bit" in line for line in report.lines())
 
 
-def test_an_exact_audit_notices_every_wrong_tag_between_versions_one_small_step_apart(
+def test_an_exact_audit_notices_each_wrong_tag_of_a_small_step_that_changes_a_bit(
     honest_run: Path,
 ) -> None:
     report = audit_run(honest_run, exact=True)
     for power in (report.version_power, report.boundary_power, report.kv_power):
         assert power.tags_tried > 0
-        assert power.tags_unnoticed == 0
+        assert power.missed_share == 0
+        assert power.unnoticed_share < 0.1  # a single token may have the same bits by chance
 
 
 def first_mixed(run: Path) -> tuple[int, int]:
