@@ -59,10 +59,19 @@ class ActiveChoice:
     error: Exception | None = None
     """Why the choice failed; None if it was aborted."""
     _generating: "asyncio.Task[GeneratedTurn] | None" = None
+    _new_tokens: asyncio.Event | None = None
+    """Event of the stream that sends the choice; None without one."""
 
     def current_turn(self) -> "GeneratedTurn | None":
         """Return the turn with its tokens up to now; None before it has begun."""
         return None if self.row is None else self.row.current_turn()
+
+    def subscribe(self, event: asyncio.Event) -> None:
+        """Set ``event`` at each step with tokens of the choice, and when the choice ends."""
+        self._new_tokens = event
+        self.ended.add_done_callback(lambda _: event.set())
+        if self.row is not None:
+            self.row.subscribe(event, self.ended)
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +83,8 @@ class ActiveChoice:
         try:
             episode.append(self.prompt.token_ids)
             self.row = episode
+            if self._new_tokens is not None:
+                episode.subscribe(self._new_tokens, self.ended)
             if not self.is_aborted:
                 self._generating = asyncio.ensure_future(episode.generate(**self.options))
                 await asyncio.wait([self._generating])

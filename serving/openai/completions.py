@@ -79,9 +79,6 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.model_files import ModelFiles
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
-STREAM_INTERVAL_S = 0.02
-"""Time between two reads of a stream's output: tokens that come meanwhile travel together."""
-
 LOGPROBS_ENTRIES_MAX = 2 * 2**20
 """Log-probs of likeliest tokens in one answer, for prompts and outputs together. Each takes 500
 bytes until it is sent: a gigabyte."""
@@ -716,19 +713,21 @@ async def _stream(
 async def running_outputs(
     readers: Sequence[OutputReader],
 ) -> AsyncIterator[tuple[OutputReader, Output]]:
-    """Yield parts of all choices as they come; the last part of each has its finish reason."""
-    running = dict.fromkeys(readers)
+    """Yield parts of all choices as they come; the last part of each has its finish reason.
+
+    Tokens that come while the caller sends a part travel together in the next one.
+    """
+    running, new_tokens = dict.fromkeys(readers), asyncio.Event()
+    for reader in readers:
+        reader.choice.subscribe(new_tokens)
+    new_tokens.set()  # some may have come already
     while running:
-        ends = [reader.choice.ended for reader in running]
-        await asyncio.wait(ends, timeout=STREAM_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+        await new_tokens.wait()
+        new_tokens.clear()
         for reader in list(running):
-            has_ended = reader.choice.ended.done()
-            if has_ended:
+            if reader.choice.ended.done():
                 del running[reader]
-            if reader.choice.error is not None:
-                continue
-            output = reader.rest() if has_ended else reader.more()
-            if output is not None:
+            if reader.choice.error is None and (output := reader.more()) is not None:
                 yield reader, output
 
 
