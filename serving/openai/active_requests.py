@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,7 @@ from tidegate.serving.openai.requests import Prompt
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.episodes.runner import EpisodeFunction
 
 Scores = TypeVar("Scores")
 
@@ -170,8 +170,9 @@ class _ScoredRequest:
 class ActiveRequests:
     """Begins requests as rollouts of the run, and aborts them by id."""
 
-    def __init__(self, scheduler: "Scheduler") -> None:
-        self._scheduler = scheduler
+    def __init__(self, handle: "Callable[[ev.Event, EpisodeFunction], None]") -> None:
+        """``handle`` feeds an event to the run, with the function of the event's episode."""
+        self._handle = handle
         self._requests: dict[ActiveRequest, None] = {}
         self._ids: Counter[str] = Counter()
         """Number of requests of each id in ``_requests``."""
@@ -273,7 +274,7 @@ class ActiveRequests:
             return await choice.play(episode)
 
         task = {"request_id": request_id, "choice": choice.index}
-        self._scheduler.handle(ev.EvaluationRequested(task, 0), play)
+        self._handle(ev.EvaluationRequested(task, 0), play)
 
     def _forget_if_over(self, request: ActiveRequest) -> None:
         if request in self._requests and all(choice.ended.done() for choice in request.choices):

@@ -35,7 +35,7 @@ class Serving:
 
     def __init__(self, rollouts: SimulatedRollouts) -> None:
         assert rollouts.simulated.scheduler is not None
-        self.requests = ActiveRequests(rollouts.simulated.scheduler)
+        self.requests = ActiveRequests(rollouts.simulated.scheduler.handle)
         self.subscribed = rollouts.simulated.scheduler.engines._pending.new_tokens
 
     def begin(self, stops: StopConditions, choices: int = 1) -> ActiveRequest:
