@@ -153,7 +153,7 @@ class VLLMServer(RunServer):
 
         run, settings = self._rollouts._running, self.settings
         info = read_model_info(settings.model, name=self._model_name, dtype=settings.engine.dtype)
-        requests = ActiveRequests(scheduler)
+        requests = ActiveRequests(scheduler.handle)
         is_auto = self._generation_config == "auto"
         defaults = read_sampling_defaults(settings.model) if is_auto else {}
         directories = [settings.model, *map(Path, self._weight_directories)]
@@ -169,11 +169,13 @@ class VLLMServer(RunServer):
         )
         return ServerParts(
             settings=settings,
-            scheduler=scheduler,
+            core=scheduler.core,
+            fleet=scheduler.fleet,
             info=info,
             requests=requests,
             completer=Completer(
-                scheduler,
+                scheduler.fleet,
+                scheduler.scores,
                 run.model,
                 info,
                 requests,
@@ -183,7 +185,7 @@ class VLLMServer(RunServer):
                 defaults=defaults,
             ),
             pauses=EnginePauses(
-                scheduler, requests, rejects_while_paused=self._rejects_while_paused
+                scheduler.control, requests, rejects_while_paused=self._rejects_while_paused
             ),
             weights=weights,
             groups=self._groups,

@@ -110,7 +110,7 @@ class TidegateServer:
         await self.run.__aenter__()
 
         async def make_requests(scheduler: "Scheduler") -> ActiveRequests:
-            return ActiveRequests(scheduler)
+            return ActiveRequests(scheduler.handle)
 
         self._requests = await self.run._requests.do(make_requests)
 

@@ -126,11 +126,15 @@ class Turn:
         """Copy of the output tokens so far."""
         return self.token_ids_from(0)
 
+    def logprobs_from(self, index: int) -> "array[float]":
+        """Return a copy of the output tokens' log-probs from index ``index`` on."""
+        self.settle()
+        return self.filed_logprobs[self.start + index : self.start + self.filed]
+
     @property
     def logprobs(self) -> "array[float]":
         """Copy of the output tokens' log-probs, under the distribution they were sampled from."""
-        self.settle()
-        return self.filed_logprobs[self.start : self.start + self.filed]
+        return self.logprobs_from(0)
 
     def attach(self, attachment: Attachment) -> None:
         """Add an attachment of all output tokens, which no engine has reported."""

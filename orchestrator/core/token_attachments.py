@@ -211,14 +211,15 @@ class TurnAttachments:
         ]
 
     def ragged_entries(
-        self, name: AttachmentName, tokens: int
+        self, name: AttachmentName, tokens: int, *, start: int = 0
     ) -> "list[npt.NDArray[np.int32]] | None":
-        """Return each token's values of a ragged attachment, if known for all ``tokens`` tokens."""
+        """Return a ragged attachment's values of each token from ``start`` on, if known for all
+        ``tokens`` tokens."""
         column = self._complete(name, tokens)
         if column is None or column.ends is None:
             return None
         values = column.array()
-        return [values[a // 4 : b // 4] for a, b in pairwise(column.ends[: tokens + 1])]
+        return [values[a // 4 : b // 4] for a, b in pairwise(column.ends[start : tokens + 1])]
 
     def reports(self, name: AttachmentName) -> Iterator[PositionReport]:
         """Yield all reports of an attachment by position, in the order in which the engines made

@@ -58,6 +58,11 @@ class EpisodeBackend(Protocol):
     def rejoin(self, rollout: Rollout) -> Awaitable[Turn]:
         """Await the end of the turn that was running when the run was resumed."""
 
+    def subscribe(
+        self, rollout: Rollout, event: asyncio.Event, turn: "asyncio.Future[Any]"
+    ) -> None:
+        """Set ``event`` at each step with tokens of this rollout, until its ``turn`` is done."""
+
     def give_up_turn(self, rollout: Rollout) -> None:
         """Cancel the turn of ``generate`` or ``rejoin``."""
 
@@ -484,6 +489,11 @@ class Episode:
         """Return the last turn with its tokens so far, running or ended; None before the first."""
         turns = self._rollout.turns[: self._replay.turns] if self._replay else self._rollout.turns
         return GeneratedTurn(turns[-1], self._model.tokenizer) if turns else None
+
+    def subscribe(self, event: asyncio.Event, turn: "asyncio.Future[Any]") -> None:
+        """Set ``event`` at each step with tokens of this row, until its ``turn`` is done; read them
+        by :meth:`current_turn`."""
+        self._backend.subscribe(self._rollout, event, turn)
 
     async def generate(
         self,

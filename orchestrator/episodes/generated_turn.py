@@ -91,6 +91,10 @@ class GeneratedTurn:
         """Natural log of the probability that each token was sampled with."""
         return self._turn.logprobs.tolist()
 
+    def logprobs_from(self, start: int) -> list[float]:
+        """Return :attr:`logprobs` from index ``start`` on, for readers of a growing turn."""
+        return self._turn.logprobs_from(start).tolist()
+
     @cached_property
     def raw_logprobs(self) -> list[float] | None:
         """Log-prob of each token before all sampling options. None unless ``raw_logprobs=True``
@@ -112,17 +116,21 @@ class GeneratedTurn:
         attachments = self._turn.attachments
         if attachments is None:
             return None
-        return attachments.top_logprobs(len(self.token_ids), start=start)
+        return attachments.top_logprobs(self._turn.length, start=start)
 
     @cached_property
     def kept_tokens(self) -> list[list[int]] | None:
         """For each token, the ids of the tokens that the sampling options left to sample from, in
         ascending order; an empty list means all tokens. None unless ``kept_tokens=True`` was
         requested and the engine can report them."""
+        return self.kept_tokens_from(0)
+
+    def kept_tokens_from(self, start: int) -> list[list[int]] | None:
+        """Return :attr:`kept_tokens` from index ``start`` on, for readers of a growing turn."""
         attachments = self._turn.attachments
         if attachments is None:
             return None
-        kept = attachments.ragged_entries("kept_ids", len(self.token_ids))
+        kept = attachments.ragged_entries("kept_ids", self._turn.length, start=start)
         return None if kept is None else [ids.tolist() for ids in kept]
 
     @cached_property

@@ -590,6 +590,12 @@ class EpisodeRunner:
             self._tracer.turn_started(rollout, future)
         return future
 
+    def subscribe(
+        self, rollout: Rollout, event: asyncio.Event, turn: "asyncio.Future[Any]"
+    ) -> None:
+        """Set ``event`` at each step with tokens of this rollout, until its ``turn`` is done."""
+        self._pending.subscribe(rollout.rollout_id, event, turn)
+
     def is_over_budget(self, rollout: Rollout) -> bool:
         """Whether the episode has used its budget, since it began or was last parked."""
         if self._budget_s is None:

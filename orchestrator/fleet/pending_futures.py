@@ -1,4 +1,4 @@
-"""Futures of calls that wait on the run's loop, by what resolves them.
+"""Futures and events that are waited for on the run's loop, by what resolves them.
 
 The scheduler and its parts register and resolve them; a failed run fails all of them.
 """
@@ -29,6 +29,9 @@ class PendingFutures:
     """Trainer's calls about adapters with versions of their own, and about engines that leave."""
     conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = field(default_factory=list)
     """Conditions checked whenever an engine or its weights have changed."""
+    new_tokens: dict[int, asyncio.Event] = field(default_factory=dict)
+    """Events of streams, by rollout id: set at each step with tokens of the rollout. The tokens are
+    in the rollout, so nothing is queued for a stream that is slow."""
 
     def futures(self) -> "list[asyncio.Future[Any]]":
         """Return all futures."""
@@ -58,6 +61,16 @@ class PendingFutures:
                 resolve(future, None)
             elif not future.done():
                 self.conditions.append((condition, future))
+
+    def subscribe(self, rollout_id: int, event: asyncio.Event, turn: "asyncio.Future[Any]") -> None:
+        """Set ``event`` at each step with tokens of this rollout, until its ``turn`` is done."""
+        self.new_tokens[rollout_id] = event
+
+        def unsubscribe(_: object) -> None:
+            if self.new_tokens.get(rollout_id) is event:  # else the row's next turn is subscribed
+                del self.new_tokens[rollout_id]
+
+        turn.add_done_callback(unsubscribe)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Return once ``condition`` holds."""

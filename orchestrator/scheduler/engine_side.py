@@ -166,6 +166,8 @@ class EngineSide:
             return
         if type(item) is ev.EngineJoined and item.engine not in self.fleet.engines:
             return  # it said hello again, and an earlier message of the same read let it leave
+        if self._pending.new_tokens and type(item) is ev.StepArrived:
+            self._notify_streams(item)
         self._run.handle(item)
         if self._recorder is not None and isinstance(item, ev.StepArrived):
             self._recorder.engine_step(
@@ -178,6 +180,13 @@ class EngineSide:
                     len(item.prefills),
                 )
             )
+
+    def _notify_streams(self, step: ev.StepArrived) -> None:
+        """Wake the streams of a step's turns. They run once this read's steps are handled."""
+        engine = self._core.turns.engines.get(step.engine)
+        for turn in map(engine.submissions.get, step.turns.tolist()) if engine else ():
+            if turn is not None and turn.rollout_id in self._pending.new_tokens:
+                self._pending.new_tokens[turn.rollout_id].set()
 
     def staged(self, engine: str, version: int) -> None:
         """Record that an engine holds new weights beside its live ones."""

@@ -14,7 +14,7 @@ from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.weight_sync.control import EngineControl
 
 PAUSED = "Generation is paused. Please retry after it resumes."
 
@@ -26,11 +26,11 @@ class EnginePauses:
     """Pauses, puts to sleep and wakes all engines of a run, and drops their prefix caches."""
 
     def __init__(
-        self, scheduler: "Scheduler", requests: ActiveRequests, *, rejects_while_paused: bool
+        self, control: "EngineControl", requests: ActiveRequests, *, rejects_while_paused: bool
     ) -> None:
         """``rejects_while_paused``: whether new requests are refused while engines are paused by
         ``abort`` or ``wait``, as by vLLM from 0.33 on; else they wait."""
-        self._control = scheduler.control
+        self._control = control
         self._requests = requests
         self._rejects = rejects_while_paused
         self.mode: PauseMode | None = None

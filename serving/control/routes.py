@@ -35,7 +35,8 @@ from tidegate.serving.openai.model_info import ModelInfo
 from tidegate.serving.openai.response_store import ResponseStore
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.core.core import Core
+    from tidegate.orchestrator.fleet.fleet import Fleet
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
 """Bytes of one request's body: prompts of several million tokens, as JSON."""
@@ -49,7 +50,8 @@ class ServerParts:
     """Parts of the server of one run, which the handlers call."""
 
     settings: RunSettings
-    scheduler: "Scheduler"
+    core: "Core"
+    fleet: "Fleet"
     info: ModelInfo
     requests: ActiveRequests
     completer: Completer

@@ -294,13 +294,14 @@ def _turn_of(
     reply_format: ReplyFormat | None = None,
 ) -> ActiveTurn:
     """Begin a turn that continues a row from its present tokens."""
-    tokens = row.num_tokens
+    tokens, task = row.num_tokens, asyncio.ensure_future(turn)
     return ActiveTurn(
         name=f"{row.rollout_id}-{tokens}",
         prompt_tokens=tokens,
         prompt=lambda: row.token_ids[:tokens],  # contexts only grow
-        turn=asyncio.ensure_future(turn),
+        turn=task,
         current_turn=row.current_turn,
+        subscribe=lambda event: row.subscribe(event, task),
         decode=row.decode if reply_format is None else row.reply_text,
         reply_format=reply_format,
     )

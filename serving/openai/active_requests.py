@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,7 @@ from tidegate.serving.openai.requests import Prompt
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.episodes.runner import EpisodeFunction
 
 Scores = TypeVar("Scores")
 
@@ -59,10 +59,19 @@ class ActiveChoice:
     error: Exception | None = None
     """Why the choice failed; None if it was aborted."""
     _generating: "asyncio.Task[GeneratedTurn] | None" = None
+    _new_tokens: asyncio.Event | None = None
+    """Event of the stream that sends the choice; None without one."""
 
     def current_turn(self) -> "GeneratedTurn | None":
         """Return the turn with its tokens up to now; None before it has begun."""
         return None if self.row is None else self.row.current_turn()
+
+    def subscribe(self, event: asyncio.Event) -> None:
+        """Set ``event`` at each step with tokens of the choice, and when the choice ends."""
+        self._new_tokens = event
+        self.ended.add_done_callback(lambda _: event.set())
+        if self.row is not None:
+            self.row.subscribe(event, self.ended)
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +83,8 @@ class ActiveChoice:
         try:
             episode.append(self.prompt.token_ids)
             self.row = episode
+            if self._new_tokens is not None:
+                episode.subscribe(self._new_tokens, self.ended)
             if not self.is_aborted:
                 self._generating = asyncio.ensure_future(episode.generate(**self.options))
                 await asyncio.wait([self._generating])
@@ -159,8 +170,9 @@ class _ScoredRequest:
 class ActiveRequests:
     """Begins requests as rollouts of the run, and aborts them by id."""
 
-    def __init__(self, scheduler: "Scheduler") -> None:
-        self._scheduler = scheduler
+    def __init__(self, handle: "Callable[[ev.Event, EpisodeFunction], None]") -> None:
+        """``handle`` feeds an event to the run, with the function of the event's episode."""
+        self._handle = handle
         self._requests: dict[ActiveRequest, None] = {}
         self._ids: Counter[str] = Counter()
         """Number of requests of each id in ``_requests``."""
@@ -262,7 +274,7 @@ class ActiveRequests:
             return await choice.play(episode)
 
         task = {"request_id": request_id, "choice": choice.index}
-        self._scheduler.handle(ev.EvaluationRequested(task, 0), play)
+        self._handle(ev.EvaluationRequested(task, 0), play)
 
     def _forget_if_over(self, request: ActiveRequest) -> None:
         if request in self._requests and all(choice.ended.done() for choice in request.choices):

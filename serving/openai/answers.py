@@ -2,8 +2,7 @@
 
 A server begins the turns of a request as an :class:`ActiveCompletion`. :func:`answer_turns` waits
 for them, and an :class:`AnswerForm` writes the answer as one API has it: OpenAI's responses in
-:mod:`responses`, Anthropic's messages in :mod:`anthropic_messages`. Streams poll the turns, because
-nothing reports single tokens.
+:mod:`responses`, Anthropic's messages in :mod:`anthropic_messages`.
 """
 
 import asyncio
@@ -26,9 +25,6 @@ from tidegate.serving.openai.requests import ChatRequest, OpenAIRequest
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 
-STREAM_INTERVAL_S = 0.05
-"""Time between two polls of a stream's turns: as fast as people read."""
-
 
 @dataclass(slots=True)
 class ActiveTurn:
@@ -43,6 +39,8 @@ class ActiveTurn:
     turn: "asyncio.Future[GeneratedTurn]"
     current_turn: "Callable[[], GeneratedTurn | None]"
     """Returns the turn with its tokens so far; None before it has begun."""
+    subscribe: Callable[[asyncio.Event], None]
+    """Has an event set at each step with tokens of the turn."""
     decode: Callable[[Sequence[int]], str]
     """Returns the text of tokens of the turn."""
     reply_format: ReplyFormat | None = None
@@ -188,12 +186,17 @@ async def answer_turns(http: HttpRequest, active: ActiveCompletion, form: Answer
 
 async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[bytes]:
     """Yield server-sent events; an error is an event too, because the status is sent already."""
-    waiting = asyncio.ensure_future(active.wait())
+    waiting, new_tokens = asyncio.ensure_future(active.wait()), asyncio.Event()
+    waiting.add_done_callback(lambda _: new_tokens.set())
+    for choice in active.choices:
+        choice.subscribe(new_tokens)
+    new_tokens.set()  # some may have come already
     try:
         for event in form.first_events(active):
             yield event
         while not waiting.done():
-            await asyncio.wait({waiting}, timeout=STREAM_INTERVAL_S)
+            await new_tokens.wait()
+            new_tokens.clear()
             if not waiting.done():
                 for index, choice in enumerate(active.choices):
                     text = choice.settled_text(active.request.stop_strings)

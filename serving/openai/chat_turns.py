@@ -79,6 +79,7 @@ def served_turn(
         prompt=lambda: ids,
         turn=asyncio.get_running_loop().create_future(),
         current_turn=choice.current_turn,
+        subscribe=choice.subscribe,
         decode=model.reply_text,
         reply_format=reply_format,
         choice=choice,

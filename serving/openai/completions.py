@@ -77,10 +77,8 @@ from tidegate.transport.sampling import LogitsProcessor
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.model_files import ModelFiles
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
-
-STREAM_INTERVAL_S = 0.02
-"""Time between two reads of a stream's output: tokens that come meanwhile travel together."""
+    from tidegate.orchestrator.fleet.fleet import Fleet
+    from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 
 LOGPROBS_ENTRIES_MAX = 2 * 2**20
 """Log-probs of likeliest tokens in one answer, for prompts and outputs together. Each takes 500
@@ -145,7 +143,8 @@ class Completer:
 
     def __init__(
         self,
-        scheduler: "Scheduler",
+        fleet: "Fleet",
+        scores: "ScoreDispatcher",
         model: "ModelFiles",
         info: ModelInfo,
         requests: ActiveRequests,
@@ -158,7 +157,7 @@ class Completer:
         """``adapter_of`` returns the adapter of a request's model name, empty for the model itself.
         ``max_logprobs``: log-probs reported beside each token. ``defaults``: values of sampling
         fields that a request omits, by the names of generation_config.json."""
-        self._scheduler = scheduler
+        self._fleet, self._scores = fleet, scores
         self._model = model
         self._info = info
         self._requests = requests
@@ -282,7 +281,7 @@ class Completer:
         generate_options(request, self._model.stop_token_ids)  # refuses what can't be honoured
         salt = checked_cache_salt(request.cache_salt)
         (prompt,) = self._truncated(request, [await self._prompt_of(request, is_large)])
-        _refuse_prompt(prompt, limits_of(self._scheduler))
+        _refuse_prompt(prompt, limits_of(self._fleet))
         return {
             "request_id": f"chatcmpl-{request.request_id or name}",
             "token_ids": prompt.token_ids,
@@ -337,7 +336,7 @@ class Completer:
     def _truncated(
         self, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
     ) -> list[Prompt]:
-        context_tokens_max = limits_of(self._scheduler).context_tokens_max
+        context_tokens_max = limits_of(self._fleet).context_tokens_max
         kept = [request.truncated(prompt.token_ids, context_tokens_max) for prompt in prompts]
         pairs = zip(prompts, kept, strict=True)
         return [p if len(ids) == len(p.token_ids) else Prompt(ids) for p, ids in pairs]
@@ -386,7 +385,7 @@ class Completer:
         As NeMo-RL's vLLM splices ``required_prefix_token_ids``: the template's tokens begin with
         that stop token, which ``prefix`` lacks if its last turn was cut off.
         """
-        _refuse_unknown(prefix, limits_of(self._scheduler))
+        _refuse_unknown(prefix, limits_of(self._fleet))
         stops = self._model.stop_token_ids
         cut = max((i for i, id_ in enumerate(rendered[:replaced]) if id_ in stops), default=None)
         if len(rendered) <= replaced or cut is None:
@@ -401,7 +400,7 @@ class Completer:
 
     def refuse_long(self, text: str) -> None:
         """Refuse a text that no context can hold, before it is tokenised."""
-        limits = limits_of(self._scheduler)
+        limits = limits_of(self._fleet)
         most = CHARACTERS_SLACK * limits.context_tokens_max * self._token_characters_max
         if len(text) > most:
             raise ApiError(
@@ -424,7 +423,7 @@ class Completer:
         Raises:
             ApiError: the request can't be honoured.
         """
-        limits = limits_of(self._scheduler)
+        limits = limits_of(self._fleet)
         adapter = await self._adapter_of(checked.model)
         sampling, each = checked.sampling, checked.sampling.choices_per_prompt
         options = generate_options(sampling, self._model.stop_token_ids)
@@ -473,7 +472,7 @@ class Completer:
 
     def _output_limits(self, checked: CheckedRequest) -> list[int]:
         """Return the limit of output tokens of each prompt's choices."""
-        limits = limits_of(self._scheduler)
+        limits = limits_of(self._fleet)
         tokens_max = self._tokens_default if checked.tokens_max is None else checked.tokens_max
         return [_output_limit(prompt, tokens_max, limits) for prompt in checked.prompts]
 
@@ -518,7 +517,7 @@ class Completer:
         self, checked: CheckedRequest, top: int, adapter: str
     ) -> list[PromptLogprobs | None]:
         futures = [
-            self._scheduler.scores.submit(
+            self._scores.submit(
                 ScoreQuery(
                     np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top, adapter=adapter
                 )
@@ -716,19 +715,21 @@ async def _stream(
 async def running_outputs(
     readers: Sequence[OutputReader],
 ) -> AsyncIterator[tuple[OutputReader, Output]]:
-    """Yield parts of all choices as they come; the last part of each has its finish reason."""
-    running = dict.fromkeys(readers)
+    """Yield parts of all choices as they come; the last part of each has its finish reason.
+
+    Tokens that come while the caller sends a part travel together in the next one.
+    """
+    running, new_tokens = dict.fromkeys(readers), asyncio.Event()
+    for reader in readers:
+        reader.choice.subscribe(new_tokens)
+    new_tokens.set()  # some may have come already
     while running:
-        ends = [reader.choice.ended for reader in running]
-        await asyncio.wait(ends, timeout=STREAM_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+        await new_tokens.wait()
+        new_tokens.clear()
         for reader in list(running):
-            has_ended = reader.choice.ended.done()
-            if has_ended:
+            if reader.choice.ended.done():
                 del running[reader]
-            if reader.choice.error is not None:
-                continue
-            output = reader.rest() if has_ended else reader.more()
-            if output is not None:
+            if reader.choice.error is None and (output := reader.more()) is not None:
                 yield reader, output
 
 

@@ -22,7 +22,7 @@ from tidegate.transport.regular_files import open_regular
 from tidegate.transport.weight_names import NameGroup, name_groups
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.fleet.fleet import Fleet
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Some trainers send the head though it is the embedding; tied models' directories lack it."""
@@ -290,13 +290,13 @@ class Limits:
     vocab_size: int
 
 
-def limits_of(scheduler: "Scheduler") -> Limits:
+def limits_of(fleet: "Fleet") -> Limits:
     """Return the lowest limits of the engines that are connected.
 
     Raises:
         ApiError: no engine is connected.
     """
-    hellos = [engine.hello for engine in scheduler.fleet.engines.values()]
+    hellos = [engine.hello for engine in fleet.engines.values()]
     if not hellos:
         raise ApiError(503, "no engine is there now; retry later")
     return Limits(

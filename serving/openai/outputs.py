@@ -8,7 +8,7 @@ or stop string.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from tidegate.serving.http.server import off_loop
 from tidegate.serving.openai.active_requests import ActiveChoice
 from tidegate.serving.openai.model_info import VersionLabels
 from tidegate.transport.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 
 TEXT_CHARACTERS_MAX = 4 * 1024 * 1024
 """Largest number of characters of a text to tokenise, which takes a thread up to 8 s."""
@@ -130,11 +133,11 @@ class IncrementalText:
         )
 
     def more(self, token_ids: Sequence[int]) -> str:
-        """Return the new text that may be sent while the output runs.
+        """Add new tokens; return the text that may be sent while the output runs.
 
         Incomplete characters are held back, and text that could be part of a stop string.
         """
-        self._detokenizer.add(token_ids[self._detokenizer.tokens :])
+        self._detokenizer.add(token_ids)
         settled = self._detokenizer.text
         held_back = max((len(s) for s in self.stops.stop_strings), default=1) - 1
         return self._send(settled[: len(settled) - held_back])
@@ -199,58 +202,51 @@ class OutputReader:
         """Return the new output; None if there is none."""
         if self.choice.ended.done():
             return self.rest()
-        if self.choice.num_tokens <= self._read or self.choice.row is None:
-            return None
         turn = self.choice.current_turn()
-        if turn is None:
+        # A turn that has ended may have a stop token or string, which only `rest` cuts off.
+        if turn is None or not turn.is_running or not (new := turn.token_ids_from(self._read)):
             return None
         tops = turn.top_logprobs_from(self._read)
         if self.choice.options.get("top_logprobs") and tops is None:
             return None  # they come with the next step
-        text = self._text.more(turn.token_ids)
-        kept = turn.kept_tokens
-        return self._part(turn.token_ids, turn.logprobs, tops, text, kept_tokens=kept)
+        return self._part(turn, new, tops, self._text.more(new))
 
     def rest(self) -> Output:
         """Return the unread rest of an output that has ended, with its finish reason."""
         turn = self.choice.current_turn()
         if turn is None:
-            return self._part([], [], None, "", finish_reason="abort")
+            return Output(self.choice.index, [], [], [], "", "abort", is_first=self._is_first)
         ids, has_stopped = turn.token_ids, turn.finish_reason == "stop"
         whole = self.tokenizer.whole(ids, self.stops, has_stopped=has_stopped)
         return self._part(
-            ids,
-            turn.logprobs,
+            turn,
+            ids[self._read :],
             turn.top_logprobs_from(self._read),
             self._text.last(whole),
             finish_reason="abort" if turn.finish_reason == "cancelled" else turn.finish_reason,
             stop_reason=self.tokenizer.stop_reason(ids, self.stops) if has_stopped else None,
             spans=self.labels.spans(turn),
-            kept_tokens=turn.kept_tokens,
             routed_experts=turn.routed_experts,
         )
 
     def _part(
         self,
+        turn: "GeneratedTurn",
         token_ids: Sequence[int],
-        logprobs: Sequence[float],
         tops: Sequence[TopLogprobs] | None,
         text: str,
-        *,
-        kept_tokens: Sequence[Sequence[int]] | None = None,
         **end: Any,
     ) -> Output:
-        start, self._read = self._read, len(token_ids)
+        """Return the part with the unread tokens of a turn, and count these as read."""
+        start, self._read = self._read, self._read + len(token_ids)
         is_first, self._is_first = self._is_first, False
-        new_ids = token_ids[start:]
-        new_tops = tops if tops is not None else [{}] * len(new_ids)
         return Output(
             self.choice.index,
-            new_ids,
-            logprobs[start:],
-            new_tops,
+            token_ids,
+            turn.logprobs_from(start),
+            tops if tops is not None else [{}] * len(token_ids),
             text,
             is_first=is_first,
-            kept_tokens=None if kept_tokens is None else kept_tokens[start:],
+            kept_tokens=turn.kept_tokens_from(start),
             **end,
         )

@@ -66,7 +66,7 @@ async def abort_request(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("GET", "/health_generate")
 async def health_generate(parts: ServerParts, http: HttpRequest) -> Answer:
     """Generate one token, unless engines are paused, asleep or busy."""
-    limits_of(parts.scheduler)
+    limits_of(parts.fleet)
     if parts.pauses.is_sleeping:
         raise ApiError(503, "generation is paused, or memory is released")
     if not len(parts.requests):
@@ -332,10 +332,10 @@ on("GET", "/weight_version")(_weight_version)
 @on("GET", "/v1/loads")
 async def loads(parts: ServerParts, http: HttpRequest) -> Answer:
     """Report the requests that run or wait, of all engines together."""
-    turns = parts.scheduler.core.turns
+    turns = parts.core.turns
     sent = [(len(e.submissions), e.max_running_turns) for e in turns.engines.values()]
     running = sum(min(pair) for pair in sent)
-    hellos = [engine.hello for engine in parts.scheduler.fleet.engines.values()]
+    hellos = [engine.hello for engine in parts.fleet.engines.values()]
     load = {
         "dp_rank": 0,
         "num_running_reqs": running,

@@ -210,7 +210,7 @@ async def _checked(parts: ServerParts, prompt: PromptRequest) -> list[CheckedReq
     if ids is None:
         parts.completer.refuse_long(prompt.text or "")
         ids = await parts.completer.tokenizer.encode(prompt.text or "", adds_special_tokens=True)
-    context, new = limits_of(parts.scheduler).context_tokens_max, prompt.sampling.max_new_tokens
+    context, new = limits_of(parts.fleet).context_tokens_max, prompt.sampling.max_new_tokens
     if not ids:
         raise ApiError(400, "input_ids cannot be empty.")
     if len(ids) >= context:

@@ -155,7 +155,7 @@ def future_answer(request_id: str, model_id: str | None = None, **more: Any) -> 
 @on("GET", "healthz", needs_key=False)
 async def healthz(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     """Say that the server answers, and has engines."""
-    limits_of(parts.scheduler)
+    limits_of(parts.fleet)
     return {"status": "ok"}
 
 
@@ -176,7 +176,7 @@ async def client_dynamic_config(parts: TinkerParts, http: HttpRequest, tenant: s
 @on("GET", "get_server_capabilities")
 async def get_server_capabilities(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     """List the base models: the trained one, and those that are sampled from only."""
-    limits = {parts.base_model: limits_of(parts.scheduler)}
+    limits = {parts.base_model: limits_of(parts.fleet)}
     limits |= {name: await each.limits() for name, each in parts.other_runners.items()}
     models = [
         {

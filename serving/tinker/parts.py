@@ -1,7 +1,7 @@
 """Parts of the Tinker server, as its handlers and requests of models get them.
 
 The server makes one :class:`TinkerParts` from the modules of this folder (``models.py``,
-``sampling.py``, ``checkpoints.py``, ``sessions.py``, …) and the run's :class:`Scheduler`.
+``sampling.py``, ``checkpoints.py``, ``sessions.py``, …) and the run's engines.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tidegate.serving.tinker.sessions import SessionTable, TinkerSession
 from tidegate.serving.tinker.tenants import TenantLimits, Tenants
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.fleet.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class TinkerParts:
     base_model: str
     """Name of the trained base model in requests and answers."""
     model_directory: Path
-    scheduler: "Scheduler"
+    fleet: "Fleet"
     tenants: Tenants
     sessions: SessionTable
     futures: FutureTable

@@ -18,8 +18,8 @@ from tidegate.serving.tinker.checkpoints import CheckpointFacts
 from tidegate.transport.messages import UpdateWeights
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
     from tidegate.orchestrator.trainer.run import Run
+    from tidegate.orchestrator.weight_sync.adapters import AdapterManager
 
 PINNED_MAX = 64
 """Saved adapters that stay pinned in the run's weight channel. Others are read from disk again."""
@@ -76,7 +76,7 @@ class EngineAdapters:
     """Adapters of the samplers, on the engines of a run. Methods run on the run's loop."""
 
     run: "Run"
-    scheduler: "Scheduler"
+    manager: "AdapterManager"
     steps: dict[tuple[str, int], int] = field(default_factory=dict)
     """Optimizer steps in the weights, by the adapter's name and the engines' version."""
     _pinned: dict[SavedAdapter, None] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class EngineAdapters:
             if saved.version is None:
                 loaded = await asyncio.to_thread(load_adapter, saved.directory)
                 saved.version = await self._publish(saved.name, loaded, saved.facts.steps)
-                self.scheduler.engines.adapters.pin(saved.name, saved.version)
+                self.manager.pin(saved.name, saved.version)
             self._pinned.pop(saved, None)
             self._pinned[saved] = None
             version = saved.version
@@ -124,13 +124,13 @@ class EngineAdapters:
             for saved in [each for each in self._pinned if each.name == name]:
                 saved.version = None
                 del self._pinned[saved]
-            if name in self.scheduler.engines.adapters.state.loaded:
-                await self.scheduler.engines.adapters.unload(name)
+            if name in self.manager.state.loaded:
+                await self.manager.unload(name)
         self.steps = {key: step for key, step in self.steps.items() if key[0] != name}
 
     async def _publish(self, name: str, loaded: LoadedAdapter, step: int) -> int:
         write = functools.partial(_write, self.run, loaded)
-        version = await self.scheduler.engines.adapters.publish(name, loaded, write)
+        version = await self.manager.publish(name, loaded, write)
         self.steps[name, version] = step
         return version
 
@@ -138,7 +138,7 @@ class EngineAdapters:
         idle = [saved for saved in self._pinned if not saved.users]
         for saved in idle[: max(0, len(self._pinned) - PINNED_MAX)]:
             assert saved.version is not None
-            self.scheduler.engines.adapters.unpin(saved.name, saved.version)
+            self.manager.unpin(saved.name, saved.version)
             saved.version = None
             del self._pinned[saved]
 

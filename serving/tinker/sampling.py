@@ -32,7 +32,8 @@ from tidegate.transport.scoring import TOP_LOGPROBS_MAX
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.fleet.fleet import Fleet
+    from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
     from tidegate.orchestrator.trainer.run import Run
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
@@ -54,7 +55,8 @@ class SampleRunner:
 
     def __init__(
         self,
-        scheduler: "Scheduler",
+        fleet: "Fleet",
+        scores: "ScoreDispatcher",
         requests: ActiveRequests,
         adapters: EngineAdapters,
         stop_token_ids: Sequence[int],
@@ -64,7 +66,7 @@ class SampleRunner:
         """``stop_token_ids``: the model's own. ``takes_stability``: whether samples may be asked
         for with ``record_stability_info``, because another loss than ``stable_reinforce`` is
         computed, which needs none."""
-        self._scheduler = scheduler
+        self._fleet, self._dispatcher = fleet, scores
         self._requests = requests
         self._adapters = adapters
         self._stop_token_ids = list(stop_token_ids)
@@ -121,7 +123,7 @@ class SampleRunner:
                 f"prompt_logprobs_last_n must be in [1, {len(token_ids)}) for this prompt, got "
                 f"{last_n}"
             )
-        limits = limits_of(self._scheduler)
+        limits = limits_of(self._fleet)
         _refuse_prompt(token_ids, limits)
         options = self._options(request.sampling_params, limits)
         left = limits.context_tokens_max - len(token_ids)
@@ -173,7 +175,7 @@ class SampleRunner:
                 adapter=weights.adapter,
                 adapter_version=(weights.version or 0) if weights.adapter else None,
             )
-            future = self._scheduler.scores.submit(query)
+            future = self._dispatcher.submit(query)
             try:
                 scores = await future
             finally:
@@ -227,13 +229,14 @@ class OtherModel:
 
     def __init__(self, run: "Run", *, takes_stability: bool) -> None:
         """``run`` has started. The methods are called on another loop than the run's."""
-        assert run.scheduler is not None
-        self._run = run
         scheduler = run.scheduler
+        assert scheduler is not None
+        self._run, self._fleet = run, scheduler.fleet
         self._runner = SampleRunner(
-            scheduler,
-            ActiveRequests(scheduler),
-            EngineAdapters(run, scheduler),
+            scheduler.fleet,
+            scheduler.scores,
+            ActiveRequests(scheduler.handle),
+            EngineAdapters(run, scheduler.engines.adapters),
             run.model.stop_token_ids,
             takes_stability=takes_stability,
         )
@@ -246,8 +249,8 @@ class OtherModel:
     async def limits(self) -> Limits:
         """Return the engine's limits."""
 
-        async def read(scheduler: "Scheduler") -> Limits:
-            return limits_of(scheduler)
+        async def read(_: object) -> Limits:
+            return limits_of(self._fleet)
 
         return await asyncio.wrap_future(self._run.submit(read))
 
@@ -256,7 +259,7 @@ class OtherModel:
     ) -> SampleResult:
         """As :meth:`SampleRunner.sample`."""
 
-        async def sample(_: "Scheduler") -> SampleResult:
+        async def sample(_: object) -> SampleResult:
             return await self._runner.sample(request_id, sampler, request)
 
         return await asyncio.wrap_future(self._run.submit(sample))

@@ -192,12 +192,12 @@ class TinkerServer(RunServer):
         make = partial(self._make_backend or PeftTraining, directory)
         losses = {} if self._stable_reinforce is None else {STABLE: self._stable_reinforce}
         self._model_trainer = ModelTrainer(make, futures, spawn, losses)
-        adapters = EngineAdapters(run, scheduler)
-        requests = ActiveRequests(scheduler)
+        adapters = EngineAdapters(run, scheduler.engines.adapters)
+        requests = ActiveRequests(scheduler.handle)
         return TinkerParts(
             base_model=self._base_model,
             model_directory=directory,
-            scheduler=scheduler,
+            fleet=scheduler.fleet,
             tenants=self._tenants,
             sessions=SessionTable(),
             futures=futures,
@@ -205,7 +205,8 @@ class TinkerServer(RunServer):
             adapters=adapters,
             checkpoints=CheckpointStore(self._directory),
             runner=SampleRunner(
-                scheduler,
+                scheduler.fleet,
+                scheduler.scores,
                 requests,
                 adapters,
                 run.model.stop_token_ids,

@@ -233,7 +233,7 @@ async def tokenize(parts: ServerParts, http: HttpRequest) -> Answer:
         ids = await unless_gone(http, encoding)
     body = {
         "count": len(ids),
-        "max_model_len": limits_of(parts.scheduler).context_tokens_max,
+        "max_model_len": limits_of(parts.fleet).context_tokens_max,
         "tokens": ids,
         "token_strs": None,
     }
@@ -266,14 +266,14 @@ async def detokenize(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("GET", "/health", is_open=True)
 async def health(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer with an empty body while there is an engine."""
-    limits_of(parts.scheduler)
+    limits_of(parts.fleet)
     return None
 
 
 @on("GET", "/ping", is_open=True)
 async def ping(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer with an empty body while there is an engine, as ``/health`` does."""
-    limits_of(parts.scheduler)
+    limits_of(parts.fleet)
     return None
 
 
@@ -292,7 +292,7 @@ async def models(parts: ServerParts, http: HttpRequest) -> Answer:
 def _listed(parts: ServerParts) -> dict[str, Any]:
     return parts.info.listed(
         created_s=parts.created_s,
-        context_tokens_max=limits_of(parts.scheduler).context_tokens_max,
+        context_tokens_max=limits_of(parts.fleet).context_tokens_max,
     )
 
 
@@ -323,14 +323,14 @@ on("GET", "/get_server_info")(server_info)
 
 
 def _sglang_args(parts: ServerParts) -> dict[str, Any]:
-    hello = next(engine.hello for engine in parts.scheduler.fleet.engines.values())
+    hello = next(engine.hello for engine in parts.fleet.engines.values())
     return {
         "version": SGLANG_VERSION,
         "model_path": str(parts.info.path),
         "served_model_name": parts.info.name,
         "tokenizer_path": str(parts.info.path),
         "dtype": parts.info.dtype,
-        "context_length": limits_of(parts.scheduler).context_tokens_max,
+        "context_length": limits_of(parts.fleet).context_tokens_max,
         "max_running_requests": parts.num_sequences_max,
         "page_size": hello.block_tokens,
         "tp_size": 1,
@@ -350,7 +350,7 @@ def _sglang_args(parts: ServerParts) -> dict[str, Any]:
 
 
 def _config(parts: ServerParts) -> dict[str, Any]:
-    limits = limits_of(parts.scheduler)
+    limits = limits_of(parts.fleet)
     return {
         "model_config": {
             "model": str(parts.info.path),
@@ -380,7 +380,8 @@ async def metrics(parts: ServerParts, http: HttpRequest) -> Answer:
     is_sleeping = parts.pauses.is_sleeping
     text = metrics_text(
         parts.counts,
-        parts.scheduler,
+        parts.core,
+        parts.fleet,
         model=parts.info.name,
         is_sleeping=is_sleeping,
         longest_block_s=parts.longest_block_s(),
@@ -652,7 +653,7 @@ async def init_broadcaster(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("GET", "/liveness", is_open=True)
 async def liveness(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer while there is an engine, as ``/health`` does."""
-    limits_of(parts.scheduler)
+    limits_of(parts.fleet)
     return {"status": "ok"}
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from tidegate.serving.openai.completions import LATENCY_BOUNDS_S, RequestCounts
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.orchestrator.core.core import Core
+    from tidegate.orchestrator.fleet.fleet import Fleet
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -28,7 +29,8 @@ HELP = {
 
 def metrics_text(
     counts: RequestCounts,
-    scheduler: "Scheduler",
+    core: "Core",
+    fleet: "Fleet",
     *,
     model: str,
     is_sleeping: bool,
@@ -36,11 +38,11 @@ def metrics_text(
 ) -> str:
     """Write the body of ``/metrics``."""
     about = f'model_name="{model}"'
-    fleet, turns = scheduler.fleet, scheduler.core.turns
+    turns = core.turns
     sent = [(len(e.submissions), e.max_running_turns) for e in turns.engines.values()]
     running = sum(min(pair) for pair in sent)
     waiting = sum(submitted for submitted, _ in sent) - running + len(turns.waiting)
-    generated = scheduler.core.evaluation_ledger.generated
+    generated = core.evaluation_ledger.generated
     lines = [
         *_metric("num_requests_running", "gauge", {about: running}),
         *_metric("num_requests_waiting", "gauge", {about: waiting}),

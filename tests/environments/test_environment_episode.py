@@ -223,6 +223,9 @@ class Engines:
     async def rejoin(self, rollout: Rollout) -> Turn:
         raise AssertionError("no turn is cut in the middle here")
 
+    def subscribe(self, rollout: Rollout, event: object, turn: object) -> None:
+        raise AssertionError("no test streams a turn here")
+
     def give_up_turn(self, rollout: Rollout) -> None:
         raise AssertionError("no test cancels a call here")
 

@@ -11,6 +11,7 @@ from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template, 
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
+from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -35,6 +36,8 @@ class Engine:
     rollouts: int = 1
     newer_weights: asyncio.Event | None = None
     """Set when newer weights are live; an episode over its budget waits for it."""
+    pending: PendingFutures = field(default_factory=PendingFutures)
+    """Has the events of streams that are subscribed to rollouts."""
 
     async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
@@ -54,6 +57,11 @@ class Engine:
 
     async def rejoin(self, rollout: Rollout) -> Turn:
         raise AssertionError("nothing is resumed here")
+
+    def subscribe(
+        self, rollout: Rollout, event: asyncio.Event, turn: "asyncio.Future[Any]"
+    ) -> None:
+        self.pending.subscribe(rollout.rollout_id, event, turn)
 
     def give_up_turn(self, rollout: Rollout) -> None:
         raise AssertionError("no test cancels a call here")

@@ -45,6 +45,9 @@ class Engines:
         turn.finish_reason = "length"
         return turn
 
+    def subscribe(self, rollout: Rollout, event: object, turn: object) -> None:
+        raise AssertionError("no test streams a turn here")
+
     def give_up_turn(self, rollout: Rollout) -> None:
         raise AssertionError("no test cancels a call here")
 

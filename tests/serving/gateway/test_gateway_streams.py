@@ -1,22 +1,22 @@
 """A stream of the gateway has the same text as an answer in one piece."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.orchestrator.episodes.talking import CALL, TOOLS, user
+from tests.orchestrator.episodes.talking import CALL, TOOLS, Talk, user
 from tests.orchestrator.episodes.test_tool_calls import SAID
 from tests.orchestrator.episodes.test_tool_calls import TOOLS as SEARCH_TOOLS
 from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
 from tidegate.serving.gateway.gateway import Gateway
-from tidegate.serving.openai import answers
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -30,26 +30,31 @@ def gateway() -> Iterator[Gateway]:
     gateway.close()
 
 
-async def test_a_stream_says_the_same_in_parts(
-    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answers, "STREAM_INTERVAL_S", 0.0)
+def token_by_token(talk: Talk, tokens: Sequence[int]) -> Callable[..., Coroutine[Any, Any, Turn]]:
+    """Return a :meth:`Engine.generate` that samples these tokens, each in a step of its own."""
+
+    async def generate(
+        rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+    ) -> Turn:
+        turn = Turn(rollout, sampling)
+        rollout.turns.append(turn)
+        for token in tokens:
+            turn.append(token, -1.0, 0, "engine-0")
+            if (subscribed := talk.engine.pending.new_tokens.get(rollout.rollout_id)) is not None:
+                subscribed.set()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        turn.finish_reason = "stop"
+        return turn
+
+    return generate
+
+
+async def test_a_stream_says_the_same_in_parts(gateway: Gateway, tmp_path: Path) -> None:
     async with session_of(gateway, tmp_path) as (talk, _, client):
         whole = talk.engine.generate
-
-        async def slowly(
-            rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
-        ) -> Turn:
-            turn = Turn(rollout, sampling)
-            rollout.turns.append(turn)
-            for token in talk.model.tokenizer.encode(f"in der ab{END}").ids:
-                turn.append(token, -1.0, 0, "engine-0")
-                for _ in range(3):
-                    await asyncio.sleep(0)
-            turn.finish_reason = "stop"
-            return turn
-
-        talk.engine.generate = slowly  # type: ignore[method-assign]
+        tokens = talk.model.tokenizer.encode(f"in der ab{END}").ids
+        talk.engine.generate = token_by_token(talk, tokens)  # type: ignore[method-assign]
         body = {"messages": [user("q")], "stream": True, "stream_options": {"include_usage": True}}
         chunks = events_of(await client.post(CHAT, json=body))
         deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"]]
@@ -73,25 +78,13 @@ async def test_a_stream_says_the_same_in_parts(
 
 @pytest.mark.parametrize("model", ["kimi", "minimax", "glm", "harmony"])
 async def test_a_stream_has_neither_reasoning_nor_marks_of_calls_in_its_content(
-    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+    gateway: Gateway, tmp_path: Path, model: str
 ) -> None:
-    monkeypatch.setattr(answers, "STREAM_INTERVAL_S", 0.0)
     async with session_of(gateway, tmp_path, model) as (talk, _, client):
         reasons = model != "kimi"
 
-        async def slowly(
-            rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
-        ) -> Turn:
-            turn = Turn(rollout, sampling)
-            rollout.turns.append(turn)
-            for token in talk.model.encode(SAID[model]):
-                turn.append(token, -1.0, 0, "engine-0")
-                for _ in range(3):
-                    await asyncio.sleep(0)
-            turn.finish_reason = "stop"
-            return turn
-
-        talk.engine.generate = slowly  # type: ignore[method-assign]
+        tokens = talk.model.encode(SAID[model])
+        talk.engine.generate = token_by_token(talk, tokens)  # type: ignore[method-assign]
         body = {"messages": [user("q")], "tools": SEARCH_TOOLS}
         chunks = events_of(await client.post(CHAT, json={**body, "stream": True}))
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
