@@ -84,7 +84,7 @@ async def test_a_stream_has_neither_reasoning_nor_marks_of_calls_in_its_content(
         ) -> Turn:
             turn = Turn(rollout, sampling)
             rollout.turns.append(turn)
-            for token in talk.model.encode(SAID[model]):
+            for token in talk.model.encoder.encode(SAID[model]):
                 turn.append(token, -1.0, 0, "engine-0")
                 for _ in range(3):
                     await asyncio.sleep(0)
