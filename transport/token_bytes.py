@@ -14,7 +14,8 @@ import msgspec
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """Token of a single byte, where the decoder has a step ``ByteFallback``."""
 
-_SPACE_MARK = "\u2581"
+SPACE_MARK = "\u2581"
+"""Character that stands for a space in tokens of SentencePiece's kind."""
 
 _WITHOUT_CONTEXT = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 """Decoder steps that write a token alike at every position but a text's first and last."""
@@ -29,7 +30,8 @@ def _byte_level_characters() -> dict[str, int]:
     return characters | {chr(0x100 + number): byte for number, byte in enumerate(others)}
 
 
-_BYTE_LEVEL = _byte_level_characters()
+BYTE_LEVEL = _byte_level_characters()
+"""Byte that each character of a ``ByteLevel`` token stands for."""
 
 
 class TokenBytes:
@@ -46,7 +48,7 @@ class TokenBytes:
         self._replaced = [
             (step["pattern"].get("String"), step["content"])
             if step["type"] == "Replace"
-            else (step.get("replacement", _SPACE_MARK), " ")
+            else (step.get("replacement", SPACE_MARK), " ")
             for step in steps
             if step["type"] in ("Replace", "Metaspace")
         ]
@@ -59,7 +61,7 @@ class TokenBytes:
             return b""
         if self._is_byte_level:
             try:
-                return bytes([_BYTE_LEVEL[character] for character in token])
+                return bytes([BYTE_LEVEL[character] for character in token])
             except KeyError:  # an added token, which stands for its own text
                 return token.encode()
         if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):

@@ -196,6 +196,11 @@ class ContextRow(Protocol):
         ...
 
     @property
+    def context_tokens_max(self) -> int:
+        """Length that no context of a turn may reach."""
+        ...
+
+    @property
     def media(self) -> list[Media]:
         """Media of the context, in order of their positions."""
         ...
@@ -325,6 +330,7 @@ class Conversation(Generic[Row]):
 
         Raises:
             ChatRefused: the chat template has no prompt for these messages.
+            ContextFull: they are longer than any context.
         """
         cache = RenderCache()
 
@@ -332,8 +338,8 @@ class Conversation(Generic[Row]):
             request = _Request(self._plain(messages), self._escaped(tools), rendering, cache)
             prompt = self._rendered(request, request.messages)
             digests = prefix_digests(request.messages)
-            text = self._continuation_of(request, digests, prompt).text
-            cache.tokens[text] = self._model.encode_prompt(text)
+            continuation = self._continuation_of(request, digests, prompt)
+            cache.tokens[continuation.text] = self._encoded(continuation)
 
         await in_thread(work)
         return cache
@@ -356,6 +362,7 @@ class Conversation(Generic[Row]):
         Raises:
             ChatRefused: the chat template has no prompt for these messages, or no call can be
                 forced.
+            ContextFull: the messages are longer than any context.
         """
         plain = self._plain(messages)
         if tool_choice == "none":
@@ -504,10 +511,19 @@ class Conversation(Generic[Row]):
         self._requested_digests.update(digests)
         ids = request.cache.tokens.get(continuation.text)
         if ids is None:
-            ids = self._model.encode_prompt(continuation.text)
+            ids = self._encoded(continuation)
         if continuation.generated is not None:
             return self._continue_row(continuation.generated, ids, continuation.media)
         return self._begin_row(ids, continuation.why, continuation.media)
+
+    def _encoded(self, continuation: _Continuation[Row]) -> list[int]:
+        """Return the tokens of a continuation's text; raises ContextFull if they are too many."""
+        generated = continuation.generated
+        return self._model.encode_prompt(
+            continuation.text,
+            tokens_before=0 if generated is None else generated.tokens,
+            tokens_max=self._episode.context_tokens_max,
+        )
 
     def _count_escaped(self, messages: list[dict[str, Any]], digests: list[bytes]) -> None:
         """Count the new messages of which text was escaped."""

@@ -74,6 +74,9 @@ class EpisodeBackend(Protocol):
         discarded rollout.
         """
 
+    def context_tokens_max(self) -> int:
+        """Return the longest context that engines of the run read; 0 if unknown."""
+
     def is_over_budget(self, rollout: Rollout) -> bool:
         """Whether the episode has used its time budget, so that it parks before its next turn."""
 
@@ -323,9 +326,18 @@ class Episode:
         """Number of the row in its run, as in trajectories.parquet; a branch has its own."""
         return self._rollout.rollout_id
 
-    def encode(self, text: str) -> Awaitable[list[int]]:
-        """Return a text as tokens, without special tokens; long texts are encoded in a thread."""
-        return self._model.encoded(text)
+    @property
+    def context_tokens_max(self) -> int:
+        """Length that no context of a turn may reach."""
+        return self._backend.context_tokens_max() or CONTEXT_TOKENS_MAX
+
+    def encode(self, text: str, *, tokens_max: int | None = None) -> Awaitable[list[int]]:
+        """Return a text as tokens, without special tokens; long texts are encoded in a thread.
+
+        Raises:
+            ContextFull: the text surely has ``tokens_max`` tokens or more.
+        """
+        return self._model.encoded(text, tokens_max)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return tokens as text, without special tokens."""
@@ -393,7 +405,9 @@ class Episode:
             raise RuntimeError(
                 "the context can't be appended to while a turn is generated; await generate() first"
             )
-        appended = self._model.token_cache.of(content)
+        appended = self._model.token_cache.of(
+            content, tokens_before=self.num_tokens, tokens_max=self.context_tokens_max
+        )
         if (tokens := self.num_tokens + len(appended)) > CONTEXT_TOKENS_MAX:
             raise ContextFull(tokens=tokens, tokens_max=CONTEXT_TOKENS_MAX)
         if media:

@@ -330,7 +330,7 @@ class EpisodeRunner:
         self._on_over = on_over
         self._parking = parking
         self._score = score
-        self._context_tokens_max = context_tokens_max
+        self.context_tokens_max = context_tokens_max
         self.activities = Activities(self.loop.time)
         self._tracer = tracer
         self._failures = EpisodeFailures()
@@ -576,7 +576,7 @@ class EpisodeRunner:
         """
         if self.leaks.uncancelled:
             self._refuse_if_given_up(rollout)
-        refuse_too_large(rollout, sampling, media, self._context_tokens_max())
+        refuse_too_large(rollout, sampling, media, self.context_tokens_max())
         future = self.rejoin(rollout)
         self._handle(ev.TurnRequested(rollout.rollout_id, sampling, media))
         return future

@@ -143,7 +143,8 @@ class _Handlers:
         conversation, cache = session.episode.conversation, EMPTY_CACHE
         if is_large(http) or conversation.renders_slowly:
             ahead = conversation.read_ahead(request.messages, tools, rendering, in_thread=off_loop)
-            cache = await unless_gone(http, ahead)
+            with session.recording_refusal():
+                cache = await unless_gone(http, ahead)
 
         def begin_choice() -> ActiveTurn:
             prepared = conversation.prepare(
@@ -186,10 +187,15 @@ class _Handlers:
         request: GatewayCompletionRequest,
         options: dict[str, Any],
     ) -> ActiveCompletion:
-        prompts = [
-            await unless_gone(http, session.episode.encode(each)) if isinstance(each, str) else each
-            for each in request.prompts
-        ]
+        episode = session.episode
+        limit = episode.context_tokens_max
+        with session.recording_refusal():
+            prompts = [
+                await unless_gone(http, episode.encode(each, tokens_max=limit))
+                if isinstance(each, str)
+                else each
+                for each in request.prompts
+            ]
         if not all(prompts):
             raise ApiError(400, "the prompt has no token", param="prompt")
 
@@ -319,7 +325,8 @@ def _begin(
     active = ActiveCompletion(request, _weight_versions, answering=session.answering)
     try:
         for begin_choice in beginnings:
-            choice = begin_choice()
+            with session.recording_refusal():
+                choice = begin_choice()
             choice.turn.add_done_callback(session.record_turn)
             active.choices.append(choice)
     except BaseException:

@@ -61,6 +61,15 @@ class Session:
         self.refusal = error if isinstance(error, ContextFull | TurnTimeout) else None
 
     @contextlib.contextmanager
+    def recording_refusal(self) -> Iterator[None]:
+        """Keep the error of a request whose prompt is refused before its turn begins."""
+        try:
+            yield
+        except ContextFull as error:  # a copy, because the traceback keeps the request's body
+            self.refusal = ContextFull(tokens=error.tokens, tokens_max=error.tokens_max)
+            raise
+
+    @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """Count a request while it is answered."""
         self.requests += 1

@@ -208,6 +208,13 @@ class VllmErrors(ErrorForm):
                 return ApiError(503, f"the server is ending: {error}")
             case WeightsRefused():
                 return UpdateError(str(error))
+            case ContextFull(tokens=tokens, tokens_max=tokens_max):
+                return ApiError(
+                    400,
+                    f"This model's maximum context length is {tokens_max} tokens. However, your "
+                    f"prompt contains {tokens} input tokens, which leaves none to generate. Please "
+                    f"reduce the length of the input prompt.",
+                )
             case ChatRefused() | TurnRefused() | ScoreRefused() | ConfigError():
                 return ApiError(400, str(error))
             case TidegateError():

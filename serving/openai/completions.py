@@ -19,7 +19,7 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from tidegate.errors import ModelError
+from tidegate.errors import ContextFull, ModelError
 from tidegate.orchestrator.episodes.chat_template import (
     ChatRendering,
     ChatTemplate,
@@ -96,11 +96,6 @@ PROMPT_END_TOKENS = 16
 LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0)
 """Bounds of the latency histogram: vLLM's own, up to a minute."""
 
-CHARACTERS_SLACK = 2
-"""A text is refused before it is tokenised if it has this many times the characters of a context of
-the vocabulary's longest tokens. More than 1, because normalizers may remove characters."""
-
-
 RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
 
 
@@ -166,8 +161,7 @@ class Completer:
         self._max_logprobs = max_logprobs
         self._tokens_default = defaults.get("max_new_tokens")
         self._defaults = {k: v for k, v in defaults.items() if k != "max_new_tokens"}
-        self.tokenizer = OutputTokenizer(model.tokenizer)
-        self._token_characters_max = max(map(len, model.tokenizer.get_vocab()), default=1)
+        self.tokenizer = OutputTokenizer(model.encoder)
 
     # ------------------------------------------------------------ by kind
 
@@ -199,13 +193,11 @@ class Completer:
         adds = request.add_special_tokens is not False
         given = request.prompts
         refuse_many(len(given) * request.choices_per_prompt)
-        for text in given:
-            if isinstance(text, str) and request.truncate_prompt_tokens is None:
-                self.refuse_long(text)
+        tokens_max = self._tokens_max(request)
         prompts = self._truncated(
             request,
             [
-                Prompt(await self.tokenizer.encode(each, adds_special_tokens=adds), each)
+                await self._encoded(each, adds, tokens_max)
                 if isinstance(each, str)
                 else Prompt(each)
                 for each in given
@@ -360,14 +352,14 @@ class Completer:
         refuse_large_chat(messages, tools)
         template = self._template()
         plain = [_plain(message, number) for number, message in enumerate(messages)]
+        tokens_max = None  # a text to tokenise may be longer than any context
+        if isinstance(request, ChatRequest):
+            tokens_max = self._tokens_max(request)
 
         async def encoded(shown: list[dict[str, Any]], rendering: ChatRendering) -> Prompt:
             render = functools.partial(template.prompt, shown, tools, rendering)
             text = await off_loop(render) if is_large or template.is_slow else render()
-            if getattr(request, "truncate_prompt_tokens", None) is None:
-                self.refuse_long(text)
-            adds = bool(request.add_special_tokens)
-            return Prompt(await self.tokenizer.encode(text, adds_special_tokens=adds), text)
+            return await self._encoded(text, bool(request.add_special_tokens), tokens_max)
 
         prompt = await encoded(plain, request.rendering)
         if not prefix:
@@ -398,17 +390,16 @@ class Completer:
         has_end = prefix[-1] == rendered[cut]
         return Prompt([*prefix, *rendered[cut + has_end :]])
 
-    def refuse_long(self, text: str) -> None:
-        """Refuse a text that no context can hold, before it is tokenised."""
-        limits = limits_of(self._fleet)
-        most = CHARACTERS_SLACK * limits.context_tokens_max * self._token_characters_max
-        if len(text) > most:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {limits.context_tokens_max} tokens. "
-                f"However, your prompt contains {len(text)} characters. Please reduce the length "
-                f"of the input prompt.",
-            )
+    async def _encoded(self, text: str, adds: bool, tokens_max: int | None) -> Prompt:
+        """Return a text as a prompt; raises ContextFull if no context holds it."""
+        ids = await self.tokenizer.encode(text, adds_special_tokens=adds, tokens_max=tokens_max)
+        return Prompt(ids, text)
+
+    def _tokens_max(self, request: CompletionRequest | ChatRequest) -> int | None:
+        """Return the length that no prompt may reach; None if the request cuts prompts."""
+        if request.truncate_prompt_tokens is not None:
+            return None
+        return limits_of(self._fleet).context_tokens_max
 
     def _with_defaults(self, request: RequestT) -> RequestT:
         """Fill in omitted fields from the model's generation_config.json."""
@@ -422,6 +413,7 @@ class Completer:
 
         Raises:
             ApiError: the request can't be honoured.
+            ContextFull: a prompt is too long.
         """
         limits = limits_of(self._fleet)
         adapter = await self._adapter_of(checked.model)
@@ -584,12 +576,7 @@ def _refuse_prompt(prompt: Prompt, limits: Limits) -> None:
     if not ids:
         raise ApiError(400, "the prompt has no token; give at least 1")
     if len(ids) >= limits.context_tokens_max:
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limits.context_tokens_max} tokens. However, "
-            f"your prompt contains {len(ids)} input tokens, which leaves none to generate. Please "
-            f"reduce the length of the input prompt.",
-        )
+        raise ContextFull(tokens=len(ids), tokens_max=limits.context_tokens_max)
     _refuse_unknown(ids, limits)
 
 

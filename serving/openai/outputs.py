@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from tidegate.orchestrator.episodes.incremental_detokenizer import (
     IncrementalDetokenizer,
     TokenTexts,
     token_name,
 )
-from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, encode_text
-from tidegate.serving.http.errors import ApiError
+from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, TextEncoder
 from tidegate.serving.http.server import off_loop
 from tidegate.serving.openai.active_requests import ActiveChoice
 from tidegate.serving.openai.model_info import VersionLabels
@@ -28,9 +26,6 @@ from tidegate.transport.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-
-TEXT_CHARACTERS_MAX = 4 * 1024 * 1024
-"""Largest number of characters of a text to tokenise, which takes a thread up to 8 s."""
 
 TopLogprobs = Mapping[int, float]
 """Log-probs of the likeliest tokens by id, likeliest first; the sampled token may be missing."""
@@ -66,9 +61,10 @@ class StopConditions:
 class OutputTokenizer:
     """Tokenizer of the served model: encodes texts, decodes tokens and whole outputs."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._token_bytes = TokenBytes(tokenizer)
+    def __init__(self, encoder: TextEncoder) -> None:
+        self.tokenizer = encoder.tokenizer
+        self._encoder = encoder
+        self._token_bytes = TokenBytes(self.tokenizer)
 
     def token(self, token_id: int) -> str:
         """Return the text of a single token, or its bytes if it ends within a character."""
@@ -84,16 +80,21 @@ class OutputTokenizer:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skips_special_tokens)
         return text
 
-    async def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+    async def encode(
+        self, text: str, *, adds_special_tokens: bool, tokens_max: int | None = None
+    ) -> list[int]:
         """Return the tokens of a text; a long one is tokenised in a thread.
 
         Raises:
-            ApiError: the text is too long.
+            ChatRefused: the tokenizer can't encode the text.
+            ContextFull: the text surely has ``tokens_max`` tokens or more.
         """
-        if len(text) > TEXT_CHARACTERS_MAX:
-            why = f"a text has at most {TEXT_CHARACTERS_MAX} characters, got {len(text)}"
-            raise ApiError(413, why)
-        encode = partial(encode_text, self.tokenizer, text, adds_special_tokens)
+
+        def encode() -> list[int]:
+            return self._encoder.encode(
+                text, adds_special_tokens=adds_special_tokens, tokens_max=tokens_max
+            )
+
         return encode() if len(text) < LONG_CHARACTERS else await off_loop(encode)
 
     def whole(self, token_ids: Sequence[int], stops: StopConditions, *, has_stopped: bool) -> str:

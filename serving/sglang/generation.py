@@ -16,6 +16,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from tidegate.errors import ContextFull
 from tidegate.serving.control.routes import ServerParts
 from tidegate.serving.http.errors import ApiError, VllmErrors
 from tidegate.serving.http.scaffold import DONE_EVENT, encoded_response, stream_event
@@ -207,18 +208,22 @@ async def _begin_prompts(
 async def _checked(parts: ServerParts, prompt: PromptRequest) -> list[CheckedRequest]:
     """Return a request for each output of a prompt, because each may have its own seed."""
     ids = prompt.input_ids
-    if ids is None:
-        parts.completer.refuse_long(prompt.text or "")
-        ids = await parts.completer.tokenizer.encode(prompt.text or "", adds_special_tokens=True)
     context, new = limits_of(parts.fleet).context_tokens_max, prompt.sampling.max_new_tokens
-    if not ids:
-        raise ApiError(400, "input_ids cannot be empty.")
-    if len(ids) >= context:
+    try:
+        if ids is None:
+            ids = await parts.completer.tokenizer.encode(
+                prompt.text or "", adds_special_tokens=True, tokens_max=context
+            )
+        if not ids:
+            raise ApiError(400, "input_ids cannot be empty.")
+        if len(ids) >= context:
+            raise ContextFull(tokens=len(ids), tokens_max=context)
+    except ContextFull as full:
         raise ApiError(
             400,
-            f"The input ({len(ids)} tokens) is longer than the model's context length ({context} "
-            f"tokens).",
-        )
+            f"The input ({full.tokens} tokens) is longer than the model's context length "
+            f"({context} tokens).",
+        ) from None
     if new is not None and new < 0:
         raise ApiError(400, f"max_new_tokens must be at least 0, got {new}.")
     if new is not None and len(ids) + new > context:

@@ -105,7 +105,8 @@ class AddressInUse(TidegateError, OSError):
 
 
 class ChatRefused(TidegateError, ValueError):
-    """The chat template, or Tidegate, cannot render these messages or tools as a prompt."""
+    """The chat template, the tokenizer or Tidegate cannot make a prompt of these messages or
+    tools."""
 
 
 class TurnTimeout(TidegateError, TimeoutError):
@@ -125,7 +126,10 @@ class TurnRefused(TidegateError, ValueError):
 
 
 class ContextFull(TurnRefused):
-    """A turn's context is as long as engines read, or longer than a message to an engine holds."""
+    """A turn's context is as long as engines read, or longer than a message to an engine holds.
+
+    ``tokens`` is a lower bound if a text was refused before it was tokenised.
+    """
 
     def __init__(self, *, tokens: int, tokens_max: int) -> None:
         self.tokens = tokens

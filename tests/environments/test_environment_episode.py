@@ -235,6 +235,10 @@ class Engines:
     def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def context_tokens_max(self) -> int:
+        """Return 0: unknown."""
+        return 0
+
     def is_over_budget(self, rollout: Rollout) -> bool:
         return False
 

@@ -40,6 +40,9 @@ ANSWER_TIMEOUT_S = 120.0
 LARGE_SHARE = 1 / 500
 """Share of requests with bodies up to the size limit."""
 
+WARM_UP_LARGE_SHARE = 1 / 10
+"""The same before memory is measured, so that each kind of large body has come."""
+
 HALF_SHARE = 0.02
 """Share of requests that are cut off while their connection stays open for a while."""
 
@@ -270,6 +273,7 @@ class FuzzedGateway:
     refused: int = 0
     """Requests that were refused with 4xx, or whose connection was closed."""
     healthy: int = 0
+    large_share: float = LARGE_SHARE
     large: int = 0
     """Requests with bodies near or over their limit."""
     failures: list[str] = field(default_factory=list)
@@ -346,7 +350,7 @@ class FuzzedGateway:
                     await client.send_raw(body)
                     self.refused += 1
                     return
-                is_large = self.chance.random() < LARGE_SHARE
+                is_large = self.chance.random() < self.large_share
                 self.large += is_large
                 if protobuf is not None:
                     body = self._garbled(protobuf) * (bytes_max // len(protobuf) if is_large else 1)

@@ -388,3 +388,16 @@ def test_experts_that_can_t_be_read_are_the_servers_fault(encoded: str, why: str
     [choice] = event_decoder.decode(json.dumps(event).encode()).choices
     with pytest.raises(EngineGone, match=why):
         to_chunk(choice, SamplingParams(max_tokens=1, routed_experts=True))
+
+
+def test_the_likeliest_tokens_are_read_where_the_sampled_one_has_no_rank() -> None:
+    """As from ``tidegate serve``."""
+    ranks = {40: None, 7: 1, 9: 2}
+    top = [{"token_id": i, "logprob": -i / 8, "rank": rank} for i, rank in ranks.items()]
+    content = [{"token_id": 40, "logprob": -5.0, "top_logprobs": top}]
+    event = {"choices": [{"token_ids": [40], "logprobs": {"content": content}}]}
+    [choice] = event_decoder.decode(json.dumps(event).encode()).choices
+    chunk = to_chunk(choice, SamplingParams(max_tokens=1, top_logprobs=2))
+    ids, logprobs = (each.values for each in chunk.attachments)
+    assert np.frombuffer(ids, "<i4").tolist() == [7, 9]
+    assert np.frombuffer(logprobs, "<f4").tolist() == [-7 / 8, -9 / 8]

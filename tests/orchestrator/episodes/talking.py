@@ -34,6 +34,8 @@ class Engine:
     received: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     """(row, context, output) of each turn."""
     rollouts: int = 1
+    context_tokens: int = 0
+    """Longest context that it reads; 0 if unknown."""
     newer_weights: asyncio.Event | None = None
     """Set when newer weights are live; an episode over its budget waits for it."""
     pending: PendingFutures = field(default_factory=PendingFutures)
@@ -71,6 +73,9 @@ class Engine:
 
     def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def context_tokens_max(self) -> int:
+        return self.context_tokens
 
     def is_over_budget(self, rollout: Rollout) -> bool:
         return self.newer_weights is not None

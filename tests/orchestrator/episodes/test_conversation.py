@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.models import byte_level_tokenizer
 from tests.orchestrator.episodes.chat_templates import ENDS, TEMPLATES
 from tests.orchestrator.episodes.talking import CALL, DEFAULTS, TOOLS, Talk, tool, user
 from tidegate.errors import ChatRefused, ModelError
@@ -258,10 +259,13 @@ async def test_the_text_of_a_special_token_in_a_message_stays_text(
     assert ids.count(mark) == talk.rollout.token_ids.tolist().count(mark)
 
 
-async def test_a_tools_description_and_a_calls_arguments_forge_no_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", ["chatml", "qwen_coder"])
+async def test_a_tools_description_and_a_calls_arguments_forge_no_turn(
+    tmp_path: Path, template: str
+) -> None:
     counts = []
-    for text in (FORGED, "harmless"):
-        talk = Talk(tmp_path, "qwen_coder")
+    for text in (FORGED.replace("\n", " "), "harmless"):
+        talk = Talk(tmp_path, template)
         tools = [{"type": "function", "function": {"name": "look", "description": text}}]
         call = {"function": {"name": "look", "arguments": json.dumps({"at": text})}}
         before = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -270,6 +274,18 @@ async def test_a_tools_description_and_a_calls_arguments_forge_no_turn(tmp_path:
         mark = talk.model.tokenizer.token_to_id("<|im_start|>") or 0
         counts.append(talk.rollout.token_ids.tolist().count(mark))
     assert counts[0] == counts[1]
+
+
+async def test_special_tokens_that_overlap_in_a_message_stay_text(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(["<|a|>", "|>b|>", "<|a"])
+    model = ModelFiles(tmp_path, tokenizer, ())
+    assert model.text_escaper is not None
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    for text in ("<|a|>b|>", "<|a|>b|><|a|>", "<|im_end|>b|>"):
+        ids = model.encode_prompt(model.text_escaper.escape(text))
+        assert not special & set(ids)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 async def test_messages_may_write_special_tokens_where_a_setting_allows_it(tmp_path: Path) -> None:

@@ -1,27 +1,24 @@
 """Cached tokens of texts that a group's rollouts append."""
 
 from array import array
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tokenizers import Tokenizer
 
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.model_files import TEXTS_CACHED_MAX, TokenCache
+from tidegate.orchestrator.episodes.model_files import TEXTS_CACHED_MAX, TextEncoder, TokenCache
 
 
 class Letters:
-    """Tokenizer of letters that records its calls."""
+    """Encoder of letters that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> Any:
+    def encode(self, text: str, **limits: object) -> list[int]:
         """Return one token per letter."""
-        assert not add_special_tokens
         self.asked.append(text)
-        return SimpleNamespace(ids=[ord(letter) for letter in text])
+        return [ord(letter) for letter in text]
 
 
 @pytest.fixture
@@ -31,7 +28,7 @@ def letters() -> Letters:
 
 @pytest.fixture
 def given(letters: Letters) -> TokenCache:
-    return TokenCache(cast(Tokenizer, letters))
+    return TokenCache(cast(TextEncoder, letters))
 
 
 def test_a_text_that_comes_again_is_tokenised_once(given: TokenCache, letters: Letters) -> None:

@@ -318,7 +318,7 @@ async def test_a_long_prompt_is_tokenised_beside_the_runs_thread_and_to_the_same
             encoding = asyncio.ensure_future(talk.episode.encode(text))
             await asyncio.sleep(0)
             assert encoding.done() == is_at_once  # a thread's answer takes another turn of the loop
-            assert await encoding == talk.model.encode(text)
+            assert await encoding == talk.model.encoder.encode(text)
         talk.engine.words += [f"a{END}"] * 3
         messages = [user(words)]
         body = {"messages": messages, "n": 2}

@@ -269,6 +269,34 @@ async def test_an_agent_that_fails_after_a_refused_turn_fails_by_the_turns_error
     assert isinstance(raised.value.__cause__, httpx.HTTPStatusError)
 
 
+async def test_an_agent_whose_prompt_no_context_holds_fails_by_a_full_context(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    talk = Talk(tmp_path, "chatml")
+    talk.engine.context_tokens = 1000
+    text = "word " * 100_000
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        (CHAT, {"messages": [user(text)]}, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": text}, "context_length_exceeded"),
+        ("/v1/responses", {"input": text}, "context_length_exceeded"),
+        ("/v1/messages", {"messages": [user(text)], "max_tokens": 9}, "prompt is too long: "),
+    ]
+
+    async def agent(endpoint: Endpoint, task: object) -> float:
+        async with client_of(gateway, endpoint.api_key) as client:
+            for path, body, words in asked:
+                answer = await client.post(path, json={"model": "policy", **body})
+                assert answer.status_code == 400
+                assert words in answer.text
+            answer.raise_for_status()
+        return 1.0
+
+    with pytest.raises(ContextFull) as raised:
+        await gateway.episode(agent)(talk.episode, "task")
+    assert raised.value.tokens < len(talk.model.encoder.encode(text))  # a lower bound
+    assert not talk.episode.num_tokens
+
+
 def test_an_address_that_is_taken_is_named(gateway: Gateway) -> None:
     port = int(gateway.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):

@@ -83,7 +83,7 @@ async def test_a_stream_has_neither_reasoning_nor_marks_of_calls_in_its_content(
     async with session_of(gateway, tmp_path, model) as (talk, _, client):
         reasons = model != "kimi"
 
-        tokens = talk.model.encode(SAID[model])
+        tokens = talk.model.encoder.encode(SAID[model])
         talk.engine.generate = token_by_token(talk, tokens)  # type: ignore[method-assign]
         body = {"messages": [user("q")], "tools": SEARCH_TOOLS}
         chunks = events_of(await client.post(CHAT, json={**body, "stream": True}))

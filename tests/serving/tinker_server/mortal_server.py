@@ -2,8 +2,8 @@
 
 python mortal_server.py MODEL STATE PORT [DEATHS [RUN]]
 
-The file DEATHS names the phases in which the server kills itself (kill -9), once in each: a line
-each, of :data:`PHASES`. ``error`` before a phase raises an error instead.
+The directory DEATHS has a file for each phase, of :data:`PHASES`, in which the server kills itself
+(kill -9): once, unless ``always`` is in the file. ``error`` before a phase raises an error instead.
 """
 
 import functools
@@ -66,17 +66,21 @@ PHASES: Mapping[str, tuple[Any, str]] = {
 
 
 def die_in(deaths: Path) -> None:
-    """Have the process kill itself in each phase that a file names, and strike the phase off."""
+    """Have the process kill itself in each phase that has a file, and remove the file."""
+
+    def is_due(phase: str) -> bool:
+        file = deaths / phase
+        try:
+            if file.read_text() != "always":
+                file.unlink()  # of two threads, one succeeds
+        except FileNotFoundError:
+            return False
+        return True
 
     def reach(phase: str) -> None:
-        left = deaths.read_text().splitlines()
-        if phase in left:
-            left.remove(phase)
-            deaths.write_text("\n".join(left))
+        if is_due(phase):
             os.kill(os.getpid(), signal.SIGKILL)
-        if f"error {phase}" in left:
-            left.remove(f"error {phase}")
-            deaths.write_text("\n".join(left))
+        if is_due(f"error {phase}"):
             raise MemoryError("planted")
 
     def mortal(name: str, function: Any) -> Any:

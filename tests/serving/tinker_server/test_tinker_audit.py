@@ -89,7 +89,7 @@ def recorded(model: Path, tmp_path: Path) -> Iterator[MortalServer]:
         server.start()
         yield server
     finally:
-        server.kill()
+        server.close()
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def mortal(model: Path, tmp_path: Path) -> Iterator[MortalServer]:
         server.start()
         yield server
     finally:
-        server.kill()
+        server.close()
 
 
 @pytest.fixture
@@ -112,13 +112,13 @@ def test_a_request_that_ends_every_server_is_refused_after_some_starts(
     mortal: MortalServer, tenant: Tenant, model: Path
 ) -> None:
     model_id = tenant.new_model(model)
-    mortal.deaths.write_text("\n".join(["after forward-backward"] * 99))
+    mortal.die_in("after forward-backward", always=True)
     deadly = tenant.forward_backward(model_id, 1, TARGETS).json()
     for _ in range(ATTEMPTS_MAX):
         mortal.kill()
         mortal.start(is_mortal=True)
     restart(mortal)
-    mortal.deaths.write_text("")
+    (mortal.deaths / "after forward-backward").unlink()
     assert tenant.result(deadly)["category"] == "server"
     assert "the server ended several times while it carried out" in tenant.result(deadly)["error"]
     refused = step(tenant, model_id, 2)
@@ -173,7 +173,7 @@ def test_a_failed_request_stays_failed_after_a_kill(
     mortal: MortalServer, tenant: Tenant, model: Path
 ) -> None:
     model_id = tenant.new_model(model)
-    mortal.deaths.write_text("error after forward-backward")
+    mortal.die_in("error after forward-backward")
     failed = tenant.forward_backward(model_id, 1, TARGETS).json()
     before = [tenant.result(failed), step(tenant, model_id, 2)]
     assert before[0] == {"error": "MemoryError: planted", "category": "server"}

@@ -6,6 +6,7 @@ Expected answers are those observed of vLLM 0.32 and 0.33.
 import asyncio
 import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import psutil
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import Tokenizer
 
 import tidegate
 from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, Client
 from tidegate.errors import EngineLost
-from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS
+from tidegate.orchestrator.episodes.model_files import (
+    LONG_CHARACTERS,
+    TextEncoder,
+    read_tokenizer,
+)
 from tidegate.orchestrator.fleet import processes
 from tidegate.serving.openai.outputs import OutputTokenizer
 
@@ -56,7 +60,7 @@ def test_texts_and_conversations_are_tokenised_and_decoded(client: Client) -> No
 
 
 async def test_others_continue_while_a_long_text_becomes_tokens(model: Path) -> None:
-    tokenizer = OutputTokenizer(Tokenizer.from_file(str(model / "tokenizer.json")))
+    tokenizer = OutputTokenizer(TextEncoder(read_tokenizer(model / "tokenizer.json")))
     short = "hello world"
     times = LONG_CHARACTERS // len(short) + 1
     asked = asyncio.ensure_future(tokenizer.encode(short * times, adds_special_tokens=False))
@@ -66,6 +70,44 @@ async def test_others_continue_while_a_long_text_becomes_tokens(model: Path) -> 
         turns += 1
     assert turns > 1  # one is what a task takes that never waits
     assert await asked == await tokenizer.encode(short, adds_special_tokens=False) * times
+
+
+TOO_LONG = "word " * 1_000_000
+"""A text of more than CHARACTERS_MAX, which is another error if it is looked at first."""
+
+IN_VLLMS_WORDS = "maximum context length is 1024 tokens. However, your prompt contains"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "words"),
+    [
+        ("/v1/completions", {"prompt": TOO_LONG}, IN_VLLMS_WORDS),
+        ("/v1/completions", {"prompt": ["short", TOO_LONG]}, IN_VLLMS_WORDS),
+        ("/v1/chat/completions", {"messages": TOO_LONG}, IN_VLLMS_WORDS),
+        ("/v1/chat/completions/render", {"messages": TOO_LONG}, IN_VLLMS_WORDS),
+        ("/v1/responses", {"input": TOO_LONG}, "maximum context length is 1024 tokens"),
+        ("/v1/messages", {"messages": TOO_LONG, "max_tokens": 4}, "prompt is too long: "),
+        ("/generate", {"text": TOO_LONG}, "is longer than the model's context length (1024"),
+    ],
+)
+def test_a_text_that_no_context_holds_is_answered_like_a_full_context(
+    client: Client, path: str, asked: dict[str, Any], words: str
+) -> None:
+    def error(text: str) -> tuple[int, str, int]:
+        put = {TOO_LONG: text}
+        body = {k: put.get(v, v) if isinstance(v, str) else v for k, v in asked.items()}
+        if "messages" in body:
+            body["messages"] = [{"role": "user", "content": body["messages"]}]
+        if isinstance(body.get("prompt"), list):
+            body["prompt"] = ["short", text]
+        answer = client.http.post(path, json={"model": "tiny", **body})
+        assert words in answer.text
+        tokens = int(max(re.findall(r"\d+", answer.text), key=int))
+        return answer.status_code, re.sub(r"\d+", "N", answer.text), tokens
+
+    refused, full = error(TOO_LONG), error("word " * 400)
+    assert refused[:2] == full[:2]
+    assert 2000 <= full[2] < 3000 < refused[2] < len(TOO_LONG)  # a lower bound: it was not counted
 
 
 def test_metrics_have_the_names_that_monitors_read(client: Client) -> None:

@@ -255,6 +255,15 @@ def test_calls_are_parsed_whole_and_streamed_and_stay_text_where_no_tool_is_offe
         assert choice.finish_reason == "stop"
 
 
+def test_only_the_first_call_is_kept_where_calls_may_not_be_parallel(
+    open_ai: openai.OpenAI,
+) -> None:
+    asked: Any = {"model": "tiny", "messages": CONVERSATION, "tools": [ADD], **saying(CALL * 2)}
+    for parallel, kept in ((True, 2), (False, 1)):
+        (choice,) = open_ai.chat.completions.create(**asked, parallel_tool_calls=parallel).choices
+        assert len(choice.message.tool_calls or []) == kept
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_call_may_be_forced_and_its_result_sent_back(open_ai: openai.OpenAI, choice: Any) -> None:
     asked: Any = {"model": "tiny", "messages": [*CONVERSATION], "tools": [ADD], "max_tokens": 300}
