@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from tidegate.errors import ResumeMismatch
 from tidegate.orchestrator.batches.curriculum import Curriculum
@@ -111,6 +112,20 @@ class TaskIterators:
         """Return the episode function of a task; None is a new task of the newest iterator."""
         newest = self._episodes.get(self._core.tasks.offer)
         return newest if key is None else self._episodes.get(key.offer, newest)
+
+    def describe_episode(self) -> str:
+        """Return the name of the newest iterator's episode function, and the line it begins at."""
+        function: Any = self.episode_of(None)
+        while isinstance(function, partial):
+            function = function.func
+        if function is None:
+            return "the episode"
+        name = getattr(function, "__name__", type(function).__name__)
+        if not hasattr(function, "__code__"):
+            function = type(function).__call__
+        code = getattr(function, "__code__", None)
+        place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+        return f"the episode {name}{place}"
 
     def put_back(self, task: object, key: TaskKey) -> None:
         """Start a task again before new ones."""

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -122,6 +122,8 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         self._publish_index = 0
         """Number of publishes since the batch received last."""
         self._journal: dict[str, Any] | None = None
+        self._columns_read: set[str] = set()
+        """:attr:`Batch.columns_read` of all batches of this handle."""
 
     @property
     @override
@@ -224,7 +226,9 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         if isinstance(received.reply, wire.NoMoreBatches):
             return None
         assert isinstance(received.reply, wire.BatchReply)
-        batch = batch_from_wire(received.reply, received.frames)
+        batch = replace(
+            batch_from_wire(received.reply, received.frames), columns_read=self._columns_read
+        )
         self._received, self._publish_index = batch.number, 0
         self._is_ahead = received.reply.is_ahead
         self._version = max(self._version, received.reply.version)
@@ -232,7 +236,9 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         return batch
 
     def _next_batch(self) -> wire.NextBatch:
-        return wire.NextBatch(after_batch=self._received)
+        return wire.NextBatch(
+            after_batch=self._received, reads_advantages="advantages" in self._columns_read
+        )
 
     def _publish(
         self,
