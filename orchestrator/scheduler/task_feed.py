@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from tidegate.errors import ResumeMismatch
 from tidegate.orchestrator.batches.curriculum import Curriculum
@@ -19,6 +18,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import task_body
 from tidegate.orchestrator.core.group import TaskKey
+from tidegate.orchestrator.episodes.failures import place_of
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 
 log = logging.getLogger("tidegate")
@@ -115,17 +115,8 @@ class TaskIterators:
 
     def describe_episode(self) -> str:
         """Return the name of the newest iterator's episode function, and the line it begins at."""
-        function: Any = self.episode_of(None)
-        while isinstance(function, partial):
-            function = function.func
-        if function is None:
-            return "the episode"
-        name = getattr(function, "__name__", type(function).__name__)
-        if not hasattr(function, "__code__"):
-            function = type(function).__call__
-        code = getattr(function, "__code__", None)
-        place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-        return f"the episode {name}{place}"
+        function = self.episode_of(None)
+        return "the episode" if function is None else f"the episode {place_of(function)}"
 
     def put_back(self, task: object, key: TaskKey) -> None:
         """Start a task again before new ones."""

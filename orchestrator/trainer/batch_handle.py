@@ -28,13 +28,14 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from tidegate.errors import ConfigError, VersionUnavailable
+from tidegate.errors import ConfigError, TidegateError, VersionUnavailable
 from tidegate.orchestrator.batches.ages import BatchAges
 from tidegate.orchestrator.batches.tasks import Tasks, num_tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.failure_counts import failure_statistics
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.failures import at_the_call
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
@@ -402,6 +403,9 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
             while await self._do(wait):
                 if (batch := self._take(request)) is not None:
                     return batch
+        except TidegateError as error:
+            self._close_request(request)
+            raise at_the_call(error)  # noqa: B904 - the same error, which keeps its cause
         except BaseException:
             self._close_request(request)
             raise
