@@ -404,6 +404,12 @@ class RunWatch:
         if failed and discarded.keys() <= {*failed, "group_too_small"}:
             learning.failure = EpisodeError(f"no batch was made of any task: {where}")
 
+    def run_ended(self) -> None:
+        """Judge all batches of the trainers that have not asked for all that there would be."""
+        for adapter, learning in self._learning.items():
+            if learning.batches:
+                self._judge(adapter, is_last=True)
+
     def failure_of(self, adapter: str) -> EpisodeError | None:
         """Return the error to raise in a trainer that has got no batch because the episodes of all
         tasks failed; None for other trainers."""

@@ -179,6 +179,7 @@ class Scheduler:
                     await self._failure
                 finally:
                     self._is_ending = True
+                    self.watch.run_ended()
         finally:
             await self._episodes.end()
             for trainer in self.trainers.values():

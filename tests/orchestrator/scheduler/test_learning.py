@@ -171,6 +171,19 @@ async def test_a_short_run_is_judged_at_its_end_by_all_of_its_batches(
     assert len(warnings(caplog)) == 1
 
 
+async def test_a_trainer_that_breaks_out_of_a_short_run_is_told_at_its_end(
+    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with tidegate_serve(**{**GROUPS, "groups_per_batch": 2}) as rollouts:
+        async for batch in rollouts.batches(itertools.count(), episode=always_right):
+            if batch.number == 2:
+                break
+            await rollouts.publish({})
+        assert learning(rollouts.statistics()) == []
+    assert "every reward is 1" in learning(rollouts.statistics())[0]
+    assert len(warnings(caplog)) == 1
+
+
 # ---------------------------------------------------------------- batches without a token
 
 
