@@ -155,7 +155,8 @@ class RunWatch:
     @property
     def at_end(self) -> tuple[Stuck, ...]:
         """Findings that hold for a run that has ended: those of kind ``learning``."""
-        return tuple(stuck for stuck in self.stuck if stuck.kind == "learning")
+        by_name = {stuck.name: stuck for stuck in reversed(self.stuck) if stuck.kind == "learning"}
+        return tuple(by_name.values())
 
     # ------------------------------------------------------------ rollouts
 
@@ -343,7 +344,7 @@ class RunWatch:
         is_long = learning.equal_groups >= UNTAUGHT_GROUPS_MIN and batches >= UNTAUGHT_BATCHES_MIN
         if learning.tokenless or not (is_long or is_whole_run):
             return None
-        constant = f"every reward is {next(iter(learning.rewards)):g}"
+        constant = f"every reward is {min(learning.rewards, default=0.0):g}"
         is_constant = len(learning.rewards) == 1
         look = f"see what {self._episode_of(adapter)} returns"
         if learning.reads_advantages and not learning.is_comparable:

@@ -278,6 +278,16 @@ async def test_tasks_that_a_filter_drops_to_the_last_end_without_an_error_and_ar
     assert len(warnings(caplog)) == 1
 
 
+async def test_tasks_that_are_used_up_while_the_trainer_waits_are_one_finding_and_not_two(
+    tidegate_serve: ServeInTests,
+) -> None:
+    dynamic = tidegate.DynamicSampling()
+    async with tidegate_serve(**GROUPS, group_filter=dynamic, stuck_after_s=2.0) as rollouts:
+        assert await train(rollouts, by_task, range(1000)) == []
+    (finding,) = learning(rollouts.statistics())
+    assert "the tasks are used up, and no group was kept of the last 4000 rollouts" in finding
+
+
 async def test_a_run_whose_prompts_were_all_too_long_ends_with_an_error(
     tidegate_serve: ServeInTests,
 ) -> None:
