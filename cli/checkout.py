@@ -52,10 +52,18 @@ def _benchmarks() -> dict[str, str]:
     return found
 
 
+def is_clone() -> bool:
+    """Whether this package is in a clone of the repository, where these commands can run."""
+    return (_clone() / "examples" / "async_grpo.py").exists()
+
+
+def _clone() -> Path:
+    return Path(tidegate.__file__).resolve().parents[2]
+
+
 def _root() -> Path:
-    root = Path(tidegate.__file__).resolve().parents[2]
-    if (root / "examples" / "async_grpo.py").exists():
-        return root
+    if is_clone():
+        return _clone()
     raise ConfigError(
         "the demo and the benchmarks are not in the installed package; clone the repository, "
         "and run `make demo` there, or `pip install -e .`"

@@ -63,7 +63,10 @@ def _options(
 
 TRAIN, INSPECT, ENGINES, CHECK = "Train", "Inspect a run", "Engines", "Check and measure"
 
-_add(TRAIN, checkout.demo, **PASS_ON)
+IN_A_CLONE: dict[str, Any] = {**PASS_ON, "hidden": not checkout.is_clone()}
+"""Options of commands that refuse outside of a clone, whose help does not list them."""
+
+_add(TRAIN, checkout.demo, **IN_A_CLONE)
 _add(TRAIN, run.run, *run.EXAMPLES, **run.TAKES_ANY_FLAG)
 
 _add(TRAIN, plan.plan, *plan.EXAMPLES)
@@ -108,7 +111,7 @@ _add(
     "tidegate simulate --first-seed 9 --seeds 1",
     "tidegate simulate --faults crash,cut",
 )
-_add(CHECK, checkout.bench, **PASS_ON)
+_add(CHECK, checkout.bench, **IN_A_CLONE)
 
 
 def main() -> None:

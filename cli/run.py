@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidegate.cli.conventions import STATUS_INTERRUPTED, echo
+from tidegate.cli.conventions import STATUS_FOUND, STATUS_INTERRUPTED, echo
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
     from tidegate.cli.program import Program
+    from tidegate.orchestrator.telemetry.statistics import RunStatistics
     from tidegate.orchestrator.trainer.rollouts import Rollouts
 
 EXAMPLES = (
@@ -81,13 +82,17 @@ def run(
         _warn_of_model(program)
         return
     try:
-        _run(program)
+        statistics = _run(program)
     except KeyboardInterrupt:
         echo(_how_to_continue(program, config), err=True)
         raise typer.Exit(STATUS_INTERRUPTED) from None
     from tidegate.observability.reports.report import write_report
 
     echo(f"report: {write_report(program.run_directory)}")
+    if statistics.stuck and not statistics.batches:
+        for each in statistics.stuck:
+            echo(f"error: no batch was made of any task: {each.where}", err=True)
+        raise typer.Exit(STATUS_FOUND)
 
 
 def overrides(arguments: list[str]) -> list[str]:
@@ -132,8 +137,8 @@ def _how_to_continue(program: "Program", config: Path) -> str:
     return "\n".join(lines)
 
 
-def _run(program: "Program") -> None:
-    """Run the program to its end, with its trackers open."""
+def _run(program: "Program") -> "RunStatistics":
+    """Run the program to its end, with its trackers open; return the final statistics."""
     import asyncio
 
     from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
@@ -149,9 +154,10 @@ def _run(program: "Program") -> None:
         _evaluate_every(rollouts, program)
         if program.is_async:
             asyncio.run(_train(rollouts, program))
-            return
-        with SyncRollouts(rollouts) as run:
-            _record_facts(run, program.train(run, program.make_tasks(), program.episode))
+        else:
+            with SyncRollouts(rollouts) as run:
+                _record_facts(run, program.train(run, program.make_tasks(), program.episode))
+        return rollouts.statistics()
 
 
 def _evaluate_every(rollouts: "Rollouts", program: "Program") -> None:

@@ -100,6 +100,7 @@ class ProgressDisplay(Recorder):
                 f"staleness mean {metrics['staleness_mean']:.2f} max "
                 f"{metrics['staleness_max']:.0f}  idle trainer "
                 f"{metrics['trainer_idle_share']:.0%} engines {metrics['engine_idle_share']:.0%}"
+                f"{self._stuck_names()}"
             )
 
     @override
@@ -111,6 +112,10 @@ class ProgressDisplay(Recorder):
             f"evaluation {figures['name']}  reward {figures['reward']:.3f}  v{figures['version']}  "
             f"{figures['tasks']} tasks{failures}  {figures['seconds']:.1f} s"
         )
+
+    @override
+    def statistics(self, statistics: RunStatistics) -> None:
+        self._statistics = statistics
 
     @override
     def finish(self, statistics: RunStatistics, **facts: object) -> None:
@@ -133,6 +138,12 @@ class ProgressDisplay(Recorder):
     def _number(self) -> str:
         total = self._batches_total
         return f"{self._batches}/{total}" if total is not None else str(self._batches)
+
+    def _stuck_names(self) -> str:
+        """Return the names of what is stuck, as of the last snapshot, for the end of a line; the
+        log has the rest."""
+        stuck = () if self._statistics is None else self._statistics.stuck
+        return f"  stuck: {', '.join(each.name for each in stuck)}" if stuck else ""
 
     def _table(self) -> Group | Text:
         """Return the live table; rich's thread calls it for each redraw."""
@@ -162,11 +173,12 @@ class ProgressDisplay(Recorder):
             "discarded",
             f"{sum(s.discarded_rollouts.values())} rollouts",
         )
+        stuck = [Text(printable(str(each)), style="bold") for each in s.stuck]
         if not self._batches_total:
-            return Group(table)
+            return Group(table, *stuck)
         bar = Table.grid(expand=True)  # a bar by itself doesn't end its line
         bar.add_row(ProgressBar(total=self._batches_total, completed=self._batches))
-        return Group(bar, table)
+        return Group(bar, table, *stuck)
 
     def _time(self, statistics: RunStatistics) -> str:
         """Return the time since the first batch was requested, and about how much is left."""
@@ -190,7 +202,8 @@ def summary(
     s = statistics
     if not s.batches:
         reasons = ", ".join(f"{n} as {why}" for why, n in s.discarded_rollouts.items() if n)
-        return f"ended before the first batch; rollouts discarded: {reasons or 'none'}"
+        discarded = f"ended before the first batch; rollouts discarded: {reasons or 'none'}"
+        return "; ".join([discarded, *map(str, s.stuck)])
     parts = [
         f"{s.batches} batches, v{s.trainer_version}, {s.wall_s:.0f} s",
         f"{s.trained_rollouts} rollouts trained, {sum(s.discarded_rollouts.values())} discarded",
@@ -205,7 +218,7 @@ def summary(
         f"{s.tokens_per_s:.0f} tok/s",
         f"idle: trainer {s.trainer_idle_share:.0%}, engines {s.engine_idle_share:.0%}",
     ]
-    return "ended: " + "; ".join(parts)
+    return "ended: " + "; ".join([*parts, *map(str, s.stuck)])
 
 
 def _bound(statistics: RunStatistics) -> str:

@@ -63,6 +63,8 @@ class NextBatch(TrainerRequest, frozen=True, kw_only=True, tag="next_batch"):
     """This rank has finished batch ``after`` and requests the next."""
 
     after_batch: Count
+    reads_advantages: bool = False
+    """Whether the rank has read the advantages of a batch, so that zeros there matter to it."""
 
 
 class PartBox(msgspec.Struct, frozen=True, array_like=True):

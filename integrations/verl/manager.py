@@ -497,8 +497,8 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
             task = batch.tasks[own[0]]
             assert isinstance(task, _VerlTask)
             tasks[task.uid] = task
-            reward, advantage = batch.rewards[own[0]].item(), batch.advantages[own[0]].item()
-            self.advantages[task.uid, reward] = advantage
+            reward = batch.rewards[own[0]].item()
+            self.advantages[task.uid, reward] = batch.group_advantages[own[0]].item()
             session, outputs = task.outputs.pop(rollout_id)
             for output in outputs:
                 self._tag(output, batch, own)

@@ -109,8 +109,7 @@ def screen(state: Mapping[str, Any]) -> RenderableType:
     ]
     if frame_data["forecast"] is not None:
         parts.append(Text(frame_data["forecast"]["advice"], style="cyan"))
-    if state["about"]["is_live"]:
-        parts += [Text(each, style="bold") for each in frame_data["stuck"]]
+    parts += [Text(each, style="bold") for each in frame_data["stuck"]]
     parts.append(_engines(frame_data))
     if frame_data["adapters"]:
         parts.append(_adapters(state))

@@ -382,8 +382,9 @@ TIMES = (
     Metric(
         "tidegate_stuck",
         "gauge",
-        "Things of `kind` (engine, turn, episode, tasks, trainer, publish, memory) without "
-        "progress for stuck_after_s or longer. Above 0: see the log and statistics().stuck.",
+        "Things of `kind` (engine, turn, episode, tasks, trainer, publish, loop, memory) without "
+        "progress for stuck_after_s or longer; and batches without anything to learn from "
+        "(learning). Above 0: see the log and statistics().stuck.",
         by_key(_stuck),
         ("kind",),
     ),

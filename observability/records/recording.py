@@ -51,6 +51,7 @@ from tidegate.observability.records.trajectories import (
 )
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.journal.resuming import JOURNAL_FILE
 from tidegate.orchestrator.telemetry.recorder import (
     EngineStep,
     EpisodeInterval,
@@ -161,8 +162,15 @@ class RunRecorder(Recorder):
         self.directory = Path(directory)
         self._model = Path(model)
         if (self.directory / RUN_FILE).exists():
+            resume = "it keeps no journal, so it can't be resumed"
+            if (self.directory / JOURNAL_FILE).exists():
+                resume = (
+                    f"resume it (serve(journal=True, resume=True), or `tidegate run --resume "
+                    f"{self.directory}`)"
+                )
             raise ConfigError(
-                f"{self.directory} already holds a recorded run; choose another name, or delete it"
+                f"{self.directory} already holds a recorded run: {resume}, choose another name, or "
+                f"delete it"
             )
         if not (self._model / "config.json").is_file():
             raise ConfigError(f"{self._model} has no config.json, so its weights can't be archived")

@@ -132,6 +132,8 @@ class Facts:
     """Draws that replayed a hard task."""
     forks: ForkCounts
     """Forks of the rollouts that ended."""
+    stuck: Sequence[Mapping[str, Any]]
+    """What was without progress at the end, or gave the trainer nothing to learn from."""
 
     @property
     def rollouts_discarded(self) -> int:
@@ -264,6 +266,7 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         tasks_drawn=statistics.get("tasks_drawn") or 0,
         task_draws=statistics.get("task_draws") or 0,
         task_replays=statistics.get("task_replays") or 0,
+        stuck=statistics.get("stuck") or (),
     )
 
 

@@ -90,6 +90,15 @@ def failure_lines(failures: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def stuck_lines(stuck: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what was stuck at the run's end, such as batches without anything to learn from."""
+    lines = []
+    for each in stuck:
+        about = f"**{each['name'][:1].upper()}{each['name'][1:]}** (stuck: {each['kind']})"
+        lines += [f"{about}: {each['where']}.", ""]
+    return lines
+
+
 def task_lines(facts: Facts) -> list[str]:
     """Return how tasks were drawn, and how many groups reached the filter's limit."""
     lines = []
@@ -207,6 +216,7 @@ def page_lines(
         "",
         *_summary(facts),
         "",
+        *stuck_lines(facts.stuck),
         f"![Reward, staleness and timeline]({picture})",
         "",
         "## Results",

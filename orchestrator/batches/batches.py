@@ -115,11 +115,9 @@ class Batch:
     """[R, T] int32: version that sampled each token; -1 on other tokens."""
     rewards: torch.Tensor
     """[R] float32: reward of the row's rollout."""
-    advantages: torch.Tensor
-    """[R] float32: group-relative advantages (GRPO): the reward minus its group's mean, over the
-    group's standard deviation. With ``deadline_policy="split"``, a late rollout's reward minus the
-    mean of its siblings that were trained at the deadline. Their rewards are not in this batch, so
-    another estimator over ``group_ids`` gives a late rollout 0 if no other late one is in it."""
+    group_advantages: torch.Tensor
+    """[R] float32: :attr:`advantages`, for code that is not the trainer's: reading this field does
+    not count as use."""
     group_ids: torch.Tensor
     """[R] int64: group of each row."""
     staleness: torch.Tensor
@@ -139,6 +137,19 @@ class Batch:
     """Number of the batch in its run, from 1; the same on all ranks. 0 outside a run."""
     shard: BatchShard | None = None
     """This rank's part of the batch; None if it is the whole batch."""
+    columns_read: set[str] = field(default_factory=set)
+    """``{"advantages"}`` once the trainer has read them in this batch, or in another of its run.
+    Only then the run warns that they are all 0: a trainer may have a baseline of its own."""
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """[R] float32: group-relative advantages (GRPO): the reward minus its group's mean, over
+        the group's standard deviation. With ``deadline_policy="split"``, a late rollout's reward
+        minus the mean of its siblings that were trained at the deadline. Their rewards are not in
+        this batch, so another estimator over ``group_ids`` gives a late rollout 0 if no other late
+        one is in it."""
+        self.columns_read.add("advantages")
+        return self.group_advantages
 
     @property
     def sampled_tokens(self) -> int:
@@ -275,7 +286,7 @@ def batch_of_rows(
         logprobs=padded(packed.logprobs, 0),
         weight_versions=weight_versions,
         rewards=_floats([rollout.reward or 0.0 for rollout in rollouts]),
-        advantages=_advantages(rollouts, groups),
+        group_advantages=_advantages(rollouts, groups),
         group_ids=_ints([rollout.group_id for rollout in rollouts]),
         staleness=torch.from_numpy(sampled.staleness(trainer_version)),
         trainer_version=trainer_version,

@@ -6,9 +6,13 @@ same lines of code; the message may differ.
 """
 
 import logging
+import os
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from tidegate.errors import (
     ChatRefused,
@@ -22,6 +26,7 @@ from tidegate.errors import (
     InfrastructureFailed,
     ModelError,
     PolicyFailed,
+    TidegateError,
     TurnRefused,
     TurnTimeout,
 )
@@ -65,6 +70,9 @@ counted as ``other``."""
 
 OUR_DIRECTORY = str(Path(__file__).parents[2])
 """Directory of Tidegate's own code, whose lines are not shown as the place of an error."""
+
+TRACEBACKS = "TIDEGATE_TRACEBACKS"
+"""Environment variable; ``full`` keeps Tidegate's own lines in tracebacks of its errors."""
 
 log = logging.getLogger("tidegate")
 
@@ -139,6 +147,53 @@ HINTS = (
     ),
 )
 """Beginners' mistakes by a part of Python's message, with what to do about them."""
+
+
+def place_of(function: Any) -> str:
+    """Return the name of an episode function, and the file and line that it begins at."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def for_users(error: BaseException) -> BaseException:
+    """Remove Tidegate's own lines from the traceback of an error, and of its causes; return it.
+
+    Only of errors that Tidegate raises on purpose: their message says all. Any other may be a
+    defect of Tidegate's, and loses just the lines that called the user's code.
+    """
+    if os.environ.get(TRACEBACKS) == "full":
+        return error
+    each: BaseException | None = error
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:  # a user's causes may form a circle
+        seen.add(id(each))
+        frames: list[TracebackType] = []
+        trace = each.__traceback__
+        while trace is not None:
+            is_ours = trace.tb_frame.f_code.co_filename.startswith(OUR_DIRECTORY)
+            if not is_ours or (frames and not isinstance(each, TidegateError)):
+                frames.append(trace)
+            trace = trace.tb_next
+        if frames or isinstance(each, TidegateError):
+            users: TracebackType | None = None
+            for frame in reversed(frames):
+                users = TracebackType(users, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+            each.__traceback__ = users
+        each = each.__cause__
+    return error
+
+
+def at_the_call(error: TidegateError) -> BaseException:
+    """Return an error as a call of the trainer's raises it: without the lines below the call, which
+    are no lines of the trainer's."""
+    if os.environ.get(TRACEBACKS) == "full":
+        return error
+    return for_users(error.with_traceback(None))
 
 
 def _described(error: BaseException) -> str:
@@ -242,6 +297,7 @@ class EpisodeFailures:
         lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         identity = (type(error), *lines)
         same = self._errors.get(identity, _DistinctError())
+        for_users(error)
         same.count += 1
         if len(same.groups) < CODE_ERROR_GROUPS_MIN:
             same.groups.add(group_id)

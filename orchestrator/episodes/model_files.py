@@ -26,7 +26,7 @@ from tidegate.errors import ChatRefused, ContextFull, ModelError
 from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
 from tidegate.orchestrator.episodes.tool_calls import kept_special_tokens, well_formed
-from tidegate.orchestrator.settings.hub import missing_model_hint
+from tidegate.orchestrator.settings.hub import describe_missing_model
 from tidegate.transport.regular_files import check_all_regular, read_regular
 from tidegate.transport.token_bytes import BYTE_LEVEL, SPACE_MARK
 
@@ -443,7 +443,7 @@ def read_model_files(path: Path, *, special_tokens_in_messages: bool = False) ->
         ModelError: the directory, config.json or tokenizer.json is missing or damaged.
     """
     if not path.is_dir():
-        raise ModelError(f"model directory {path} does not exist; {missing_model_hint(path)}")
+        raise ModelError(describe_missing_model(path))
     try:
         check_all_regular(path)  # engines and libraries open further files
     except OSError as error:

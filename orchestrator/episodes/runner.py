@@ -33,6 +33,7 @@ from tidegate.orchestrator.episodes.failures import (
     FailureClass,
     classify,
     outcome_of,
+    place_of,
 )
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.model_files import ModelFiles
@@ -470,6 +471,8 @@ class EpisodeRunner:
                     of_agents = tuple([(n, rewards[n]) for n in rollout.agents if rewards])
                 else:
                     reward = checked_reward(value)
+            except ConfigError as invalid:
+                error = ConfigError(f"the episode {place_of(task.function)}: {invalid}")
             except BaseException as invalid:  # noqa: BLE001 - a user's type may raise anything
                 error = invalid
         if error is None:

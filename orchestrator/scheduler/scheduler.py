@@ -95,7 +95,6 @@ class Scheduler:
         """Number of the trainer's calls that need engines to run, see :meth:`_unpaused`."""
         self._is_halted = False
         """Whether engines were last told to pause for the staleness policy."""
-        self._watch: RunWatch | None = None
         self._pending = PendingFutures()
         self.engines = EngineSide(
             settings,
@@ -126,6 +125,7 @@ class Scheduler:
         self._episodes = self._new_episodes(model, tracer)
         self._tool_calls = model.call_counts
         self._text_escaper = model.text_escaper
+        self.watch = self._run_watch()
 
     def _new_trainer(self, adapter: str) -> TrainerSide:
         return TrainerSide(
@@ -174,11 +174,12 @@ class Scheduler:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self.engines.heartbeats().run(), name="heartbeats")
-                group.create_task(self._run_watch().run(), name="watchdog")
+                group.create_task(self.watch.run(), name="watchdog")
                 try:
                     await self._failure
                 finally:
                     self._is_ending = True
+                    self.watch.run_ended()
         finally:
             await self._episodes.end()
             for trainer in self.trainers.values():
@@ -189,16 +190,16 @@ class Scheduler:
             self._router.detach()
 
     def _run_watch(self) -> RunWatch:
-        self._watch = RunWatch(
+        return RunWatch(
             self.core,
             self.fleet,
             self.control.state,
             self._episodes.leaks,
             is_parked=self._is_parked,
             is_paused=lambda: self.control.state.pause_mode is not None,
+            episode_of=lambda adapter: self.trainers[adapter].tasks.describe_episode(),
             stuck_after_s=self._settings.records.stuck_after_s,
         )
-        return self._watch
 
     def episode_seconds(self) -> dict[str, float]:
         """Return the seconds that all episodes spent in named activities, by name."""
@@ -226,7 +227,7 @@ class Scheduler:
     @property
     def stuck(self) -> tuple[Stuck, ...]:
         """Everything that has made no progress for too long, see :class:`RunWatch`."""
-        return self._watch.stuck if self._watch is not None else ()
+        return self.watch.at_end if self._is_ending else self.watch.stuck
 
     def _resume_from_checkpoint(self) -> None:
         """Return the core to the trainer's checkpoint, and expect the engines known before."""
@@ -399,6 +400,10 @@ class Scheduler:
                 | ev.LoseBatch()
                 | ev.RequeueTask()
             ):
+                if type(command) is ev.HandOver:
+                    self.watch.handed_over(command)
+                elif type(command) is ev.EndBatches:
+                    self.watch.tasks_ended(self.core.of(command.adapter))
                 self.trainers[command.adapter].carry_out(command)
             case ev.PauseGeneration(adapter=""):
                 self._pause_generation()
@@ -462,6 +467,7 @@ class Scheduler:
                     f"without it and train the groups that have begun, or close {whose} first"
                 )
         self.trainers.pop(name).close()
+        self.watch.forget(name)
         self.handle(ev.AdapterTrainingEnded(name))
 
     def offer(

@@ -18,6 +18,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import task_body
 from tidegate.orchestrator.core.group import TaskKey
+from tidegate.orchestrator.episodes.failures import place_of
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 
 log = logging.getLogger("tidegate")
@@ -111,6 +112,11 @@ class TaskIterators:
         """Return the episode function of a task; None is a new task of the newest iterator."""
         newest = self._episodes.get(self._core.tasks.offer)
         return newest if key is None else self._episodes.get(key.offer, newest)
+
+    def describe_episode(self) -> str:
+        """Return the name of the newest iterator's episode function, and the line it begins at."""
+        function = self.episode_of(None)
+        return "the episode" if function is None else f"the episode {place_of(function)}"
 
     def put_back(self, task: object, key: TaskKey) -> None:
         """Start a task again before new ones."""

@@ -802,6 +802,13 @@ def _described(problem: ErrorDetails) -> str:
     if problem["type"] == "string_pattern_mismatch" and where[-1] == "device":
         message = "must be 'cpu', 'cuda' (the first GPU) or 'cuda:N'"
     name = ".".join(map(str, where[1:] if record else where))
+    if problem["type"] == "path_type":
+        message = "must be a path"
+        if name == "model":
+            message = (
+                "must be a model directory or the id of a cached model, also with engine_urls, "
+                "because the run itself needs the model's tokenizer"
+            )
     if problem["type"] == "missing":  # then the input is all settings
         return f"{name} is missing"
     return f"{name}={problem['input']!r}: {message}"

@@ -32,12 +32,19 @@ def find_model(model: Path) -> Path:
     return snapshot if all(any(snapshot.glob(pattern)) for pattern in NEEDED) else model
 
 
-def missing_model_hint(model: Path) -> str:
-    """Return what to do about a model that was not found, as the end of an error message."""
-    hint = "give the path of one with config.json, *.safetensors and tokenizer.json"
+def describe_missing_model(model: Path) -> str:
+    """Return why there is no model directory at this path and what to do, as an error message."""
+    hint = "give the path of a directory with config.json, *.safetensors and tokenizer.json"
+    if model.is_file():
+        hint += ", such as the one that it was converted from" * (model.suffix == ".gguf")
+        return f"model={model} is a file; {hint}"
+    return f"model directory {model} does not exist; {hint}{_hub_hint(model)}"
+
+
+def _hub_hint(model: Path) -> str:
     if HUB_ID.fullmatch(str(model)) is None:
-        return hint
+        return ""
     return (
-        f"{hint}; or, if {model} is a model of the Hugging Face hub, download all of it into the "
+        f"; or, if {model} is a model of the Hugging Face hub, download all of it into the "
         f"cache first: hf download {model}"
     )

@@ -168,7 +168,8 @@ class RunStatistics:
     publish_failure: str | None = None
     """Error of a publish whose call had returned; the next publish or batch raises it."""
     stuck: tuple[Stuck, ...] = ()
-    """Things without progress for ``stuck_after_s`` or longer, the longest first."""
+    """Things without progress for ``stuck_after_s`` or longer, the longest first; before them,
+    batches without anything to learn from. Once the run has ended, only the latter."""
     forecast: RunForecast | None = None
     """Forecast from the measurements so far; None before two batches."""
     discards: Mapping[str, DiscardStatistics] = field(default_factory=dict)

@@ -1,14 +1,17 @@
 """Watchdog: records the progress of turns, engines and episodes, and names the stuck ones.
 
 :class:`RunWatch` feeds it, and :class:`RunStatistics` shows its findings, as well as those of
-:class:`LoopWatch`. The time is an argument.
+:class:`LoopWatch`, and :class:`RunWatch`'s own of batches without anything to learn from. The time
+is an argument.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
-StuckKind = Literal["engine", "turn", "episode", "publish", "trainer", "tasks", "loop", "memory"]
+StuckKind = Literal[
+    "engine", "turn", "episode", "publish", "trainer", "tasks", "loop", "memory", "learning"
+]
 
 STUCK_MAX = 100
 """Findings kept at a time, the longest first; further findings are not kept."""
@@ -16,13 +19,15 @@ STUCK_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """An engine, turn, episode or other thing that has made no progress for ``stuck_after_s``."""
+    """An engine, turn, episode or other thing that has made no progress for ``stuck_after_s``, or a
+    trainer whose batches have nothing to learn from."""
 
     kind: StuckKind
     """``engine``: makes no step. ``turn``: gets no token. ``episode``: the user's code neither asks
     for a turn nor returns. ``publish``: engines don't take the new weights. ``trainer``: everything
     waits for its publish. ``tasks``: the user's iterator gives none. ``loop``: the user's code
-    blocks the run's event loop. ``memory``: ended episodes are still referenced."""
+    blocks the run's event loop. ``memory``: ended episodes are still referenced. ``learning``: the
+    batches have no token or reward to learn from, or no group is left to make a batch of."""
     name: str
     """Name of the engine, rollout or task, such as ``rollout 7``; unique within its kind."""
     where: str

@@ -21,20 +21,21 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import msgspec
 import numpy as np
 from typing_extensions import override
 
-from tidegate.errors import ConfigError, VersionUnavailable
+from tidegate.errors import ConfigError, TidegateError, VersionUnavailable
 from tidegate.orchestrator.batches.ages import BatchAges
 from tidegate.orchestrator.batches.tasks import Tasks, num_tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.failure_counts import failure_statistics
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.failures import at_the_call
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
@@ -263,6 +264,8 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         self._waiting_calls = 0
         """Number of ``batches()`` calls that wait for a batch now."""
         self._has_checked_threads = False
+        self.columns_read: set[str] = set()
+        """:attr:`Batch.columns_read` of all batches of this handle."""
 
     async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
         """As :meth:`LocalRequests.do`."""
@@ -344,7 +347,8 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         Raises:
             PublishNeeded: the next batch could never fill without a publish.
             EngineLost: no engine is left.
-            EpisodeError: ``episode`` fails every time.
+            EpisodeError: ``episode`` fails every time, or no task has given a batch because of
+                failures.
             ConfigError: another ``batches()`` waits for a batch, or has replaced these tasks.
         """
         call = self._begin_batches()
@@ -385,11 +389,23 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         """
         await self._evaluate_if_due()
         self._mark("train")
-        request = BatchRequest()
+        request, reads_advantages = BatchRequest(), "advantages" in self.columns_read
+
+        async def wait(scheduler: Scheduler) -> bool:
+            if reads_advantages:
+                scheduler.watch.read_advantages(self._adapter)
+            is_offered = await self._side(scheduler).batch_requests.wait(request)
+            if not is_offered and (failure := scheduler.watch.failure_of(self._adapter)):
+                raise failure
+            return is_offered
+
         try:
-            while await self._do(lambda s: self._side(s).batch_requests.wait(request)):
+            while await self._do(wait):
                 if (batch := self._take(request)) is not None:
                     return batch
+        except TidegateError as error:
+            self._close_request(request)
+            raise at_the_call(error)  # noqa: B904 - the same error, which keeps its cause
         except BaseException:
             self._close_request(request)
             raise
@@ -648,6 +664,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
             warn_if_oversubscribed(self._running.settings)
         rows, version = kept_rows(handover.groups), handover.trainer_version
         batch = batch_of_rows(rows, handover.groups, version, handover.number)
+        batch = replace(batch, columns_read=self.columns_read)
         if not request.take(handover):
             return None
         self._received, self._is_ahead = handover.number, handover.is_ahead
@@ -690,7 +707,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         }
         self._reported_figures = {}
         if recorder is not None:
-            advantages, version = batch.advantages.tolist(), handover.trainer_version
+            advantages, version = batch.group_advantages.tolist(), handover.trainer_version
             kept = [(row, group.task) for row, group in rows]
             recorder.trained(kept, advantages=advantages, consumed_version=version)
             recorder.batch(metrics)

@@ -33,7 +33,8 @@ from typing import (
     get_args,
 )
 
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.orchestrator.episodes.failures import at_the_call
 from tidegate.orchestrator.fleet.scores import (
     Pooling,
     Readout,
@@ -417,7 +418,8 @@ def run_blocking(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run a handle's coroutine to its end on this thread, and return what it returns.
 
     Blocks in each future that the coroutine waits for. Ctrl-C is raised inside the coroutine, which
-    cleans up as it does when it is cancelled.
+    cleans up as it does when it is cancelled. Tracebacks of Tidegate's errors end here, because the
+    lines below are none of the caller's.
     """
     value: Any = None
     error: BaseException | None = None
@@ -435,6 +437,8 @@ def run_blocking(coroutine: Coroutine[Any, Any, Result]) -> Result:
                 value = future.result()
             except BaseException as raised:  # noqa: BLE001 - raised where the coroutine waits
                 error = raised
+    except TidegateError as refused:
+        raise at_the_call(refused)  # noqa: B904 - the same error, which keeps its cause
     finally:
         coroutine.close()
 

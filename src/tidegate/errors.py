@@ -535,7 +535,8 @@ class JournalExists(JournalError, FileExistsError):
     def __init__(self, *, path: Path) -> None:
         self.path = path
         super().__init__(
-            f"{path} exists already; resume that run, or choose another directory for a new one"
+            f"{path} exists already; resume that run (serve(resume=True), or `tidegate run --resume"
+            f" {path.parent}`), or choose another directory for a new one"
         )
 
 

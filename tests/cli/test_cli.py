@@ -1,6 +1,7 @@
 """The command `tidegate`: exit statuses, error lines and help."""
 
 import contextlib
+import importlib
 import json
 import re
 import subprocess
@@ -220,6 +221,23 @@ def test_trace_summarises_each_track_and_says_how_to_open_the_file(
     assert output[1] == "  engine-0: 12 tokens, weights v0 to v1, in steps 70% of the time"
     assert output[2] == "  trainer: train 40%, wait 60%"
     assert "ui.perfetto.dev" in output[3]
+
+
+def test_help_lists_demo_and_bench_in_a_clone_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        for package, is_listed in ((tidegate.__file__, True), (tmp_path / "t/__init__.py", False)):
+            monkeypatch.setattr(tidegate, "__file__", str(package))
+            importlib.reload(command)
+            assert status_of(["--help"], monkeypatch) == 0
+            listed = re.findall(r"^  (demo|bench|run) ", capsys.readouterr().out, re.MULTILINE)
+            assert listed == (["demo", "run", "bench"] if is_listed else ["run"])
+        assert status_of(["demo"], monkeypatch) == 2
+        assert "clone the repository" in capsys.readouterr().err
+    finally:
+        monkeypatch.undo()
+        importlib.reload(command)
 
 
 def test_bench_lists_the_benchmarks_and_refuses_unknown_names(

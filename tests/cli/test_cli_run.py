@@ -140,6 +140,27 @@ def test_run_uses_the_files_values_with_overrides_and_writes_a_report(
     assert json.loads((run / "report.json").read_text())["rollouts_trained"] == 2 * 2 * 3
 
 
+def test_a_run_whose_groups_were_all_dropped_says_why_and_ends_as_a_failure(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_directory(config.parent / "model")
+    module = f"users_{abs(hash(str(config.parent)))}"
+    flags = [
+        *("--trainer.use", f"{module}:train_and_publish"),
+        *("--run.group_filter.use", "tidegate:DynamicSampling"),
+    ]
+    assert status_of(["run", str(config), *flags], monkeypatch) == 1
+    why = (
+        "the tasks are used up, and no group was kept of the last 8 rollouts (8 as zero_variance); "
+        "group_filter=DynamicSampling drops every group: see what the episode solve "
+        f"({config.parent / module}.py:12) returns"
+    )
+    assert f"error: no batch was made of any task: {why}" in capsys.readouterr().err.splitlines()
+    (stuck,) = json.loads((config.parent / "run" / "run.json").read_text())["statistics"]["stuck"]
+    assert (stuck["kind"], stuck["where"]) == ("learning", why)
+    assert why in (config.parent / "run" / "report.md").read_text()
+
+
 def test_check_runs_nothing_and_prints_a_complete_file_that_means_the_same(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from tests.observability.records.test_recording import some_statistics
 from tidegate.observability.progress import ProgressDisplay
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
+from tidegate.orchestrator.telemetry.watchdog import Stuck
 
 FIGURES = {
     "version": 1,
@@ -69,6 +70,27 @@ def test_without_a_terminal_each_batch_is_one_plain_line_and_the_end_a_summary()
         "batch, 0.750 in the last; held_out 0.250 at v0, 0.500 at v2; staleness max 2 of "
         "bound 2; 100 tok/s; idle: trainer 25%, engines 12%",
     ]
+
+
+STUCK = Stuck("learning", "the batches", "batch.advantages is 0", 3.0)
+
+
+def test_what_is_stuck_is_named_in_the_batchs_line_in_the_table_and_in_the_summary() -> None:
+    seen = dataclasses.replace(statistics(), stuck=(STUCK,))
+    progress, out = display(is_terminal=False)
+    progress.batch(FIGURES)
+    progress.statistics(seen)
+    progress.batch(FIGURES)
+    progress.finish(seen)
+    progress.close()
+    first, second, summary = out.getvalue().splitlines()
+    assert "stuck" not in first
+    assert second.endswith("engines 12%  stuck: the batches")
+    assert summary.endswith(f"; {STUCK}")
+    progress, out = display(is_terminal=True)
+    progress.show("model: m", lambda: seen)
+    progress.hide()
+    assert str(STUCK) in out.getvalue()
 
 
 def test_an_endless_iterator_has_no_total_and_a_resumed_run_counts_on() -> None:

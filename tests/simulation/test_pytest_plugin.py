@@ -74,6 +74,21 @@ async def test_a_script_may_depend_on_the_context_and_the_weight_version(
     assert [(request.text, request.version) for request in engine.requests] == [("a", 1), ("b", 1)]
 
 
+@pytest.mark.parametrize("tasks", [1, 3])
+async def test_an_evaluation_raises_if_every_episode_hung_and_not_if_one_returned(
+    tidegate_serve: ServeInTests, tasks: int
+) -> None:
+    async def hangs(episode: tidegate.Episode, task: int) -> float:
+        if task < tasks:
+            await asyncio.Event().wait()
+        return 1.0
+
+    async with tidegate_serve() as rollouts:
+        with pytest.raises(EpisodeError, match=f"all {tasks} episodes of the evaluation failed"):
+            await rollouts.evaluate(range(tasks), episode=hangs)
+        assert (await rollouts.evaluate(range(tasks + 1), episode=hangs)).failures == tasks
+
+
 async def test_an_exhausted_script_raises(tidegate_serve: ServeInTests) -> None:
     async with tidegate_serve(says=["once"]) as rollouts:
         with pytest.raises(ConfigError, match="the script has only 1 answers"):

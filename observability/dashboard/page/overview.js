@@ -120,7 +120,7 @@ export class Overview {
 
   /** Show what needs attention; red only for tokens that were lost and a bound that was passed. */
   drawWarnings() {
-    const { run, ledger, stuck, engines } = this.frame, broken = [], notes = this.isEnded ? [] : [...stuck];
+    const { run, ledger, stuck, engines } = this.frame, broken = [], notes = [...stuck];
     if (ledger.error) broken.push(`${ledger.error} tokens are unaccounted for: a defect of Tidegate`);
     if (run.staleness_bound !== null && run.max_staleness_seen > run.staleness_bound) {
       broken.push(`staleness ${run.max_staleness_seen} was trained on, above the bound ${run.staleness_bound}`);

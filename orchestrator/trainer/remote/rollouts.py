@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -123,6 +123,8 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         self._published_after = (0, 0)
         """Batch that the last publish followed, and number of publishes after that batch."""
         self._journal: dict[str, Any] | None = None
+        self._columns_read: set[str] = set()
+        """:attr:`Batch.columns_read` of all batches of this handle."""
 
     @property
     @override
@@ -225,7 +227,9 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         if isinstance(received.reply, wire.NoMoreBatches):
             return None
         assert isinstance(received.reply, wire.BatchReply)
-        batch = batch_from_wire(received.reply, received.frames)
+        batch = replace(
+            batch_from_wire(received.reply, received.frames), columns_read=self._columns_read
+        )
         self._received = batch.number
         self._is_ahead = received.reply.is_ahead
         self._version = max(self._version, received.reply.version)
@@ -233,7 +237,9 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         return batch
 
     def _next_batch(self) -> wire.NextBatch:
-        return wire.NextBatch(after_batch=self._received)
+        return wire.NextBatch(
+            after_batch=self._received, reads_advantages="advantages" in self._columns_read
+        )
 
     async def _publish(self, state_dict: "Mapping[str, torch.Tensor] | None", **how: Any) -> int:
         publish, answer = await in_thread(self._send_publish, state_dict, **how)

@@ -149,6 +149,8 @@ class TrainerService:
         """
         match ask:
             case wire.NextBatch():
+                if ask.reads_advantages:
+                    self._rollouts.columns_read.add("advantages")
                 return await self._next_batch(rank, ask.after_batch)
             case wire.PrepareParts():
                 self.progress.set_ready(rank, ask.batch_number)

@@ -156,8 +156,10 @@ async def test_an_activity_without_a_name_fails_only_its_episode(
         await episode.generate(max_tokens=2)
         with episode.activity("reward"):
             await asyncio.sleep(0.5)
-        no_name = episode.activity(7)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="a name, such as 'reward', not 7"), no_name:
+        with (
+            pytest.raises(TypeError, match="must be a str such as 'reward', got 7"),
+            episode.activity(7),  # type: ignore[arg-type]
+        ):
             pass
         return 1.0
 

@@ -18,6 +18,7 @@ from tidegate.observability.records.trace import MERGE_GAP_US, Trace, read_trace
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.journal.resuming import JOURNAL_FILE
 from tidegate.orchestrator.telemetry.recorder import EngineStep
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.transport.attachments import Attachment
@@ -272,7 +273,10 @@ def test_metrics_are_one_json_line_per_batch(tmp_path: Path, model: Path) -> Non
 
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path, model: Path) -> None:
     RunRecorder(tmp_path / "run", settings={}, model=model).close()
-    with pytest.raises(ConfigError, match="already holds"):
+    with pytest.raises(ConfigError, match="it keeps no journal, so it can't be resumed"):
+        RunRecorder(tmp_path / "run", settings={}, model=model)
+    (tmp_path / "run" / JOURNAL_FILE).touch()
+    with pytest.raises(ConfigError, match=r"resume it \(serve\(journal=True, resume=True\)"):
         RunRecorder(tmp_path / "run", settings={}, model=model)
 
 

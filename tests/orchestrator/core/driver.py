@@ -106,7 +106,7 @@ class Driver:
         self.next_task = 0
         self.published = 0
         self.batches_published = 0
-        """Highest number of a batch that a version was made from."""
+        """Highest number of a batch that a publish followed, also with all of its rows discarded."""
         self.do(ev.TasksOffered())
 
     def new_core(self) -> Core:
@@ -246,6 +246,8 @@ class Driver:
         """Publish a version made from these batches, by default from all that the trainer holds;
         engines keep their weights until they swap."""
         self.name(self.held if batches is None else batches)
+        if batches is None and self.batches:
+            self.batches_published = max(self.batches_published, self.batches[-1].number)
         self.published += 1
         self.do(ev.VersionPublished(self.published))
 

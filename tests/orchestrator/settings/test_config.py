@@ -91,6 +91,14 @@ def test_a_run_without_a_model_is_refused_in_few_words() -> None:
     assert str(refused.value) == "model is missing"
 
 
+def test_a_model_of_none_is_refused_in_words_also_where_the_engines_have_one() -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_settings(model=None, engine_urls=["vllm+http://h:1"])
+    assert str(refused.value).startswith(
+        "model=None: must be a model directory or the id of a cached model, also with engine_urls"
+    )
+
+
 def test_a_record_alone_refuses_what_contradicts_itself() -> None:
     with pytest.raises(ValidationError, match="must be at least twice heartbeat_interval_s"):
         FleetSettings(engine_timeout_s=1.0)

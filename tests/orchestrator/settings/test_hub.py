@@ -62,6 +62,18 @@ def test_what_is_not_in_the_cache_or_only_in_part_is_refused_with_the_command_th
         read_model_files(model)
 
 
+def test_a_file_is_called_a_file_and_a_gguf_file_one_that_was_converted(tmp_path: Path) -> None:
+    for name, ends in (
+        ("model.gguf", "tokenizer.json, such as the one that it was converted from"),
+        ("config.json", "tokenizer.json"),
+    ):
+        (tmp_path / name).touch()
+        with pytest.raises(ModelError) as refused:
+            read_model_files(tmp_path / name)
+        assert str(refused.value).startswith(f"model={tmp_path / name} is a file; give the path of")
+        assert str(refused.value).endswith(ends)
+
+
 @pytest.mark.parametrize("path", ["/acme/tiny", "tiny", "a/b/c", "../tiny", "acme/ti ny"])
 def test_other_paths_are_no_hub_ids(cache: Path, path: str) -> None:
     with pytest.raises(ModelError, match="does not exist") as refused:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import tidegate
 from tidegate.errors import EpisodeError
 from tidegate.orchestrator.core.failure_counts import FailureStatistics
+from tidegate.orchestrator.episodes.failures import TRACEBACKS
 from tidegate.policies.failures import FailureCause
 from tidegate.testing import ServeInTests
 
@@ -179,3 +182,61 @@ async def test_an_episode_that_can_never_work_ends_the_run_at_once_with_one_trac
     [failures] = statistics.episode_failures
     assert failures.cause is CODE
     assert failures.discarded <= 24  # those that ran when the 8th had failed
+
+
+# ---------------------------------------------------------------- tracebacks
+
+
+def files_of(error: BaseException | None) -> list[str]:
+    assert error is not None
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), "1.0"])
+def test_a_wrong_reward_ends_in_the_episodes_line_and_without_tidegates_own_below_the_call(
+    tidegate_serve_sync: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    reward: Any,
+) -> None:
+    monkeypatch.delenv(TRACEBACKS, raising=False)
+
+    async def solve(episode: tidegate.Episode, task: int) -> Any:
+        return reward
+
+    with (
+        tidegate_serve_sync(**{**SMALL, "group_size": 4}) as rollouts,
+        pytest.raises(EpisodeError) as ended,
+    ):
+        next(rollouts.batches(range(16), episode=solve))
+    place = f"the episode solve ({__file__}:{solve.__code__.co_firstlineno}): "
+    assert f"{place}an episode must return its reward as a finite number" in str(ended.value)
+    here, *ours = files_of(ended.value)
+    assert (here, len(ours)) == (__file__, 3)
+    assert files_of(ended.value.__cause__) == []
+    assert "runner.py" not in caplog.text
+    assert place in caplog.text
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_an_error_in_users_code_is_logged_with_their_lines_and_with_tidegates_on_request(
+    tidegate_serve: ServeInTests,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_full: bool,
+) -> None:
+    monkeypatch.setenv(TRACEBACKS, "full" if is_full else "")
+
+    def divide(by: int) -> float:
+        return 1 / by
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        return divide(0)
+
+    async with tidegate_serve(**{**SMALL, "group_size": 4}) as rollouts:
+        with pytest.raises(EpisodeError) as ended:
+            await anext(rollouts.batches(range(16), episode=solve))
+    shown = [file for file in files_of(ended.value.__cause__) if file == __file__]
+    assert len(shown) == 2
+    assert ("runner.py" in caplog.text) == is_full
+    assert (len(files_of(ended.value)) < 8) == (not is_full)

@@ -61,6 +61,29 @@ async def test_what_a_killed_trainer_had_in_hand_is_given_to_the_next_and_all_is
     assert report.tokens == statistics.ledger.trained > 0
 
 
+async def test_a_remote_trainer_that_reads_advantages_of_0_is_found_and_one_that_does_not_is_not(
+    model: Path, address: str
+) -> None:
+    for reads_advantages in (True, False):
+        async with (
+            tidegate.serve(model=model, **{**SMALL, "group_size": 1}) as run,
+            listening(run, address, tasks=range(8), episode=by_task) as listen,
+        ):
+            async with tidegate.connect(address) as rollouts:
+                async for batch in rollouts.batches():
+                    signal = batch.advantages if reads_advantages else batch.rewards
+                    assert signal.any() == (not reads_advantages)
+                    await rollouts.publish(weights(model, batch.number))
+            await listen
+        found = [(stuck.kind, "group_size=1" in stuck.where) for stuck in run.statistics().stuck]
+        assert found == ([("learning", True)] if reads_advantages else [])
+
+
+async def by_task(episode: tidegate.Episode, task: int) -> float:
+    await one_turn(episode, task)
+    return 1.0 + task
+
+
 # ---------------------------------------------------------------- batches ahead
 
 
