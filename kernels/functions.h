@@ -55,7 +55,8 @@ extern "C" int64_t tg_multiply_exact(const void* x, void* packed, const void* bi
 
 // Limits and reports of a draw that few rows ask for; as DrawReports in native.py.
 struct Reports {
-    const float* min_p;         // 0 keeps all
+    const float* min_p;                // 0 keeps all
+    const uint32_t* const* allowed;  // one bit per token that may be drawn; null for all
     const int64_t* top_counts;  // how many of the likeliest tokens are reported
     int64_t top_stride;
     int32_t* top_ids;

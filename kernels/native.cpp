@@ -192,8 +192,21 @@ double sum_blocks(const std::vector<float>& weights, std::vector<float>& blocks)
 
 // Working memory of the draws of one call.
 struct DrawScratch {
-    std::vector<float> scaled, weights, blocks, ranked;
+    std::vector<float> scaled, weights, blocks, ranked, masked;
 };
+
+// The logits of the tokens whose bits are set, and -INFINITY for the others.
+const float* mask(const float* logits, int64_t vocab, const uint32_t* allowed,
+                  std::vector<float>& masked) {
+    masked.resize(vocab);
+    for (int64_t from = 0; from < vocab; from += 32) {
+        const uint32_t bits = allowed[from / 32];
+        const int64_t count = std::min<int64_t>(32, vocab - from);
+        for (int64_t j = 0; j < count; j++)
+            masked[from + j] = (bits >> j) & 1 ? logits[from + j] : -INFINITY;
+    }
+    return masked.data();
+}
 
 // Return the largest logit; write the logits, less the largest and divided by the temperature, and
 // their weights.
@@ -406,15 +419,16 @@ int64_t report_kept(const Drawn& drawn, int64_t vocab, int32_t* ids) {
     return kept;
 }
 
-// The log-prob of a token under the logits as they are, without temperature and limits. Overwrites
-// what the row was drawn from.
-float raw_logprob(const Drawn& drawn, int32_t id, DrawScratch& scratch) {
+// The log-prob of a token under the logits as they are, without temperature, limits and mask.
+// Overwrites what the row was drawn from.
+float raw_logprob(const float* logits, const Drawn& drawn, int32_t id, DrawScratch& scratch) {
     double total = drawn.unlimited_total;
-    if (drawn.divisor != 1.0f) {
-        scale(drawn.logits, 1.0f, scratch.scaled, scratch.weights);
+    float most = drawn.most;
+    if (drawn.divisor != 1.0f || drawn.logits != logits) {
+        most = scale(logits, 1.0f, scratch.scaled, scratch.weights);
         total = sum_blocks(scratch.weights, scratch.blocks);
     }
-    return (drawn.logits[id] - drawn.most) - float(std::log(total));
+    return (logits[id] - most) - float(std::log(total));
 }
 
 }  // namespace
@@ -448,11 +462,18 @@ extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const
         scratch.blocks.resize((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK);
         int32_t* kept_ids = reports ? reports->kept_ids : nullptr;
         for (int64_t r = 0; r < rows; r++) {
-            const Drawn drawn =
-                draw_row(logits + r * vocab, vocab, temperatures[r],
-                         reports ? reports->min_p[r] : 0.0f, top_k[r], top_p[r],
-                         uniform(seeds[r], indices[r]), ids + r, logprobs + r, scratch);
+            const float* row = logits + r * vocab;
+            const uint32_t* allowed = reports ? reports->allowed[r] : nullptr;
+            const float* drawn_from = allowed ? mask(row, vocab, allowed, scratch.masked) : row;
+            const Drawn drawn = draw_row(drawn_from, vocab, temperatures[r],
+                                         reports ? reports->min_p[r] : 0.0f, top_k[r], top_p[r],
+                                         uniform(seeds[r], indices[r]), ids + r, logprobs + r,
+                                         scratch);
             if (!reports) continue;
+            if (allowed && drawn.most == -INFINITY &&
+                std::all_of(drawn_from, drawn_from + vocab,
+                            [](float logit) { return logit == -INFINITY; }))
+                logprobs[r] = -INFINITY;
             if (reports->top_counts[r]) {
                 const int64_t at = r * reports->top_stride;
                 report_top(drawn, vocab, reports->top_counts[r], reports->top_ids + at,
@@ -461,7 +482,7 @@ extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const
             if (reports->wants_kept[r])
                 kept_ids += reports->kept_counts[r] = report_kept(drawn, vocab, kept_ids);
             if (reports->wants_raw[r])
-                reports->raw_logprobs[r] = raw_logprob(drawn, ids[r], scratch);
+                reports->raw_logprobs[r] = raw_logprob(row, drawn, ids[r], scratch);
         }
     });
 }

@@ -249,6 +249,7 @@ class Native:
 class _Reports(ctypes.Structure):
     _fields_ = (
         ("min_p", POINTER),
+        ("allowed", POINTER),
         ("top_counts", POINTER),
         ("top_stride", INT),
         ("top_ids", POINTER),
@@ -262,12 +263,15 @@ class _Reports(ctypes.Structure):
 
 
 class DrawReports:
-    """Min-p of a draw's rows, and what is reported of them beside token and log-prob."""
+    """Min-p and masks of a draw's rows, and what is reported of them beside token and log-prob."""
 
     def __init__(self, rows: int, vocab: int, top_max: int, kept_rows: int) -> None:
         """``top_max``: largest number of top tokens of a row; ``kept_rows``: number of rows whose
         kept tokens are reported."""
         self.min_p = np.zeros(rows, np.float32)
+        self.allowed = np.zeros(rows, np.uintp)
+        """Address of one bit per token that may be drawn, in uint32, for each row; 0 for all.
+        Where they leave nothing, the log-prob is -inf."""
         self.top_counts = np.zeros(rows, np.int64)
         self.wants_raw = np.zeros(rows, np.bool_)
         self.wants_kept = np.zeros(rows, np.bool_)
@@ -282,6 +286,7 @@ class DrawReports:
         """Ids of the tokens that min-p, top-k and top-p leave, row after row, ascending."""
         self._structure = _Reports(
             self.min_p.ctypes.data,
+            self.allowed.ctypes.data,
             self.top_counts.ctypes.data,
             top_max,
             self.top_ids.ctypes.data,

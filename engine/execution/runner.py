@@ -8,8 +8,9 @@ kernels are used if they can be built.
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, cast, overload
 
 import numpy as np
@@ -39,13 +40,16 @@ from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import (
+    emptied,
     hidden_rows,
     limits,
+    masks_of,
     options_of,
     random_numbers,
     reported,
     reports_of,
     sample_rows,
+    update_masks,
     with_hidden_states,
 )
 from tidegate.engine.sampling.scoring import RowScore, RowScoring, score_rows
@@ -65,6 +69,10 @@ from tidegate.kernels.native import DrawReports, LastTokens, Native, SlotMapping
 ATTENDS_SINGLY = 0
 """Kind of the rows whose attention compiled code computes token by token; sorts before all padded
 kinds."""
+
+
+Drawn = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Token ids and log-probs, one per row."""
 
 
 @dataclass(slots=True)
@@ -102,6 +110,7 @@ class DecodeRows(Sequence[Row]):
         sampling = [row.sampling for row in rows if row.sampling is not None]
         self.options = options_of(sampling)
         """Options of the rows that have any but temperature, top-k and top-p."""
+        self._masks = masks_of(self.options)
         self._reports: DrawReports | None = None
         self._rows = rows
         self._are_current = True
@@ -133,11 +142,21 @@ class DecodeRows(Sequence[Row]):
         self._update_rows()
         return iter(self._rows)
 
-    def reports(self, vocab: int) -> DrawReports | None:
-        """Return where a draw reports what the options ask for; None if they ask for nothing."""
-        if self._reports is None and self.options:
+    def draw(self, vocab: int, by: Callable[[DrawReports | None], Drawn]) -> StepOutput:
+        """Return the output of a draw ``by`` compiled code, with what the options ask for."""
+        if not self.options:
+            return StepOutput(*by(None))
+        if self._reports is None:
             self._reports = reports_of(self.options, len(self), vocab)
-        return self._reports
+        reports = self._reports
+        if not self._masks:
+            token_ids, logprobs = by(reports)
+            return StepOutput(token_ids, logprobs, reported(reports, self.options, vocab))
+        indices: list[int] = self._counters[1].tolist()
+        failures = update_masks(reports, self._masks, indices)
+        token_ids, logprobs = by(reports)
+        failures |= emptied(self._masks, indices, logprobs)
+        return StepOutput(token_ids, logprobs, reported(reports, self.options, vocab), failures)
 
     def advance(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Continue with the step after this one, in which each row has the token that this one
@@ -297,12 +316,9 @@ class ModelRunner:
         if isinstance(rows, DecodeRows):
             layers = self._dense_layers()
             if layers is not None and layers.decodes:
-                vocab = self.config.vocab_size
-                reports, tables = rows.reports(vocab), self._tables.of(rows.block_tables)
-                token_ids, logprobs = layers.decode(rows.columns, tables, reports)
-                if reports is None:
-                    return StepOutput(token_ids, logprobs)
-                return StepOutput(token_ids, logprobs, reported(reports, rows.options, vocab))
+                tables = self._tables.of(rows.block_tables)
+                draw = partial(layers.decode, rows.columns, tables)
+                return rows.draw(self.config.vocab_size, draw)
         return self._step(rows)
 
     @torch.inference_mode()

@@ -1,13 +1,13 @@
 """Samples one token per row from a step's logits, with its log-prob and requested attachments.
 
 Called by the runners. Every draw uses the row's own counter-based random number, independent of the
-rest of the batch. Limits, draws and reports are compiled (``kernels/native.py``); where they can't
-be, ``kernels/sampling.py`` does the same by torch. Logits are edited by torch before.
+rest of the batch. Masks, limits, draws and reports are compiled (``kernels/native.py``); where they
+can't be, ``kernels/sampling.py`` does the same by torch. Other edits of logits are torch's.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -46,9 +46,9 @@ class RowSampling:
 
     @property
     def is_drawn_whole(self) -> bool:
-        """Whether the compiled draw is all that the row needs: nothing edits its logits, and
-        nothing but its token ends it."""
-        return self.options is None or self.options.only_reports
+        """Whether the compiled draw is all that the row and its successors need: nothing else
+        edits their logits."""
+        return self.options is None or self.options.is_drawn_whole(self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,14 @@ def sample_rows(
         for row, own in options.items()
         if own.raw_logprobs and own.edits(sampling[row].index)
     }
-    failures = _edit(logits, sampling, options)
+    masks = masks_of(options)
+    failures = _edit(logits, sampling, options, masks)
     reports = reports_of(options, *logits.shape)
     reports.wants_raw[list(raw)] = False
+    indices = [params.index for params in sampling]
+    failures |= update_masks(reports, masks, indices)
     token_ids, logprobs = _draw(logits, sampling, native, reports)
+    failures |= emptied(masks, indices, logprobs)
     for row, own_logits in raw.items():
         token = torch.tensor([[int(token_ids[row])]])
         reports.raw_logprobs[row] = weights_of(own_logits[None]).logprobs(token).item()
@@ -146,7 +150,42 @@ def reports_of(options: Mapping[int, RowOptions], rows: int, vocab: int) -> Draw
         reports.top_counts[row] = own.top_logprobs
         reports.wants_raw[row] = own.raw_logprobs
         reports.wants_kept[row] = own.kept_tokens
+        if own.allowed is not None:
+            reports.allowed[row] = own.allowed.ctypes.data
     return reports
+
+
+def masks_of(options: Mapping[int, RowOptions]) -> dict[int, RowOptions]:
+    """Return the options that have a mask, by row."""
+    return {row: own for row, own in options.items() if own.allowed is not None}
+
+
+def update_masks(
+    reports: DrawReports, masks: Mapping[int, RowOptions], indices: Sequence[int]
+) -> dict[int, str]:
+    """Bring the masks of a draw up to date; return the rows that failed, with reasons.
+
+    ``indices``: output index of each row's next token.
+    """
+    failures: dict[int, str] = {}
+    for row, own in masks.items():
+        if (reason := own.update_allowed(indices[row])) is not None:
+            failures[row] = reason
+            reports.allowed[row] = 0  # something must be drawn
+    return failures
+
+
+def emptied(
+    masks: Mapping[int, RowOptions], indices: Sequence[int], logprobs: npt.NDArray[np.float32]
+) -> dict[int, str]:
+    """Return the rows whose mask left nothing to draw, with reasons."""
+    if not masks or not np.isneginf(logprobs).any():
+        return {}
+    return {
+        row: own.nothing_left(indices[row])
+        for row, own in masks.items()
+        if np.isneginf(logprobs[row])
+    }
 
 
 def reported(
@@ -249,10 +288,16 @@ def _sample_with_options(
 
 
 def _edit(
-    logits: torch.Tensor, sampling: Sequence[RowSampling], options: Mapping[int, RowOptions]
+    logits: torch.Tensor,
+    sampling: Sequence[RowSampling],
+    options: Mapping[int, RowOptions],
+    masked: Container[int] = (),
 ) -> dict[int, str]:
     """Apply bias, bans, penalties and processors in place; return the rows that
-    failed, with reasons."""
+    failed, with reasons.
+
+    ``masked``: rows whose processors are masks that the draw applies.
+    """
     vocab_size = logits.shape[-1]
     biased = {row: row_options for row, row_options in options.items() if len(row_options.bias_ids)}
     if biased:
@@ -280,6 +325,7 @@ def _edit(
     for row, row_options in options.items():
         if (
             row_options.logits_processors
+            and row not in masked
             and (reason := row_options.process(logits[row], sampling[row].index)) is not None
         ):
             failures[row] = reason
