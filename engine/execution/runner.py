@@ -75,6 +75,11 @@ Drawn = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Token ids and log-probs, one per row."""
 
 
+CHUNK_TOKENS_MIN = 128
+"""Tokens of a prefill chunk from which it attends by itself: one more call costs less there than
+the mask of several."""
+
+
 @dataclass(slots=True)
 class Row:
     """One sequence's part of a step: a prefill chunk, a decode or a draft token."""
@@ -285,6 +290,7 @@ class ModelRunner:
         positions = min(config.context_tokens_max, num_blocks * block_tokens)
         self._native = native
         self._is_deterministic = is_deterministic
+        self._needs_mask = config.attention_soft_cap is not None or config.attention_sinks
         self._kinds = LayerKinds(config, positions, weights.dtype)
         self._dense: Layers | None = None
         self._dense_of: Weights | None = None
@@ -507,20 +513,30 @@ class ModelRunner:
                     )
                 )
                 continue
-            counts = layout.counts[rows]
-            blocks = -(-int((starts[rows] + counts).max()) // self.block_tokens)
-            groups.append(
-                plan_group(
-                    starts[rows],
+            first_token = part.first_token
+            for each in self._attending_together(rows, layout.counts[rows]):
+                counts = layout.counts[each]
+                blocks = -(-int((starts[each] + counts).max()) // self.block_tokens)
+                group = plan_group(
+                    starts[each],
                     counts,
-                    tables[rows, :blocks],
+                    tables[each, :blocks],
                     self._shape,
-                    first_token=part.first_token,
+                    first_token=first_token,
                     dtype=self.weights.dtype,
                     window_tokens=window_tokens,
+                    needs_mask=self._needs_mask,
                 )
-            )
+                groups.append(group)
+                first_token = group.end_token
         return groups
+
+    def _attending_together(self, rows: slice, counts: Ints) -> list[slice]:
+        """Return the rows of one kind in the groups that they attend in: long ones alone, because
+        without padding there is no mask."""
+        if self._needs_mask or counts.min() < CHUNK_TOKENS_MIN:
+            return [rows]
+        return [slice(row, row + 1) for row in range(rows.start, rows.stop)]
 
     def _scratch_for(self, groups: Sequence[RowGroup | LastTokens]) -> torch.Tensor:
         """Return the scratch memory, kept between steps and grown if this step needs more."""
