@@ -226,8 +226,13 @@ float scale(const float* logits, float divisor, std::vector<float>& scaled,
 }
 
 double mass_of(const float* scaled, int64_t count) {
+    double lanes[8] = {};
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        for (int j = 0; j < 8; j++) lanes[j] += exp_of_negative(scaled[i + j]);
     double mass = 0.0;
-    for (int64_t i = 0; i < count; i++) mass += exp_of_negative(scaled[i]);
+    for (; i < count; i++) mass += exp_of_negative(scaled[i]);
+    for (const double lane : lanes) mass += lane;
     return mass;
 }
 

@@ -7,8 +7,10 @@ can't be, ``kernels/sampling.py`` does the same by torch. Other edits of logits 
 Letters in shapes: S sampling rows, V vocabulary.
 """
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +53,7 @@ class RowSampling:
         return self.options is None or self.options.is_drawn_whole(self.index)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenAttachments:
+class TokenAttachments(NamedTuple):
     """Attachments of one sampled token, encoded as in ``transport/attachments.py``; empty if not
     requested."""
 
@@ -179,7 +180,7 @@ def emptied(
     masks: Mapping[int, RowOptions], indices: Sequence[int], logprobs: npt.NDArray[np.float32]
 ) -> dict[int, str]:
     """Return the rows whose mask left nothing to draw, with reasons."""
-    if not masks or not np.isneginf(logprobs).any():
+    if not masks or math.isfinite(logprobs.sum()):  # as nearly always
         return {}
     return {
         row: own.nothing_left(indices[row])
@@ -362,7 +363,7 @@ def with_hidden_states(output: StepOutput, rows: Sequence[int], hidden: torch.Te
     attachments = dict(output.attachments)
     for row, state in zip(rows, hidden.float().numpy(), strict=True):
         known = attachments.get(row, TokenAttachments())
-        attachments[row] = replace(known, hidden_state=state.tobytes())
+        attachments[row] = known._replace(hidden_state=state.tobytes())
     return replace(output, attachments=attachments)
 
 
