@@ -192,20 +192,28 @@ double sum_blocks(const std::vector<float>& weights, std::vector<float>& blocks)
 
 // Working memory of the draws of one call.
 struct DrawScratch {
-    std::vector<float> scaled, weights, blocks, ranked, masked;
+    std::vector<float> scaled, weights, blocks, ranked, edited;
 };
 
-// The logits of the tokens whose bits are set, and -INFINITY for the others.
-const float* mask(const float* logits, int64_t vocab, const uint32_t* allowed,
-                  std::vector<float>& masked) {
-    masked.resize(vocab);
-    for (int64_t from = 0; from < vocab; from += 32) {
-        const uint32_t bits = allowed[from / 32];
+// The logits after bias, bans, penalties and mask.
+const float* edit(const float* logits, int64_t vocab, const Edits& edits, bool bans,
+                  std::vector<float>& edited) {
+    edited.assign(logits, logits + vocab);
+    for (int64_t i = 0; i < edits.biased; i++) edited[edits.biased_ids[i]] += edits.biases[i];
+    for (int64_t i = 0; bans && i < edits.banned; i++) edited[edits.banned_ids[i]] = -INFINITY;
+    for (int64_t i = 0; i < edits.seen; i++) {
+        float& logit = edited[edits.seen_ids[i]];
+        const float count = edits.seen_counts[i];
+        logit = logit > 0.0f ? logit / edits.repetition : logit * edits.repetition;
+        logit -= edits.frequency * count + (count > 0.0f ? edits.presence : 0.0f);
+    }
+    for (int64_t from = 0; edits.allowed && from < vocab; from += 32) {
+        const uint32_t bits = edits.allowed[from / 32];
         const int64_t count = std::min<int64_t>(32, vocab - from);
         for (int64_t j = 0; j < count; j++)
-            masked[from + j] = (bits >> j) & 1 ? logits[from + j] : -INFINITY;
+            edited[from + j] = (bits >> j) & 1 ? edited[from + j] : -INFINITY;
     }
-    return masked.data();
+    return edited.data();
 }
 
 // Return the largest logit; write the logits, less the largest and divided by the temperature, and
@@ -424,7 +432,7 @@ int64_t report_kept(const Drawn& drawn, int64_t vocab, int32_t* ids) {
     return kept;
 }
 
-// The log-prob of a token under the logits as they are, without temperature, limits and mask.
+// The log-prob of a token under the logits as they are, without edits, temperature and limits.
 // Overwrites what the row was drawn from.
 float raw_logprob(const float* logits, const Drawn& drawn, int32_t id, DrawScratch& scratch) {
     double total = drawn.unlimited_total;
@@ -468,14 +476,15 @@ extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const
         int32_t* kept_ids = reports ? reports->kept_ids : nullptr;
         for (int64_t r = 0; r < rows; r++) {
             const float* row = logits + r * vocab;
-            const uint32_t* allowed = reports ? reports->allowed[r] : nullptr;
-            const float* drawn_from = allowed ? mask(row, vocab, allowed, scratch.masked) : row;
+            const Edits* edits = reports ? reports->edits[r] : nullptr;
+            const float* drawn_from =
+                edits ? edit(row, vocab, *edits, reports->bans[r], scratch.edited) : row;
             const Drawn drawn = draw_row(drawn_from, vocab, temperatures[r],
                                          reports ? reports->min_p[r] : 0.0f, top_k[r], top_p[r],
                                          uniform(seeds[r], indices[r]), ids + r, logprobs + r,
                                          scratch);
             if (!reports) continue;
-            if (allowed && drawn.most == -INFINITY &&
+            if (edits && edits->allowed && drawn.most == -INFINITY &&
                 std::all_of(drawn_from, drawn_from + vocab,
                             [](float logit) { return logit == -INFINITY; }))
                 logprobs[r] = -INFINITY;

@@ -40,16 +40,16 @@ from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import (
+    edited_of,
     emptied,
     hidden_rows,
     limits,
-    masks_of,
     options_of,
     random_numbers,
     reported,
     reports_of,
     sample_rows,
-    update_masks,
+    update_edits,
     with_hidden_states,
 )
 from tidegate.engine.sampling.scoring import RowScore, RowScoring, score_rows
@@ -115,7 +115,7 @@ class DecodeRows(Sequence[Row]):
         sampling = [row.sampling for row in rows if row.sampling is not None]
         self.options = options_of(sampling)
         """Options of the rows that have any but temperature, top-k and top-p."""
-        self._masks = masks_of(self.options)
+        self._edited = edited_of(self.options)
         self._reports: DrawReports | None = None
         self._rows = rows
         self._are_current = True
@@ -154,13 +154,13 @@ class DecodeRows(Sequence[Row]):
         if self._reports is None:
             self._reports = reports_of(self.options, len(self), vocab)
         reports = self._reports
-        if not self._masks:
+        if not self._edited:
             token_ids, logprobs = by(reports)
             return StepOutput(token_ids, logprobs, reported(reports, self.options, vocab))
         indices: list[int] = self._counters[1].tolist()
-        failures = update_masks(reports, self._masks, indices)
+        failures = update_edits(reports, self._edited, indices)
         token_ids, logprobs = by(reports)
-        failures |= emptied(self._masks, indices, logprobs)
+        failures |= emptied(self._edited, indices, logprobs)
         return StepOutput(token_ids, logprobs, reported(reports, self.options, vocab), failures)
 
     def advance(self, token_ids: npt.NDArray[np.int32]) -> None:

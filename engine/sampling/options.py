@@ -27,6 +27,7 @@ from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.sampling.seen_tokens import SeenCounts
 from tidegate.engine.sampling.stop_strings import StopStrings
 from tidegate.errors import TurnRefused
+from tidegate.kernels.native import RowEdits
 from tidegate.transport.attachments import HIDDEN_STATES_BYTES_MAX
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import SubmitTurn
@@ -57,6 +58,7 @@ class RowOptions:
     __slots__ = (
         "_masks",
         "_prompt_tokens",
+        "_row_edits",
         "_stop_strings",
         "_tokens",
         "allowed",
@@ -98,6 +100,7 @@ class RowOptions:
         """Tokens to penalise; None without penalties."""
         self.logits_processors: list[tuple[str, TurnLogitsProcessor]] = []
         self._masks: list[tuple[str, TokenMask]] = []
+        self._row_edits: RowEdits | None = None
         self.allowed: npt.NDArray[np.uint32] | None = None
         """What :attr:`TokenMask.allowed` of all processors have in common, always in the same
         array; None if there are others, which edit the logits."""
@@ -116,18 +119,27 @@ class RowOptions:
         """Whether the logits depend on the output's tokens, not only on their number."""
         return self.seen is not None or bool(self.logits_processors)
 
-    def is_drawn_whole(self, index: int) -> bool:
-        """Whether these are only min-p, masks, and attachments that a draw reports, from the token
-        of this output index on."""
-        return not (self.edits(index) or self.hidden_states)
+    @property
+    def is_processed(self) -> bool:
+        """Whether processors edit the logits in torch, after all other edits."""
+        return bool(self.logits_processors) and self.allowed is None
 
-    def edits(self, index: int) -> bool:
-        """Whether the logits of the token of this output index are edited before the draw, apart
-        from masks."""
-        is_processed = self.logits_processors and self.allowed is None
-        return bool(
-            len(self.bias_ids) or index < self.min_tokens or self.seen is not None or is_processed
-        )
+    def row_edits(self) -> RowEdits | None:
+        """Return the edits that compiled code makes, the same object for all tokens; None if there
+        are none, or they are torch's."""
+        has_edits = len(self.bias_ids) or self.min_tokens or self.edit_by_output
+        if self._row_edits is None and has_edits and not self.is_processed:
+            self._row_edits = RowEdits(
+                biased_ids=self.bias_ids.ctypes.data,
+                biases=self.biases.ctypes.data,
+                biased=len(self.bias_ids),
+                banned_ids=self.banned.ctypes.data,
+                banned=len(self.banned),
+                allowed=None if self.allowed is None else self.allowed.ctypes.data,
+            )
+            if self.seen is not None:
+                self.seen.write_to(self._row_edits)
+        return self._row_edits
 
     @property
     def counts_tokens(self) -> bool:
@@ -157,9 +169,13 @@ class RowOptions:
         peak = float(logits.max())
         return None if math.isfinite(peak) else self.nothing_left(index, peak)
 
-    def update_allowed(self, index: int) -> str | None:
-        """Set ``allowed`` for the token of this output index; return the error that prevents
-        sampling, if any."""
+    def update_edits(self, index: int) -> str | None:
+        """Bring the row's edits up to date with the output before the token of this index; return
+        the error that prevents sampling, if any."""
+        if self.seen is not None and self._row_edits is not None:
+            self._row_edits.seen = len(self.seen.token_ids)
+        if self.allowed is None:
+            return None
         output = self._tokens[self._prompt_tokens : self._prompt_tokens + index]
         for name, mask in self._masks:
             try:
@@ -167,7 +183,6 @@ class RowOptions:
             except BaseException as error:  # noqa: BLE001 - a library's panic is no Exception
                 return _failed(name, index, error)
         if len(self._masks) > 1:
-            assert self.allowed is not None
             np.bitwise_and.reduce([mask.allowed for _, mask in self._masks], out=self.allowed)
         return None
 

@@ -1,14 +1,16 @@
 """Samples one token per row from a step's logits, with its log-prob and requested attachments.
 
 Called by the runners. Every draw uses the row's own counter-based random number, independent of the
-rest of the batch. Masks, limits, draws and reports are compiled (``kernels/native.py``); where they
-can't be, ``kernels/sampling.py`` does the same by torch. Other edits of logits are torch's.
+rest of the batch. Edits of logits, limits, draws and reports are compiled (``kernels/native.py``);
+where they can't be, ``kernels/penalties.py`` and ``kernels/sampling.py`` do the same by torch. Rows
+with processors that do more than exclude tokens are edited by torch.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
 
+import ctypes
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -48,9 +50,9 @@ class RowSampling:
 
     @property
     def is_drawn_whole(self) -> bool:
-        """Whether the compiled draw is all that the row and its successors need: nothing else
-        edits their logits."""
-        return self.options is None or self.options.is_drawn_whole(self.index)
+        """Whether the compiled draw is all that the row needs after the head."""
+        own = self.options
+        return own is None or not (own.is_processed or own.hidden_states)
 
 
 class TokenAttachments(NamedTuple):
@@ -112,19 +114,18 @@ def sample_rows(
     if not options:
         return StepOutput(*_draw(logits, sampling, native))
     logits = logits.contiguous()  # edits use flat indices
+    processed = {row: own for row, own in options.items() if own.is_processed}
     raw = {  # copies of logits that are edited below
-        row: logits[row].clone()
-        for row, own in options.items()
-        if own.raw_logprobs and own.edits(sampling[row].index)
+        row: logits[row].clone() for row, own in processed.items() if own.raw_logprobs
     }
-    masks = masks_of(options)
-    failures = _edit(logits, sampling, options, masks)
+    failures = _edit(logits, sampling, processed)
     reports = reports_of(options, *logits.shape)
     reports.wants_raw[list(raw)] = False
+    edited = edited_of(options)
     indices = [params.index for params in sampling]
-    failures |= update_masks(reports, masks, indices)
+    failures |= update_edits(reports, edited, indices)
     token_ids, logprobs = _draw(logits, sampling, native, reports)
-    failures |= emptied(masks, indices, logprobs)
+    failures |= emptied(edited, indices, logprobs)
     for row, own_logits in raw.items():
         token = torch.tensor([[int(token_ids[row])]])
         reports.raw_logprobs[row] = weights_of(own_logits[None]).logprobs(token).item()
@@ -151,40 +152,42 @@ def reports_of(options: Mapping[int, RowOptions], rows: int, vocab: int) -> Draw
         reports.top_counts[row] = own.top_logprobs
         reports.wants_raw[row] = own.raw_logprobs
         reports.wants_kept[row] = own.kept_tokens
-        if own.allowed is not None:
-            reports.allowed[row] = own.allowed.ctypes.data
+        if (edits := own.row_edits()) is not None:
+            reports.edits[row] = ctypes.addressof(edits)
     return reports
 
 
-def masks_of(options: Mapping[int, RowOptions]) -> dict[int, RowOptions]:
-    """Return the options that have a mask, by row."""
-    return {row: own for row, own in options.items() if own.allowed is not None}
+def edited_of(options: Mapping[int, RowOptions]) -> dict[int, RowOptions]:
+    """Return the options whose edits compiled code makes, by row."""
+    return {row: own for row, own in options.items() if own.row_edits() is not None}
 
 
-def update_masks(
-    reports: DrawReports, masks: Mapping[int, RowOptions], indices: Sequence[int]
+def update_edits(
+    reports: DrawReports, edited: Mapping[int, RowOptions], indices: Sequence[int]
 ) -> dict[int, str]:
-    """Bring the masks of a draw up to date; return the rows that failed, with reasons.
+    """Bring the edits of a draw's rows up to date; return the rows that failed, with reasons.
 
     ``indices``: output index of each row's next token.
     """
     failures: dict[int, str] = {}
-    for row, own in masks.items():
-        if (reason := own.update_allowed(indices[row])) is not None:
+    for row, own in edited.items():
+        index = indices[row]
+        reports.bans[row] = index < own.min_tokens
+        if (reason := own.update_edits(index)) is not None:
             failures[row] = reason
-            reports.allowed[row] = 0  # something must be drawn
+            reports.edits[row] = 0  # something must be drawn
     return failures
 
 
 def emptied(
-    masks: Mapping[int, RowOptions], indices: Sequence[int], logprobs: npt.NDArray[np.float32]
+    edited: Mapping[int, RowOptions], indices: Sequence[int], logprobs: npt.NDArray[np.float32]
 ) -> dict[int, str]:
     """Return the rows whose mask left nothing to draw, with reasons."""
-    if not masks or math.isfinite(logprobs.sum()):  # as nearly always
+    if not edited or math.isfinite(logprobs.sum()):  # as nearly always
         return {}
     return {
         row: own.nothing_left(indices[row])
-        for row, own in masks.items()
+        for row, own in edited.items()
         if np.isneginf(logprobs[row])
     }
 
@@ -289,16 +292,10 @@ def _sample_with_options(
 
 
 def _edit(
-    logits: torch.Tensor,
-    sampling: Sequence[RowSampling],
-    options: Mapping[int, RowOptions],
-    masked: Container[int] = (),
+    logits: torch.Tensor, sampling: Sequence[RowSampling], options: Mapping[int, RowOptions]
 ) -> dict[int, str]:
     """Apply bias, bans, penalties and processors in place; return the rows that
-    failed, with reasons.
-
-    ``masked``: rows whose processors are masks that the draw applies.
-    """
+    failed, with reasons."""
     vocab_size = logits.shape[-1]
     biased = {row: row_options for row, row_options in options.items() if len(row_options.bias_ids)}
     if biased:
@@ -326,7 +323,6 @@ def _edit(
     for row, row_options in options.items():
         if (
             row_options.logits_processors
-            and row not in masked
             and (reason := row_options.process(logits[row], sampling[row].index)) is not None
         ):
             failures[row] = reason

@@ -143,7 +143,7 @@ def either_engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engin
     engine.options.close()
 
 
-def test_masks_and_stop_strings_are_the_same_in_one_compiled_call_as_in_torch(
+def test_edits_and_stop_strings_are_the_same_in_one_compiled_call_as_in_torch(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")
@@ -167,11 +167,16 @@ def test_masks_and_stop_strings_are_the_same_in_one_compiled_call_as_in_torch(
         engine.submit(2, [5, 7], schema, top_p=0.9, kept_tokens=True, **requested)
         engine.submit(3, [5, 8], LogitsProcessor("disallowed_tokens", {"token_ids": [7]}))
         engine.submit(4, [5, 9], stop_strings=["no such text"])
+        penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+        biases = {"logit_bias": [TokenBias(9, 4.0), TokenBias(8, 3.0)]}
+        ends = {"min_tokens": 8, "stop_token_ids": [8], "temperature": 0.3}
+        engine.submit(5, [5, 9, 9], **penalties, **biases, **ends, raw_logprobs=True)
         assert engine.run() == {}
         written.append((engine.tokens, engine.finish, engine.attachments, engine.logprobs))
         engine.options.close()
     torchs, compileds = written
-    assert called.count(4) > 5
+    assert called.count(5) > 5
+    assert 8 < len(compileds[0][5]) < 12
     assert torchs[:2] == compileds[:2]
     assert torchs[2].keys() == compileds[2].keys()
     for (turn, name), values in torchs[2].items():
