@@ -45,8 +45,11 @@ class RowGroup:
     """[end_token - first_token], index of each token in the padded rectangle; None like ``pad``."""
     gather: torch.Tensor
     """[2 * R * K * B], rows of the cache viewed as [blocks * 2 * K, block_tokens * D]."""
-    mask: torch.Tensor
-    """[R, 1, Q, C]: 0 where a query attends to a position, -inf elsewhere."""
+    mask: torch.Tensor | None
+    """[R, 1, Q, C]: 0 where a query attends to a position, -inf elsewhere. None if there is one
+    row, whose Q queries are its context's last tokens and attend to all before them."""
+    context_tokens: int
+    """Number of positions of the longest row's context."""
     unseen: torch.Tensor | None
     """Rows of the gathered context, viewed as [2 * R * K * C, D], that no query attends to; None
     if there are none. They are zeroed, because another turn may have left NaN there, which a
@@ -78,6 +81,7 @@ def plan_group(
     first_token: int,
     dtype: torch.dtype,
     window_tokens: int | None = None,
+    needs_mask: bool = True,
 ) -> RowGroup:
     """Compute a group's indices and mask.
 
@@ -89,7 +93,10 @@ def plan_group(
         first_token: where in the step the group's tokens begin.
         dtype: of the model, for the mask.
         window_tokens: positions that a token attends to, itself included; None: all up to it.
+        needs_mask: whether there is a mask even where it can be done without, faster: for models
+            with a soft cap or sinks.
     """
+    is_chunk = not needs_mask and len(starts) == 1 and counts[0] > 1 and window_tokens is None
     context_starts = np.zeros_like(starts)
     if window_tokens is not None:
         tables, context_starts = _within_window(starts, counts, tables, shape, window_tokens)
@@ -114,8 +121,13 @@ def plan_group(
         pad=pad,
         unpad=unpad,
         gather=torch.from_numpy(gather.reshape(-1)),
-        mask=_mask(positions, context_tokens, window_tokens)[:, None].to(dtype),
-        unseen=_unseen(first_attended, positions[:, -1:], context_tokens, shape.num_kv_heads),
+        mask=None
+        if is_chunk
+        else _mask(positions, context_tokens, window_tokens)[:, None].to(dtype),
+        context_tokens=int(positions.max()) + 1,
+        unseen=None
+        if is_chunk
+        else _unseen(first_attended, positions[:, -1:], context_tokens, shape.num_kv_heads),
     )
 
 
@@ -197,6 +209,8 @@ def attend(
     if group.unseen is not None:
         contexts.view(-1, head_dim).index_fill_(0, group.unseen, 0)
     keys, values = contexts.view(2, group.rows, kv_heads, -1, head_dim)
+    if group.mask is None:
+        return _attend_chunk(query, keys, values, group.context_tokens, scale)
     if group.pad is not None:
         query = query.index_select(0, group.pad)
     if query.shape[0] == group.rows:  # one query each: the heads of a KV head act as queries
@@ -211,6 +225,54 @@ def attend(
     out = _mix(query, keys, values, group.mask, scale, soft_cap, sinks)
     out = out.transpose(1, 2).reshape(-1, heads * head_dim)
     return out if group.unpad is None else out.index_select(0, group.unpad)
+
+
+def _attend_chunk(
+    query: torch.Tensor,  # [Q, A, D]
+    keys: torch.Tensor,  # [1, K, C, D]
+    values: torch.Tensor,  # [1, K, C, D]
+    context_tokens: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of the last Q tokens of a context to those before, and each other. [Q, A * D]
+
+    Without a mask: of the tokens before, which all are attended to, by the query heads of a KV head
+    as if they were more queries; and of the Q among each other, which is causal. The two softmaxes
+    are joined by their sums, as in flash-decoding.
+    """
+    queries, heads, head_dim = query.shape
+    before = context_tokens - queries
+    query = query.transpose(0, 1)[None]  # [1, A, Q, D]
+    own_keys, own_values = keys[:, :, before:context_tokens], values[:, :, before:context_tokens]
+    if (copies := heads // keys.shape[1]) > 1:
+        own_keys = own_keys.repeat_interleave(copies, 1)
+        own_values = own_values.repeat_interleave(copies, 1)
+    own, own_log_sums = _flash(query, own_keys, own_values, is_causal=True, scale=scale)
+    if before:
+        many = query.reshape(1, keys.shape[1], -1, head_dim)
+        past, log_sums = _flash(
+            many, keys[:, :, :before], values[:, :, :before], is_causal=False, scale=scale
+        )
+        past_share = torch.sigmoid(log_sums.reshape(own_log_sums.shape) - own_log_sums)[..., None]
+        past = past.reshape(own.shape)
+        own = torch.lerp(own.float(), past.float(), past_share).to(own.dtype)
+    return own[0].transpose(0, 1).reshape(queries, heads * head_dim)
+
+
+def _flash(
+    query: torch.Tensor,  # [1, A, Q, D]
+    keys: torch.Tensor,  # [1, A, C, D]
+    values: torch.Tensor,  # [1, A, C, D]
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return torch's fused attention [1, A, Q, D], and the logarithms of its softmaxes' sums
+    [1, A, Q], which ``scaled_dot_product_attention`` does not return."""
+    output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal, attn_mask=None, scale=scale
+    )
+    return output, log_sums
 
 
 def _mix(

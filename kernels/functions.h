@@ -53,9 +53,25 @@ extern "C" int64_t tg_multiply_exact(const void* x, void* packed, const void* bi
                                      int64_t tokens, int64_t outputs, int64_t inputs,
                                      int64_t adds, int64_t threads_max);
 
-// Limits and reports of a draw that few rows ask for; as DrawReports in native.py.
+// Edits of a row's logits before its draw, in this order; as RowEdits in native.py.
+struct Edits {
+    const int64_t* biased_ids;
+    const float* biases;
+    int64_t biased;
+    const int64_t* banned_ids;
+    int64_t banned;
+    const int64_t* seen_ids;
+    const float* seen_counts;  // of the output
+    int64_t seen;
+    float repetition, frequency, presence;
+    const uint32_t* allowed;  // one bit per token that may be drawn; null for all
+};
+
+// Edits, limits and reports of a draw that few rows ask for; as DrawReports in native.py.
 struct Reports {
-    const float* min_p;         // 0 keeps all
+    const float* min_p;          // 0 keeps all
+    const Edits* const* edits;   // null for none
+    const uint8_t* bans;         // whether the edits' bans apply
     const int64_t* top_counts;  // how many of the likeliest tokens are reported
     int64_t top_stride;
     int32_t* top_ids;

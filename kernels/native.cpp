@@ -192,8 +192,29 @@ double sum_blocks(const std::vector<float>& weights, std::vector<float>& blocks)
 
 // Working memory of the draws of one call.
 struct DrawScratch {
-    std::vector<float> scaled, weights, blocks, ranked;
+    std::vector<float> scaled, weights, blocks, ranked, edited;
 };
+
+// The logits after bias, bans, penalties and mask.
+const float* edit(const float* logits, int64_t vocab, const Edits& edits, bool bans,
+                  std::vector<float>& edited) {
+    edited.assign(logits, logits + vocab);
+    for (int64_t i = 0; i < edits.biased; i++) edited[edits.biased_ids[i]] += edits.biases[i];
+    for (int64_t i = 0; bans && i < edits.banned; i++) edited[edits.banned_ids[i]] = -INFINITY;
+    for (int64_t i = 0; i < edits.seen; i++) {
+        float& logit = edited[edits.seen_ids[i]];
+        const float count = edits.seen_counts[i];
+        logit = logit > 0.0f ? logit / edits.repetition : logit * edits.repetition;
+        logit -= edits.frequency * count + (count > 0.0f ? edits.presence : 0.0f);
+    }
+    for (int64_t from = 0; edits.allowed && from < vocab; from += 32) {
+        const uint32_t bits = edits.allowed[from / 32];
+        const int64_t count = std::min<int64_t>(32, vocab - from);
+        for (int64_t j = 0; j < count; j++)
+            edited[from + j] = (bits >> j) & 1 ? edited[from + j] : -INFINITY;
+    }
+    return edited.data();
+}
 
 // Return the largest logit; write the logits, less the largest and divided by the temperature, and
 // their weights.
@@ -213,8 +234,13 @@ float scale(const float* logits, float divisor, std::vector<float>& scaled,
 }
 
 double mass_of(const float* scaled, int64_t count) {
+    double lanes[8] = {};
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        for (int j = 0; j < 8; j++) lanes[j] += exp_of_negative(scaled[i + j]);
     double mass = 0.0;
-    for (int64_t i = 0; i < count; i++) mass += exp_of_negative(scaled[i]);
+    for (; i < count; i++) mass += exp_of_negative(scaled[i]);
+    for (const double lane : lanes) mass += lane;
     return mass;
 }
 
@@ -406,15 +432,16 @@ int64_t report_kept(const Drawn& drawn, int64_t vocab, int32_t* ids) {
     return kept;
 }
 
-// The log-prob of a token under the logits as they are, without temperature and limits. Overwrites
-// what the row was drawn from.
-float raw_logprob(const Drawn& drawn, int32_t id, DrawScratch& scratch) {
+// The log-prob of a token under the logits as they are, without edits, temperature and limits.
+// Overwrites what the row was drawn from.
+float raw_logprob(const float* logits, const Drawn& drawn, int32_t id, DrawScratch& scratch) {
     double total = drawn.unlimited_total;
-    if (drawn.divisor != 1.0f) {
-        scale(drawn.logits, 1.0f, scratch.scaled, scratch.weights);
+    float most = drawn.most;
+    if (drawn.divisor != 1.0f || drawn.logits != logits) {
+        most = scale(logits, 1.0f, scratch.scaled, scratch.weights);
         total = sum_blocks(scratch.weights, scratch.blocks);
     }
-    return (drawn.logits[id] - drawn.most) - float(std::log(total));
+    return (logits[id] - most) - float(std::log(total));
 }
 
 }  // namespace
@@ -448,11 +475,19 @@ extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const
         scratch.blocks.resize((vocab + DRAW_BLOCK - 1) / DRAW_BLOCK);
         int32_t* kept_ids = reports ? reports->kept_ids : nullptr;
         for (int64_t r = 0; r < rows; r++) {
-            const Drawn drawn =
-                draw_row(logits + r * vocab, vocab, temperatures[r],
-                         reports ? reports->min_p[r] : 0.0f, top_k[r], top_p[r],
-                         uniform(seeds[r], indices[r]), ids + r, logprobs + r, scratch);
+            const float* row = logits + r * vocab;
+            const Edits* edits = reports ? reports->edits[r] : nullptr;
+            const float* drawn_from =
+                edits ? edit(row, vocab, *edits, reports->bans[r], scratch.edited) : row;
+            const Drawn drawn = draw_row(drawn_from, vocab, temperatures[r],
+                                         reports ? reports->min_p[r] : 0.0f, top_k[r], top_p[r],
+                                         uniform(seeds[r], indices[r]), ids + r, logprobs + r,
+                                         scratch);
             if (!reports) continue;
+            if (edits && edits->allowed && drawn.most == -INFINITY &&
+                std::all_of(drawn_from, drawn_from + vocab,
+                            [](float logit) { return logit == -INFINITY; }))
+                logprobs[r] = -INFINITY;
             if (reports->top_counts[r]) {
                 const int64_t at = r * reports->top_stride;
                 report_top(drawn, vocab, reports->top_counts[r], reports->top_ids + at,
@@ -461,7 +496,7 @@ extern "C" int64_t tg_draw(const float* logits, const float* temperatures, const
             if (reports->wants_kept[r])
                 kept_ids += reports->kept_counts[r] = report_kept(drawn, vocab, kept_ids);
             if (reports->wants_raw[r])
-                reports->raw_logprobs[r] = raw_logprob(drawn, ids[r], scratch);
+                reports->raw_logprobs[r] = raw_logprob(row, drawn, ids[r], scratch);
         }
     });
 }

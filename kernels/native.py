@@ -245,9 +245,33 @@ class Native:
         return ids, logprobs
 
 
+class RowEdits(ctypes.Structure):
+    """Edits of a row's logits before its draw, in the order of the fields: bias, bans, penalties as
+    of :mod:`tidegate.kernels.penalties`, mask. Arrays are addresses, and counts their lengths."""
+
+    _fields_ = (
+        ("biased_ids", POINTER),
+        ("biases", POINTER),
+        ("biased", INT),
+        ("banned_ids", POINTER),
+        ("banned", INT),
+        ("seen_ids", POINTER),
+        ("seen_counts", POINTER),
+        ("seen", INT),
+        ("repetition", FLOAT),
+        ("frequency", FLOAT),
+        ("presence", FLOAT),
+        ("allowed", POINTER),
+    )
+    """``allowed``: one bit per token that may be drawn, in uint32; None for all. Where it leaves
+    nothing, the log-prob is -inf."""
+
+
 class _Reports(ctypes.Structure):
     _fields_ = (
         ("min_p", POINTER),
+        ("edits", POINTER),
+        ("bans", POINTER),
         ("top_counts", POINTER),
         ("top_stride", INT),
         ("top_ids", POINTER),
@@ -261,12 +285,16 @@ class _Reports(ctypes.Structure):
 
 
 class DrawReports:
-    """Min-p of a draw's rows, and what is reported of them beside token and log-prob."""
+    """Min-p and edits of a draw's rows, and what is reported of them beside token and log-prob."""
 
     def __init__(self, rows: int, vocab: int, top_max: int, kept_rows: int) -> None:
         """``top_max``: largest number of top tokens of a row; ``kept_rows``: number of rows whose
         kept tokens are reported."""
         self.min_p = np.zeros(rows, np.float32)
+        self.edits = np.zeros(rows, np.uintp)
+        """Address of each row's :class:`RowEdits`; 0 for none."""
+        self.bans = np.zeros(rows, np.bool_)
+        """Whether the bans of the row's edits apply."""
         self.top_counts = np.zeros(rows, np.int64)
         self.wants_raw = np.zeros(rows, np.bool_)
         self.wants_kept = np.zeros(rows, np.bool_)
@@ -281,6 +309,8 @@ class DrawReports:
         """Ids of the tokens that min-p, top-k and top-p leave, row after row, ascending."""
         self._structure = _Reports(
             self.min_p.ctypes.data,
+            self.edits.ctypes.data,
+            self.bans.ctypes.data,
             self.top_counts.ctypes.data,
             top_max,
             self.top_ids.ctypes.data,

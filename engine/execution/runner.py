@@ -7,8 +7,9 @@ is in ``models/model.py``; compiled kernels are used if they can be built.
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, cast, overload
 
 import numpy as np
@@ -38,6 +39,8 @@ from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import (
+    edited_of,
+    emptied,
     hidden_rows,
     limits,
     options_of,
@@ -45,6 +48,7 @@ from tidegate.engine.sampling.sampling import (
     reported,
     reports_of,
     sample_rows,
+    update_edits,
     with_hidden_states,
 )
 from tidegate.engine.sampling.scoring import RowScore, RowScoring, score_rows
@@ -64,6 +68,15 @@ from tidegate.kernels.native import DrawReports, LastTokens, Native, SlotMapping
 ATTENDS_SINGLY = 0
 """Kind of the rows whose attention compiled code computes token by token; sorts before all padded
 kinds."""
+
+
+Drawn = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Token ids and log-probs, one per row."""
+
+
+CHUNK_TOKENS_MIN = 128
+"""Tokens of a prefill chunk from which it attends by itself: one more call costs less there than
+the mask of several."""
 
 
 @dataclass(slots=True)
@@ -101,6 +114,7 @@ class DecodeRows(Sequence[Row]):
         sampling = [row.sampling for row in rows if row.sampling is not None]
         self.options = options_of(sampling)
         """Options of the rows that have any but temperature, top-k and top-p."""
+        self._edited = edited_of(self.options)
         self._reports: DrawReports | None = None
         self._rows = rows
         self._are_current = True
@@ -132,12 +146,21 @@ class DecodeRows(Sequence[Row]):
         self._update_rows()
         return iter(self._rows)
 
-    def reports(self, vocab: int) -> DrawReports | None:
-        """Return the arrays for what the options have a draw report; None if they request
-        nothing."""
-        if self._reports is None and self.options:
+    def draw(self, vocab: int, by: Callable[[DrawReports | None], Drawn]) -> StepOutput:
+        """Return the output of a draw ``by`` compiled code, with what the options ask for."""
+        if not self.options:
+            return StepOutput(*by(None))
+        if self._reports is None:
             self._reports = reports_of(self.options, len(self), vocab)
-        return self._reports
+        reports = self._reports
+        if not self._edited:
+            token_ids, logprobs = by(reports)
+            return StepOutput(token_ids, logprobs, reported(reports, self.options, vocab))
+        indices: list[int] = self._counters[1].tolist()
+        failures = update_edits(reports, self._edited, indices)
+        token_ids, logprobs = by(reports)
+        failures |= emptied(self._edited, indices, logprobs)
+        return StepOutput(token_ids, logprobs, reported(reports, self.options, vocab), failures)
 
     def advance(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Continue with the step after this one, in which each row has the token that this one
@@ -266,6 +289,7 @@ class ModelRunner:
         positions = min(config.context_tokens_max, num_blocks * block_tokens)
         self._native = native
         self._is_deterministic = is_deterministic
+        self._needs_mask = config.attention_soft_cap is not None or config.attention_sinks
         self._kinds = LayerKinds(config, positions, weights.dtype)
         self._dense: Layers | None = None
         self._dense_of: Weights | None = None
@@ -297,12 +321,9 @@ class ModelRunner:
         if isinstance(rows, DecodeRows):
             layers = self._dense_layers()
             if layers is not None and layers.decodes:
-                vocab = self.config.vocab_size
-                reports, tables = rows.reports(vocab), self._tables.of(rows.block_tables)
-                token_ids, logprobs = layers.decode(rows.columns, tables, reports)
-                if reports is None:
-                    return StepOutput(token_ids, logprobs)
-                return StepOutput(token_ids, logprobs, reported(reports, rows.options, vocab))
+                tables = self._tables.of(rows.block_tables)
+                draw = partial(layers.decode, rows.columns, tables)
+                return rows.draw(self.config.vocab_size, draw)
         return self._step(rows)
 
     @torch.inference_mode()
@@ -491,20 +512,30 @@ class ModelRunner:
                     )
                 )
                 continue
-            counts = layout.counts[rows]
-            blocks = -(-int((starts[rows] + counts).max()) // self.block_tokens)
-            groups.append(
-                plan_group(
-                    starts[rows],
+            first_token = part.first_token
+            for each in self._attending_together(rows, layout.counts[rows]):
+                counts = layout.counts[each]
+                blocks = -(-int((starts[each] + counts).max()) // self.block_tokens)
+                group = plan_group(
+                    starts[each],
                     counts,
-                    tables[rows, :blocks],
+                    tables[each, :blocks],
                     self._shape,
-                    first_token=part.first_token,
+                    first_token=first_token,
                     dtype=self.weights.dtype,
                     window_tokens=window_tokens,
+                    needs_mask=self._needs_mask,
                 )
-            )
+                groups.append(group)
+                first_token = group.end_token
         return groups
+
+    def _attending_together(self, rows: slice, counts: Ints) -> list[slice]:
+        """Return the rows of one kind in the groups that they attend in: long ones alone, because
+        without padding there is no mask."""
+        if self._needs_mask or counts.min() < CHUNK_TOKENS_MIN:
+            return [rows]
+        return [slice(row, row + 1) for row in range(rows.start, rows.stop)]
 
     def _scratch_for(self, groups: Sequence[RowGroup | LastTokens]) -> torch.Tensor:
         """Return the scratch memory, kept between steps and grown if this step needs more."""

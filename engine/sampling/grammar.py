@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from tidegate.engine.sampling.grammar_compiler import (
@@ -27,7 +27,12 @@ from tidegate.engine.sampling.grammar_compiler import (
     library,
     tokens_of,
 )
-from tidegate.engine.sampling.logits import ProcessorSetup, TurnLogitsProcessor, TurnTokens
+from tidegate.engine.sampling.logits import (
+    ProcessorSetup,
+    TokenMask,
+    TurnLogitsProcessor,
+    are_among,
+)
 from tidegate.transport.sampling import with_bounded_space
 
 if TYPE_CHECKING:
@@ -150,15 +155,6 @@ def _vocabulary(setup: ProcessorSetup) -> Vocabulary:
     return Vocabulary(setup.tokenizer.get(), setup.vocab_size, setup.stop_token_ids[0])
 
 
-class _Mask(NamedTuple):
-    """Tokens that a grammar allows next."""
-
-    bits: bytes
-    """One bit per token of the vocabulary."""
-    may_end: bool
-    """Whether the grammar is complete."""
-
-
 class MaskThread:
     """Computes masks, one at a time, in a thread that is given up if one takes too long: nothing
     can end it, but it runs without the GIL, and llguidance's limits end it within a minute."""
@@ -166,12 +162,12 @@ class MaskThread:
     def __init__(self) -> None:
         """Start nothing: the thread starts with the first mask."""
         self._thread: threading.Thread | None = None
-        self._work: queue.SimpleQueue[Callable[[], _Mask] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         """Computation that the thread does next; None ends the thread."""
-        self._results: queue.SimpleQueue[_Mask | BaseException] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
         self._given_up: list[threading.Thread] = []
 
-    def compute(self, work: Callable[[], _Mask]) -> _Mask:
+    def compute(self, work: Callable[[], bool]) -> bool:
         """Return what ``work`` returns.
 
         Raises:
@@ -210,8 +206,8 @@ class MaskThread:
 
 
 def _work_off(
-    tasks: "queue.SimpleQueue[Callable[[], _Mask] | None]",
-    results: "queue.SimpleQueue[_Mask | BaseException]",
+    tasks: "queue.SimpleQueue[Callable[[], bool] | None]",
+    results: "queue.SimpleQueue[bool | BaseException]",
 ) -> None:
     while (task := tasks.get()) is not None:
         try:
@@ -220,46 +216,50 @@ def _work_off(
             results.put(error)
 
 
-class _GrammarProcessor:
+class _GrammarProcessor(TokenMask):
     """Grammar state of one turn."""
 
     def __init__(
         self, compiled: "LLMatcher", setup: ProcessorSetup, thread: MaskThread | None
     ) -> None:
         """``thread`` computes the masks; None: the caller's own."""
+        # The tokenizer's EOS tokens need not be the turn's stop tokens, which end the grammar.
+        vocab, stop_ids = setup.vocab_size, setup.stop_token_ids
+        eos_ids = tokens_of(_vocabulary(setup)).eos_tokens
+        super().__init__(~are_among([*eos_ids, *stop_ids], vocab))
+        self._never_ends = self.allowed.copy()
+        self._stops = TokenMask(are_among(stop_ids, vocab)).allowed
+        self._address = self.allowed.ctypes.data
         self._matcher = compiled.deep_copy()
         self._thread = thread
-        self._stop_ids = torch.tensor(setup.stop_token_ids)
-        self._eos_ids = torch.tensor(tokens_of(_vocabulary(setup)).eos_tokens)
         self._consumed_tokens = 0
         """Number of output tokens that the matcher has consumed."""
         self._spent_s = 0.0
         """Seconds that all masks have taken."""
 
-    def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
+    def update(self, output: npt.NDArray[np.int32]) -> None:
         began_s = time.monotonic()
-        new_tokens = turn.output[self._consumed_tokens :].tolist()
-        self._consumed_tokens = len(turn.output)
+        new_tokens = output[self._consumed_tokens :].tolist()
+        self._consumed_tokens = len(output)
         if self._thread is None:
-            mask = self._mask_after(new_tokens)
+            may_end = self._advance(new_tokens)
         else:
-            mask = self._thread.compute(lambda: self._mask_after(new_tokens))
+            may_end = self._thread.compute(lambda: self._advance(new_tokens))
         self._spent_s += time.monotonic() - began_s
         if self._spent_s > MASKS_WALL_S + MASK_MEAN_S * self._consumed_tokens:
             raise ValueError(
                 f"finding the allowed tokens took {self._spent_s:.1f} s for "
                 f"{self._consumed_tokens} tokens; constrain less of the output"
             )
-        bits = np.frombuffer(mask.bits, np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(bits, count=len(logits), bitorder="little"))
-        allowed[self._eos_ids] = 0  # the tokenizer's EOS tokens need not be the turn's stop tokens
-        allowed[self._stop_ids] = int(mask.may_end)
-        logits.masked_fill_(allowed == 0, -torch.inf)
+        self.allowed &= self._never_ends
+        if may_end:
+            self.allowed |= self._stops
 
-    def _mask_after(self, new_tokens: list[int]) -> _Mask:
+    def _advance(self, new_tokens: list[int]) -> bool:
+        """Find what the grammar allows after ``new_tokens``; return whether it is complete."""
         matcher = self._matcher
         matcher.consume_tokens(new_tokens)
-        bits = matcher.compute_bitmask()
+        matcher.unsafe_compute_mask_ptr(self._address, self.allowed.nbytes)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        return _Mask(bits, matcher.is_accepting())
+        return matcher.is_accepting()

@@ -16,11 +16,17 @@ import numpy.typing as npt
 import torch
 
 from tidegate.engine.models.tokenizer import ModelTokenizer
-from tidegate.engine.sampling.logits import ProcessorSetup, TurnLogitsProcessor, TurnTokens
+from tidegate.engine.sampling.logits import (
+    ProcessorSetup,
+    TokenMask,
+    TurnLogitsProcessor,
+    TurnTokens,
+)
 from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.sampling.seen_tokens import SeenCounts
 from tidegate.engine.sampling.stop_strings import StopStrings
 from tidegate.errors import TurnRefused
+from tidegate.kernels.native import RowEdits
 from tidegate.transport.attachments import HIDDEN_STATES_BYTES_MAX
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import SubmitTurn
@@ -49,9 +55,12 @@ class RowOptions:
     """One turn's sampling options, and the state that they keep of its tokens."""
 
     __slots__ = (
+        "_masks",
         "_prompt_tokens",
+        "_row_edits",
         "_stop_strings",
         "_tokens",
+        "allowed",
         "banned",
         "bias_ids",
         "biases",
@@ -89,6 +98,20 @@ class RowOptions:
         self.seen: SeenCounts | None = None
         """Tokens to penalise; None without penalties."""
         self.logits_processors: list[tuple[str, TurnLogitsProcessor]] = []
+        self._masks: list[tuple[str, TokenMask]] = []
+        self._row_edits: RowEdits | None = None
+        self.allowed: npt.NDArray[np.uint32] | None = None
+        """What :attr:`TokenMask.allowed` of all processors have in common, always in the same
+        array; None if there are others, which edit the logits."""
+
+    def add_processors(self, processors: list[tuple[str, TurnLogitsProcessor]]) -> None:
+        """Have the logits edited by these processors, one after another."""
+        self.logits_processors = processors
+        masks = [(name, each) for name, each in processors if isinstance(each, TokenMask)]
+        if masks and len(masks) == len(processors):
+            self._masks = masks
+            first = masks[0][1].allowed
+            self.allowed = first if len(masks) == 1 else first.copy()
 
     @property
     def edit_by_output(self) -> bool:
@@ -96,14 +119,31 @@ class RowOptions:
         return self.seen is not None or bool(self.logits_processors)
 
     @property
-    def only_reports(self) -> bool:
-        """Whether these are only min-p, and attachments that a draw reports."""
-        is_edited = self.edit_by_output or self.min_tokens or len(self.bias_ids)
-        return not (is_edited or self._stop_strings is not None or self.hidden_states)
+    def is_processed(self) -> bool:
+        """Whether processors edit the logits in torch, after all other edits."""
+        return bool(self.logits_processors) and self.allowed is None
 
-    def edits(self, index: int) -> bool:
-        """Whether the logits of the token of this output index are edited before the draw."""
-        return bool(len(self.bias_ids)) or index < self.min_tokens or self.edit_by_output
+    def row_edits(self) -> RowEdits | None:
+        """Return the edits that compiled code makes, the same object for all tokens; None if there
+        are none, or they are torch's."""
+        has_edits = len(self.bias_ids) or self.min_tokens or self.edit_by_output
+        if self._row_edits is None and has_edits and not self.is_processed:
+            self._row_edits = RowEdits(
+                biased_ids=self.bias_ids.ctypes.data,
+                biases=self.biases.ctypes.data,
+                biased=len(self.bias_ids),
+                banned_ids=self.banned.ctypes.data,
+                banned=len(self.banned),
+                allowed=None if self.allowed is None else self.allowed.ctypes.data,
+            )
+            if self.seen is not None:
+                self.seen.write_to(self._row_edits)
+        return self._row_edits
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether output tokens must be given to :meth:`append`."""
+        return self.seen is not None or self._stop_strings is not None
 
     def append(self, token_id: int, index: int) -> bool:
         """Count an output token; return whether it completes a stop string."""
@@ -124,16 +164,41 @@ class RowOptions:
             try:
                 processor(logits, turn)
             except BaseException as error:  # noqa: BLE001 - it may even exit, or a library panic
-                reason = f"{type(error).__name__}: {error}"
-                return cut(f"logits processor {name!r} failed after {index} tokens: {reason}")
+                return _failed(name, index, error)
         peak = float(logits.max())
-        if math.isfinite(peak):
+        return None if math.isfinite(peak) else self.nothing_left(index, peak)
+
+    def update_edits(self, index: int) -> str | None:
+        """Bring the row's edits up to date with the output before the token of this index; return
+        the error that prevents sampling, if any."""
+        if self.seen is not None and self._row_edits is not None:
+            self._row_edits.seen = len(self.seen.token_ids)
+        if self.allowed is None:
             return None
+        output = self._tokens[self._prompt_tokens : self._prompt_tokens + index]
+        for name, mask in self._masks:
+            try:
+                mask.update(output)
+            except BaseException as error:  # noqa: BLE001 - a library's panic is no Exception
+                return _failed(name, index, error)
+        if len(self._masks) > 1:
+            np.bitwise_and.reduce([mask.allowed for _, mask in self._masks], out=self.allowed)
+        return None
+
+    def nothing_left(self, index: int, peak: float = -math.inf) -> str:
+        """Return the error of processors that leave no token to be sampled.
+
+        ``peak`` is the largest logit."""
         names = ", ".join(name for name, _ in self.logits_processors)
         return (
             f"after {index} tokens the logits processors {names} leave nothing to sample: the "
             f"largest logit is {peak}; keep at least one token's logit finite"
         )
+
+
+def _failed(name: str, index: int, error: BaseException) -> str:
+    reason = f"{type(error).__name__}: {error}"
+    return cut(f"logits processor {name!r} failed after {index} tokens: {reason}")
 
 
 class OptionReader:
@@ -205,9 +270,9 @@ class OptionReader:
             self._ban(options, setup.stop_token_ids)
         if _is_penalized(params):
             options.seen = SeenCounts(params, tokens, prompt_tokens, known_tokens, self._vocab_size)
-        options.logits_processors = [
-            self._registry.make(text, setup) for text in params.logits_processors
-        ]
+        options.add_processors(
+            [self._registry.make(text, setup) for text in params.logits_processors]
+        )
         if params.stop_strings:
             strings = StopStrings(
                 self._tokenizer.get(), params.stop_strings, tokens[:prompt_tokens].tolist()

@@ -10,14 +10,18 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tidegate.engine.sampling.grammar import Grammars
 from tidegate.engine.sampling.logits import (
     MakeProcessor,
     ProcessorSetup,
+    TokenMask,
     TurnLogitsProcessor,
     TurnTokens,
+    are_among,
 )
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport.limits import cut
@@ -118,8 +122,8 @@ class _TokenIds(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int]
 
 
-def _read_token_ids(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.Tensor:
-    """Return the named tokens, each once, int64."""
+def _are_named(arguments: dict[str, Any], setup: ProcessorSetup) -> npt.NDArray[np.bool_]:
+    """Return which tokens of the vocabulary are named, [V]."""
     token_ids = msgspec.convert(arguments, _TokenIds).token_ids
     outside = [t for t in token_ids if not 0 <= t < setup.vocab_size]
     if outside:
@@ -127,36 +131,26 @@ def _read_token_ids(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.T
             f"a logits processor's argument names token {outside[0]}, and the model's vocabulary "
             f"is [0, {setup.vocab_size}); use this model's tokenizer"
         )
-    return torch.tensor(sorted({*token_ids}), dtype=torch.int64)
+    return are_among(token_ids, setup.vocab_size)
 
 
 def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Allow only ``token_ids``: an action mask. Stop tokens must be listed, too."""
-    token_ids = _read_token_ids(arguments, setup)
-    if not len(token_ids):
+    are_allowed = _are_named(arguments, setup)
+    if not are_allowed.any():
         raise ValueError("token_ids is empty, so no token is allowed; name at least one")
-
-    def processor(logits: torch.Tensor, turn: TurnTokens) -> None:
-        allowed = logits[token_ids]
-        logits.fill_(-torch.inf)
-        logits[token_ids] = allowed
-
-    return processor
+    return TokenMask(are_allowed)
 
 
 def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Exclude ``token_ids``."""
-    token_ids = _read_token_ids(arguments, setup)
-    if len(token_ids) == setup.vocab_size:
+    are_excluded = _are_named(arguments, setup)
+    if are_excluded.all():
         raise ValueError(
             f"token_ids holds all {setup.vocab_size} tokens of the vocabulary, so none is left to "
             "sample; omit at least one"
         )
-
-    def processor(logits: torch.Tensor, turn: TurnTokens) -> None:
-        logits[token_ids] = -torch.inf
-
-    return processor
+    return TokenMask(~are_excluded)
 
 
 class _Words(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,14 +1,18 @@
 """Samples one token per row from a step's logits, with its log-prob and requested attachments.
 
 Every draw uses the row's own counter-based random number, independent of the rest of the batch.
-Torch edits the logits first. Limits, draws and reports are compiled (``kernels/native.py``);
-without a compiler, ``kernels/sampling.py`` computes them with torch.
+Edits of logits, limits, draws and reports are compiled (``kernels/native.py``); without a compiler,
+``kernels/penalties.py`` and ``kernels/sampling.py`` compute them with torch. Rows with processors
+that do more than exclude tokens are edited by torch.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
 
+import ctypes
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,13 +50,12 @@ class RowSampling:
 
     @property
     def is_drawn_whole(self) -> bool:
-        """Whether the compiled draw is all that the row needs: nothing edits its logits, and
-        nothing but its token ends it."""
-        return self.options is None or self.options.only_reports
+        """Whether the compiled draw is all that the row needs after the head."""
+        own = self.options
+        return own is None or not (own.is_processed or own.hidden_states)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenAttachments:
+class TokenAttachments(NamedTuple):
     """Attachments of one sampled token, encoded as in ``transport/attachments.py``; empty if not
     requested."""
 
@@ -111,15 +114,18 @@ def sample_rows(
     if not options:
         return StepOutput(*_draw(logits, sampling, native))
     logits = logits.contiguous()  # edits use flat indices
+    processed = {row: own for row, own in options.items() if own.is_processed}
     raw = {  # copies of logits that are edited below
-        row: logits[row].clone()
-        for row, own in options.items()
-        if own.raw_logprobs and own.edits(sampling[row].index)
+        row: logits[row].clone() for row, own in processed.items() if own.raw_logprobs
     }
-    failures = _edit(logits, sampling, options)
+    failures = _edit(logits, sampling, processed)
     reports = reports_of(options, *logits.shape)
     reports.wants_raw[list(raw)] = False
+    edited = edited_of(options)
+    indices = [params.index for params in sampling]
+    failures |= update_edits(reports, edited, indices)
     token_ids, logprobs = _draw(logits, sampling, native, reports)
+    failures |= emptied(edited, indices, logprobs)
     for row, own_logits in raw.items():
         token = torch.tensor([[int(token_ids[row])]])
         reports.raw_logprobs[row] = weights_of(own_logits[None]).logprobs(token).item()
@@ -146,7 +152,44 @@ def reports_of(options: Mapping[int, RowOptions], rows: int, vocab: int) -> Draw
         reports.top_counts[row] = own.top_logprobs
         reports.wants_raw[row] = own.raw_logprobs
         reports.wants_kept[row] = own.kept_tokens
+        if (edits := own.row_edits()) is not None:
+            reports.edits[row] = ctypes.addressof(edits)
     return reports
+
+
+def edited_of(options: Mapping[int, RowOptions]) -> dict[int, RowOptions]:
+    """Return the options whose edits compiled code makes, by row."""
+    return {row: own for row, own in options.items() if own.row_edits() is not None}
+
+
+def update_edits(
+    reports: DrawReports, edited: Mapping[int, RowOptions], indices: Sequence[int]
+) -> dict[int, str]:
+    """Bring the edits of a draw's rows up to date; return the rows that failed, with reasons.
+
+    ``indices``: output index of each row's next token.
+    """
+    failures: dict[int, str] = {}
+    for row, own in edited.items():
+        index = indices[row]
+        reports.bans[row] = index < own.min_tokens
+        if (reason := own.update_edits(index)) is not None:
+            failures[row] = reason
+            reports.edits[row] = 0  # something must be drawn
+    return failures
+
+
+def emptied(
+    edited: Mapping[int, RowOptions], indices: Sequence[int], logprobs: npt.NDArray[np.float32]
+) -> dict[int, str]:
+    """Return the rows whose mask left nothing to draw, with reasons."""
+    if not edited or math.isfinite(logprobs.sum()):  # as nearly always
+        return {}
+    return {
+        row: own.nothing_left(indices[row])
+        for row, own in edited.items()
+        if np.isneginf(logprobs[row])
+    }
 
 
 def reported(
@@ -316,7 +359,7 @@ def with_hidden_states(output: StepOutput, rows: Sequence[int], hidden: torch.Te
     attachments = dict(output.attachments)
     for row, state in zip(rows, hidden.float().numpy(), strict=True):
         known = attachments.get(row, TokenAttachments())
-        attachments[row] = replace(known, hidden_state=state.tobytes())
+        attachments[row] = known._replace(hidden_state=state.tobytes())
     return replace(output, attachments=attachments)
 
 

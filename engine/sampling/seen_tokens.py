@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidegate.kernels.native import RowEdits
 from tidegate.kernels.penalties import SeenTokens
 from tidegate.transport.sampling import SamplingParams
 
@@ -48,6 +49,13 @@ class SeenCounts:
         index = self._indices.setdefault(token_id, len(self._indices))
         self._ids[index] = token_id
         self._counts[index] += 1
+
+    def write_to(self, edits: RowEdits) -> None:
+        """Have compiled code penalise these tokens; ``edits.seen`` must follow their number."""
+        edits.seen_ids, edits.seen_counts = self._ids.ctypes.data, self._counts.ctypes.data
+        edits.seen = len(self._indices)
+        edits.repetition, edits.frequency = self.repetition, self.frequency
+        edits.presence = self.presence
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:

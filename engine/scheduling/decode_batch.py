@@ -17,8 +17,8 @@ from tidegate.transport.messages import LENGTH, RUNNING, STOP
 
 
 class DecodeBatch:
-    """The sequences of successive steps that only decode, with no options but temperature, min-p,
-    top-k, top-p and attachments of the draw."""
+    """The sequences of successive steps that only decode, with options that compiled code draws
+    by."""
 
     def __init__(self, sequences: Sequence[EngineSequence]) -> None:
         """``sequences`` are planned, and :func:`can_decode_plainly` is true of each."""
@@ -27,6 +27,12 @@ class DecodeBatch:
         """The rows of the planned step."""
         self._tokens = [sequence.tokens.data for sequence in sequences]
         self._stop_ids: frozenset[int] = frozenset().union(*(each.stop_ids for each in sequences))
+        self._counted = [
+            (index, options)
+            for index, options in self.rows.options.items()
+            if options.counts_tokens
+        ]
+        """Options that are given each token, with their rows."""
         self._checked_at = [_next_check(sequence) for sequence in sequences]
         """Position of each sequence's token that fills a block to share, or after which it ends."""
         self._turns = np.array([sequence.handle for sequence in sequences], "<u4").tobytes()
@@ -57,6 +63,9 @@ class DecodeBatch:
             if sequence.length == sequence.length_max:
                 finish[index] = LENGTH
             self._checked_at[index] = _next_check(sequence)
+        for index, options in self._counted:
+            if options.append(sampled[index], int(self.rows.columns.draws[index])):
+                finish[index] = STOP
         if not self._stop_ids.isdisjoint(sampled):
             for index, token_id in enumerate(sampled):
                 if token_id in self.sequences[index].stop_ids:
@@ -86,8 +95,7 @@ def _next_check(sequence: EngineSequence) -> int:
 
 
 def can_decode_plainly(sequence: EngineSequence) -> bool:
-    """Return whether a sequence that is planned to decode needs nothing but what a draw gives,
-    with no options but temperature, min-p, top-k and top-p."""
+    """Return whether a sequence that is planned to decode needs nothing but what a draw gives."""
     return (
         not sequence.is_prefilling
         and sequence.sampling.is_drawn_whole

@@ -15,7 +15,7 @@ from tidegate.engine.execution.routed_experts import Experts
 from tidegate.engine.execution.step_layout import AdapterVersion
 from tidegate.engine.sampling.sampling import StepOutput, TokenAttachments, all_finite
 from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineSequence
-from tidegate.transport.attachments import Attachment, AttachmentName
+from tidegate.transport.attachments import Attachment
 from tidegate.transport.messages import Prefill, Step
 
 
@@ -165,40 +165,28 @@ class SampledRows:
 
     def add_attachments(self, sequence: EngineSequence, tokens: Sequence[TokenAttachments]) -> None:
         """Add the attachments of a sequence's newest tokens, which :meth:`add` has accepted."""
-        start = sequence.output_tokens - len(tokens)
-        first = tokens[0]  # which has what the others have, too
-        if first.raw_logprobs:
-            values = b"".join([t.raw_logprobs for t in tokens])
-            self._add(sequence, start, "raw_logprobs", "float32", values)
-        if first.top_ids:
-            ids, logprobs = [t.top_ids for t in tokens], [t.top_logprobs for t in tokens]
-            shape = [len(first.top_ids) // 4]
-            self._add(sequence, start, "top_ids", "int32", b"".join(ids), shape)
-            self._add(sequence, start, "top_logprobs", "float32", b"".join(logprobs), shape)
-        if first.hidden_state:
-            values = b"".join([t.hidden_state for t in tokens])
-            shape = [len(first.hidden_state) // 4]
-            self._add(sequence, start, "hidden_states", "float32", values, shape)
-        kept = [t.kept_ids for t in tokens if t.kept_ids is not None]
-        if kept:
+        turn, start = sequence.handle, sequence.output_tokens - len(tokens)
+        raw_logprobs, top_ids, top_logprobs, kept_ids, hidden_states = tokens[0]
+        top, hidden = [len(top_ids) // 4], [len(hidden_states) // 4]
+        counts = b"" if kept_ids is None else (len(kept_ids) // 4).to_bytes(4, "little")
+        if len(tokens) > 1:  # the others have what the first has
+            raw_logprobs = b"".join([token.raw_logprobs for token in tokens])
+            top_ids = b"".join([token.top_ids for token in tokens])
+            top_logprobs = b"".join([token.top_logprobs for token in tokens])
+            hidden_states = b"".join([token.hidden_state for token in tokens])
+            kept = [token.kept_ids for token in tokens if token.kept_ids is not None]
             counts = np.array([len(ids) // 4 for ids in kept], "<u4").tobytes()
-            values = b"".join(kept)
-            self.attachments.append(
-                Attachment(sequence.handle, "kept_ids", start, "int32", values, counts=counts)
-            )
-
-    def _add(
-        self,
-        sequence: EngineSequence,
-        start: int,
-        name: AttachmentName,
-        dtype: Literal["float32", "int32"],
-        values: bytes,
-        shape: Sequence[int] = (),
-    ) -> None:
-        self.attachments.append(
-            Attachment(sequence.handle, name, start, dtype, values, list(shape))
-        )
+            kept_ids = b"".join(kept)
+        add = self.attachments.append
+        if raw_logprobs:
+            add(Attachment(turn, "raw_logprobs", start, "float32", raw_logprobs))
+        if top_ids:
+            add(Attachment(turn, "top_ids", start, "int32", top_ids, top))
+            add(Attachment(turn, "top_logprobs", start, "float32", top_logprobs, top))
+        if hidden_states:
+            add(Attachment(turn, "hidden_states", start, "float32", hidden_states, hidden))
+        if counts:
+            add(Attachment(turn, "kept_ids", start, "int32", kept_ids or b"", counts=counts))
 
     def add_experts(self, sequence: EngineSequence, experts: Experts) -> None:
         """Add the routed experts [P, L, k] of the sequence's positions that were not reported."""
@@ -240,7 +228,8 @@ def split_attachments(columns: StepColumns) -> list[StepColumns]:
     All but the last have rows without tokens. One routed prompt of 32,768 positions of
     Qwen3-30B-A3B has 12 MiB of experts.
     """
-    if not columns.attachments:
+    total = sum([len(each.values) + len(each.counts) for each in columns.attachments])
+    if total <= ATTACHMENT_BYTES_MAX:
         return [columns]
     parts: list[list[Attachment]] = [[]]
     room = ATTACHMENT_BYTES_MAX

@@ -103,6 +103,57 @@ def test_padded_rows_attend_to_their_own_contexts_up_to_each_query(
     torch.testing.assert_close(outputs, torch.stack(expected))
 
 
+@pytest.mark.parametrize(("start", "count"), [(0, 9), (5, 4), (1, 6), (300, 40)])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_a_chunk_attends_without_a_mask_to_its_whole_context_up_to_each_query(
+    start: int, count: int, scale: float | None
+) -> None:
+    case = make_case([start], [count])
+    group = plan_group(
+        case.starts,
+        case.counts,
+        case.tables,
+        SHAPE,
+        first_token=0,
+        dtype=torch.float32,
+        needs_mask=False,
+    )
+    assert group.mask is None
+    scratch = torch.empty(scratch_elements([group], case.cache))
+    [queries], [keys], [values] = case.queries, case.keys, case.values
+    given: dict[str, Any] = {} if scale is None else {"scale": scale}
+    expected = torch.stack(
+        [
+            naive_attention(query, keys[: position + 1], values[: position + 1], **given)
+            for position, query in enumerate(queries, start=start)
+        ]
+    )
+    outputs = attend(queries, case.cache, group, scratch, scale=scale)
+    torch.testing.assert_close(outputs, expected)
+    short = case.cache.bfloat16()
+    outputs = attend(queries.bfloat16(), short, group, scratch.bfloat16(), scale=scale)
+    torch.testing.assert_close(outputs.float(), expected, atol=0.03, rtol=0.02)
+
+
+@pytest.mark.parametrize("window_tokens", [None, 3])
+def test_there_is_a_mask_where_rows_share_a_call_or_have_a_window(
+    window_tokens: int | None,
+) -> None:
+    for starts, counts in (([5, 2], [4, 4]), ([0, 3], [1, 1]), ([5], [4]), ([7], [1])):
+        case = make_case(starts, counts)
+        group = plan_group(
+            case.starts,
+            case.counts,
+            case.tables,
+            SHAPE,
+            first_token=0,
+            dtype=torch.float32,
+            window_tokens=window_tokens,
+            needs_mask=False,
+        )
+        assert (group.mask is None) == (window_tokens is None and counts == [4])
+
+
 @shapes
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-3, 3, HEADS)])

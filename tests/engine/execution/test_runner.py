@@ -95,6 +95,25 @@ def test_a_turn_continued_elsewhere_samples_what_it_would_have_here(
     assert sampled == whole.sampled
 
 
+def test_long_prompts_of_one_step_are_computed_as_each_alone_and_in_chunks(
+    model: Path, make_runner: MakeRunner
+) -> None:
+    prompts = [np.arange(n, n + size, dtype=np.int32) % 24 for n, size in ((1, 150), (2, 201))]
+    tables = [list(range(60)), list(range(60, 120))]
+    greedy = RowSampling(0.0, 0, 1.0, 0, 0)
+    together = make_runner(model).step(
+        [Row(prompt, 0, table, greedy) for prompt, table in zip(prompts, tables, strict=True)]
+    )
+    for number, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
+        alone = make_runner(model).step([Row(prompt, 0, table, greedy)])
+        chunked = make_runner(model)
+        chunked.step([Row(prompt[:7], 0, table, None)])
+        last = chunked.step([Row(prompt[7:], 7, table, greedy)])
+        for output in (alone, last):
+            assert output.token_ids.tolist() == [together.token_ids[number]]
+            np.testing.assert_allclose(output.logprobs, together.logprobs[number], atol=1e-5)
+
+
 def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(
     model: Path, make_runner: MakeRunner
 ) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.scheduling.scheduler import EngineScheduler, StepColumns
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
+from tidegate.kernels.layers import DecodeColumns, Layers
+from tidegate.kernels.native import Native, native
 from tidegate.transport import messages
 from tidegate.transport.messages import LENGTH, RUNNING, STOP, SubmitTurn
 from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
@@ -54,7 +56,10 @@ def bad_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     """Scheduler and runner of a real model, without a wire."""
 
-    def __init__(self, model: Path, modules: list[str]) -> None:
+    def __init__(
+        self, model: Path, modules: Sequence[str] = (), compiled: Native | None = None
+    ) -> None:
+        self.directory = model
         config = ModelConfig.from_directory(model)
         weights = load_directory(model, config, torch.float32)
         limits = EngineLimits(
@@ -72,11 +77,13 @@ class Engine:
             registry=ProcessorRegistry(modules),
         )
         self.scheduler = EngineScheduler(limits, options=self.options)
-        self.runner = ModelRunner(config, weights, num_blocks=64)
+        self.runner = ModelRunner(config, weights, num_blocks=64, native=compiled)
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.finish: dict[int, int] = {}
         self.top_ids: dict[int, list[bytes]] = {}
+        self.attachments: dict[tuple[int, str], list[float]] = {}
+        """Values of all tokens, by turn and name."""
 
     def submit(
         self, turn: int, prompt: list[int], *processors: LogitsProcessor, **requested: Any
@@ -114,6 +121,10 @@ class Engine:
         for attachment in columns.attachments:
             if attachment.name == "top_ids":
                 self.top_ids[attachment.turn].append(attachment.values)
+            dtype = {"int32": "<i4", "float32": "<f4"}[attachment.dtype]
+            self.attachments.setdefault((attachment.turn, attachment.name), []).extend(
+                np.frombuffer(attachment.values, dtype).tolist()
+            )
 
 
 @pytest.fixture
@@ -123,7 +134,94 @@ def engine(model: Path) -> Iterator[Engine]:
     engine.options.close()
 
 
-def test_only_allowed_tokens_are_sampled_and_never_a_disallowed_one(engine: Engine) -> None:
+@pytest.fixture(params=["torch", "compiled"])
+def either_engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Engine without and with compiled code."""
+    compiled = native(torch.float32) if request.param == "compiled" else None
+    engine = Engine(model, compiled=compiled)
+    yield engine
+    engine.options.close()
+
+
+def test_edits_and_stop_strings_are_the_same_in_one_compiled_call_as_in_torch(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    functions = native(torch.float32)
+    if functions is None:
+        pytest.skip("no C++ compiler: engines compute by torch's code here")
+    called: list[int] = []
+    decode = Layers.decode
+
+    def counted(layers: Layers, columns: DecodeColumns, *given: Any) -> Any:
+        called.append(len(columns.token_ids))
+        return decode(layers, columns, *given)
+
+    monkeypatch.setattr(Layers, "decode", counted)
+    written = []
+    for compiled in (None, functions):
+        engine = Engine(model, compiled=compiled)
+        schema = LogitsProcessor("json_schema", {"schema": SCHEMA})
+        requested: dict[str, Any] = {"stop_token_ids": [EOS_TOKEN_ID], "max_tokens": 30}
+        engine.submit(1, [5, 6], schema, top_logprobs=3, raw_logprobs=True, **requested)
+        engine.submit(2, [5, 7], schema, top_p=0.9, kept_tokens=True, **requested)
+        engine.submit(3, [5, 8], LogitsProcessor("disallowed_tokens", {"token_ids": [7]}))
+        engine.submit(4, [5, 9], stop_strings=["no such text"])
+        penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+        biases = {"logit_bias": [TokenBias(9, 4.0), TokenBias(8, 3.0)]}
+        ends = {"min_tokens": 8, "stop_token_ids": [8], "temperature": 0.3}
+        engine.submit(5, [5, 9, 9], **penalties, **biases, **ends, raw_logprobs=True)
+        assert engine.run() == {}
+        written.append((engine.tokens, engine.finish, engine.attachments, engine.logprobs))
+        engine.options.close()
+    torchs, compileds = written
+    assert called.count(5) > 5
+    assert 8 < len(compileds[0][5]) < 12
+    assert torchs[:2] == compileds[:2]
+    assert torchs[2].keys() == compileds[2].keys()
+    for (turn, name), values in torchs[2].items():
+        if name != "top_ids":  # excluded tokens come in any order
+            np.testing.assert_allclose(compileds[2][turn, name], values, atol=1e-5)
+    for turn, logprobs in torchs[3].items():
+        np.testing.assert_allclose(compileds[3][turn], logprobs, atol=1e-5)
+
+
+def test_a_mask_that_leaves_nothing_ends_its_turn_and_no_other(either_engine: Engine) -> None:
+    engine = either_engine
+    engine.submit(
+        1,
+        [5, 6],
+        LogitsProcessor("allowed_tokens", {"token_ids": [7]}),
+        LogitsProcessor("disallowed_tokens", {"token_ids": [7, 8]}),
+    )
+    only_stop = LogitsProcessor("allowed_tokens", {"token_ids": [9]})
+    engine.submit(2, [5, 6], only_stop, stop_token_ids=[9], min_tokens=3)
+    engine.submit(3, [5, 6], top_logprobs=1)
+    reason = "after 0 tokens the logits processors {} leave nothing to sample: the largest logit is"
+    assert {turn: why[: why.index(" -inf")] for turn, why in engine.run().items()} == {
+        1: reason.format("allowed_tokens, disallowed_tokens"),
+        2: reason.format("allowed_tokens"),
+    }
+    assert len(engine.tokens[3]) == 12
+
+
+def test_a_stop_string_ends_a_turn_that_decodes_beside_others(either_engine: Engine) -> None:
+    engine = either_engine
+    forced = LogitsProcessor("json_schema", {"schema": {"const": "abcabcabcabcabc"}})
+    requested: dict[str, Any] = {"stop_token_ids": [EOS_TOKEN_ID], "max_tokens": 40}
+    engine.submit(1, [5, 6], forced, stop_strings=["bcab"], **requested)
+    engine.submit(2, [5, 6], forced, **requested)
+    assert engine.run() == {}
+    decode = ModelTokenizer(engine.directory).get().decode
+    assert decode(engine.tokens[1]).endswith("bcab")
+    assert decode(engine.tokens[2]).startswith('"abcabcabcabcabc"')
+    assert (engine.finish[1], engine.finish[2]) == (STOP, STOP)
+
+
+def test_only_allowed_tokens_are_sampled_and_never_a_disallowed_one(
+    either_engine: Engine,
+) -> None:
+    engine = either_engine
     engine.submit(1, [5, 6], LogitsProcessor("allowed_tokens", {"token_ids": [7, 8, 9]}))
     engine.submit(2, [5, 6], LogitsProcessor("disallowed_tokens", {"token_ids": list(range(90))}))
     engine.submit(3, [5, 6], LogitsProcessor("allowed_tokens", {"token_ids": [7]}))
@@ -349,8 +447,9 @@ def ambiguous(rules: int) -> LogitsProcessor:
 
 
 def test_a_grammar_whose_masks_take_too_long_ends_its_turn_and_no_other(
-    engine: Engine,
+    either_engine: Engine,
 ) -> None:
+    engine = either_engine
     pytest.importorskip("llguidance")
     requested = {"max_tokens": 4, "stop_token_ids": [EOS_TOKEN_ID]}
     for turn in range(GIVEN_UP_MAX + 1):

@@ -1,6 +1,7 @@
 """Sampling options: samples follow the options, and reported log-probs follow the samples."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from tidegate.engine.sampling.sampling import RowSampling, StepOutput, sample_ro
 from tidegate.engine.scheduling.sequences import EngineLimits, EngineSequence, admit
 from tidegate.kernels.native import Native, native
 from tidegate.transport.messages import SubmitTurn
-from tidegate.transport.sampling import SamplingParams, TokenBias
+from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
 
 pytestmark = pytest.mark.slow
 
@@ -337,6 +338,41 @@ def test_stop_tokens_come_no_sooner_than_min_tokens() -> None:
         sampled.append(int(draw([turn], logits).token_ids[0]))
         turn.append(sampled[-1])
     assert sampled == [8, 8, 8, 6]
+
+
+@in_both_codes
+def test_rows_of_one_turn_are_each_banned_by_their_own_index(compiled: Native | None) -> None:
+    asked = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=[6], temperature=0.0)
+    first = next_sampling(make_turn(asked, [1, 2], []))
+    drafted = [replace(first, index=index) for index in (3, 2, 4, 0)]
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 6], logits[:, 7] = 5.0, 4.0
+    assert sample_rows(logits, drafted, compiled).token_ids.tolist() == [6, 7, 6, 7]
+
+
+@in_both_codes
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_masked_rows_are_drawn_from_what_is_allowed_and_report_the_models_own_log_prob(
+    compiled: Native | None, temperature: float
+) -> None:
+    allowed = [0, 3, 21, 22]
+    asked = SamplingParams(
+        max_tokens=9,
+        temperature=temperature,
+        logits_processors=[LogitsProcessor("allowed_tokens", {"token_ids": allowed}).to_str()],
+        top_logprobs=VOCAB,
+        kept_tokens=True,
+        raw_logprobs=True,
+    )
+    logits = random_logits(3)[0]
+    turn = make_turn(asked, [1, 2])
+    expected = np.zeros(VOCAB)
+    expected[allowed] = torch.softmax(logits[allowed] / temperature, -1).numpy()
+    np.testing.assert_allclose(reported_distribution(turn, logits, compiled), expected, atol=2e-6)
+    output = draw([turn], logits[None], compiled)
+    raw = np.frombuffer(output.attachments[0].raw_logprobs, np.float32)
+    own = torch.log_softmax(logits, -1)[int(output.token_ids[0])].item()
+    assert raw.tolist() == pytest.approx([own], abs=1e-5)
 
 
 def test_options_that_change_nothing_are_no_options() -> None:
