@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.forked_programs import children, executing, forking
 
 SLOW_TIMEOUT_S = 600
 """Timeout of slow tests: a run that takes one minute on an idle machine took more than three beside
@@ -83,11 +84,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
+@pytest.fixture(scope="session")
+def forked_programs() -> Iterator[None]:
+    """Fork engines from a process that has torch imported."""
+    with forking():
+        yield
+
+
+@pytest.fixture
+def programs_are_executed() -> Iterator[None]:
+    """Execute engines in this test, as a run of a user does."""
+    with executing():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
-def nothing_started_by_a_module_outlives_it() -> Iterator[None]:
+def nothing_started_by_a_module_outlives_it(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check for leaked processes, so that a later module that counts its processes is not
     blamed."""
-    before = psutil.Process().children(recursive=True)
+    if any(request.node.iter_markers("wire")):
+        request.getfixturevalue("forked_programs")
+    before = children(recursive=True)
     yield
-    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    left = [each for each in children(recursive=True) if each not in before]
     assert not left, f"still running, or not waited for: {left}"
