@@ -1,6 +1,6 @@
-"""Starts of engine processes by a fork instead of an exec, so that tests import torch once.
+"""Starts of engines and trainers by a fork instead of an exec, so that tests import torch once.
 
-An engine's start costs 1.2 s of CPU, 1.1 s of it for imports, and the suite starts hundreds. Within
+An engine's start costs 1.2 s of CPU, 1.1 s of it for imports, and the suite starts 800. Within
 :func:`forking`, ``subprocess.Popen`` of a program in ``PROGRAMS`` asks a server process, which has
 imported all of them and started no thread, for a fork. The fork is a child of the caller, as
 ``clone(2)`` with CLONE_PARENT makes it: ``waitpid``, pidfds, ``getppid`` and PR_SET_PDEATHSIG work
@@ -34,11 +34,22 @@ from typing import Any, NoReturn
 import psutil
 
 PROGRAMS = frozenset(
-    {"tidegate.engine.worker", "tidegate.engine.external.worker", "tests.shown_process"}
+    {
+        "tests.mortal_trainer",
+        "tests.remote_trainer",
+        "tests.sharded_trainer",
+        "tests.shown_process",
+        "tidegate.engine.external.worker",
+        "tidegate.engine.worker",
+    }
 )
-"""Modules that are forked when started as ``python -m MODULE``. The last is for tests."""
+"""Modules that are forked when started as ``python -m MODULE``."""
 
-ALSO_IMPORTED = ("tidegate.engine.external.sglang", "tidegate.engine.external.vllm")
+ALSO_IMPORTED = (
+    "tidegate.engine.external.sglang",
+    "tidegate.engine.external.vllm",
+    "tidegate.orchestrator.trainer.run",
+)
 """Modules that the programs import late."""
 
 MAY_DIFFER = ("TIDEGATE_", "PYTEST_", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
