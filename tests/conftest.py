@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+ROOT = Path(__file__).parents[1]
+
+LONGEST_FIRST = (
+    "tests/examples/test_async_grpo.py",
+    "tests/benchmarks/test_device_benchmark.py",
+    "tests/engine/test_architectures.py",
+    "tests/orchestrator/trainer/test_serve.py",
+    "tests/observability/records/test_killed_runs.py",
+    "tests/engine/execution/test_hybrids_exactly.py",
+    "tests/engine/device/test_device_graphs.py",
+)
+"""Files that take longest, in this order. What is missing here costs time only."""
 
 UNIT = "not wire"
 """Part of the mark expression of `make unit`, whose tests start no process and open no socket."""
@@ -77,11 +91,40 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests more time before they count as hung."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give slow tests more time before they count as hung; have workers begin with long files."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+    if hasattr(config, "workerinput"):
+        _order_by_length(items)
+
+
+def _order_by_length(items: list[pytest.Item]) -> None:
+    """Sort files by how long they take, as far as that is known, longest first.
+
+    xdist itself begins with the file that has most tests, and so ends with a worker that runs the
+    longest one alone, because tests that start processes are few to a file.
+    """
+    waiting = {item.path for item in items if item.get_closest_marker("wire")}
+    tests = Counter(item.path for item in items)
+    ranks = {ROOT / name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(
+        key=lambda item: (
+            ranks.get(item.path, len(ranks)),
+            item.path not in waiting,
+            -tests[item.path],
+            item.path,
+        )
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Run two workers on each core: half of the time a test of several processes waits for one."""
+    if UNIT in config.option.markexpr:
+        return None
+    return 2 * len(os.sched_getaffinity(0))
 
 
 @pytest.fixture(scope="session")
