@@ -46,11 +46,15 @@ PROGRAMS = frozenset(
 """Modules that are forked when started as ``python -m MODULE``."""
 
 ALSO_IMPORTED = (
+    "tidegate.engine.execution.block_cache",
     "tidegate.engine.external.sglang",
     "tidegate.engine.external.vllm",
+    "tidegate.engine.models.fallback_weights",
+    "tidegate.engine.weights.weight_conversions",
     "tidegate.orchestrator.trainer.run",
+    "transformers.modeling_utils",
 )
-"""Modules that the programs import late."""
+"""Modules that the programs import late: 1.3 s where a model is computed by transformers."""
 
 MAY_DIFFER = ("TIDEGATE_", "PYTEST_", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
 """Beginnings of names of environment variables that no import of the server reads. MKL takes
