@@ -40,6 +40,7 @@ SMALL: dict[str, Any] = {
     "groups_per_batch": 2,
     "max_running_turns": 8,
     "max_staleness": 1,
+    "failure_policy": tidegate.FailurePolicy(retry_delay_s=0),
 }
 
 IMPATIENT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "stuck_after_s": 0.2}

@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
     "groups_per_batch": 2,
     "max_running_turns": 8,
     "max_staleness": 1,
+    "failure_policy": tidegate.FailurePolicy(retry_delay_s=0),
 }
 
 WAIT_S = 60.0

@@ -33,6 +33,7 @@ from tidegate.errors import (
     WeightsRefused,
 )
 from tidegate.observability.audit.audit import audit_run
+from tidegate.orchestrator.fleet import processes
 from tidegate.transport.security import make_keys
 
 pytestmark = pytest.mark.wire
@@ -42,6 +43,7 @@ SMALL: dict[str, Any] = {
     "group_size": 2,
     "groups_per_batch": 2,
     "max_running_turns": 8,
+    "failure_policy": tidegate.FailurePolicy(retry_delay_s=0),
 }
 
 
@@ -319,8 +321,9 @@ async def test_a_killed_engines_turns_continue_elsewhere_and_it_comes_back(model
 
 
 async def test_losing_the_last_engine_for_good_ends_the_run_with_an_error(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(processes, "RESTART_DELAY_FIRST_S", 0.01)
     moved = tmp_path / "model"
     shutil.copytree(model, moved)
     async with tidegate.serve(model=moved, **SMALL) as rollouts:
