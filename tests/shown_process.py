@@ -28,6 +28,7 @@ def main() -> int:
         "signals": {name: repr(signal.getsignal(number)) for name, number in _SIGNALS.items()},
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if _is_open(int(fd))),
+        "has torch": "torch" in sys.modules,
         "threads": [thread.name for thread in threading.enumerate()],
         "command line": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode(),
         "stdin": sys.stdin.read(),
