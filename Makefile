@@ -97,7 +97,8 @@ format: venv
 # and each engine that a test starts a hundred, .2 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# tests/conftest.py orders the files and says how many workers "auto" is; each takes 1.5 GB.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 
 unit: venv
 	$(PYTEST) -m "not wire and not slow"

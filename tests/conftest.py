@@ -10,11 +10,13 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.forked_programs import children, executing, forking
 
 SLOW_TIMEOUT_S = 600
 """Timeout of slow tests: a run that takes one minute on an idle machine took more than three beside
@@ -28,6 +30,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+ROOT = Path(__file__).parents[1]
+
+LONGEST_FIRST = (
+    "tests/examples/test_async_grpo.py",
+    "tests/benchmarks/test_device_benchmark.py",
+    "tests/engine/test_architectures.py",
+    "tests/orchestrator/trainer/test_serve.py",
+    "tests/observability/records/test_killed_runs.py",
+    "tests/engine/execution/test_hybrids_exactly.py",
+    "tests/engine/device/test_device_graphs.py",
+)
+"""Files that take longest, in this order. What is missing here costs time only."""
 
 UNIT = "not wire"
 """Part of the mark expression of `make unit`, whose tests start no process and open no socket."""
@@ -77,18 +92,63 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests more time before they count as hung."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give slow tests more time before they count as hung; have workers begin with long files."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+    if hasattr(config, "workerinput"):
+        _order_by_length(items)
+
+
+def _order_by_length(items: list[pytest.Item]) -> None:
+    """Sort files by how long they take, as far as that is known, longest first.
+
+    xdist itself begins with the file that has most tests, and so ends with a worker that runs the
+    longest one alone, because tests that start processes are few to a file.
+    """
+    waiting = {item.path for item in items if item.get_closest_marker("wire")}
+    tests = Counter(item.path for item in items)
+    ranks = {ROOT / name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(
+        key=lambda item: (
+            ranks.get(item.path, len(ranks)),
+            item.path not in waiting,
+            -tests[item.path],
+            item.path,
+        )
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Run two workers on each core: half of the time a test of several processes waits for one."""
+    if UNIT in config.option.markexpr:
+        return None
+    return 2 * len(os.sched_getaffinity(0))
+
+
+@pytest.fixture(scope="session")
+def forked_programs() -> Iterator[None]:
+    """Fork engines from a process that has torch imported."""
+    with forking():
+        yield
+
+
+@pytest.fixture
+def programs_are_executed() -> Iterator[None]:
+    """Execute engines in this test, as a run of a user does."""
+    with executing():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_started_by_a_module_outlives_it() -> Iterator[None]:
+def nothing_started_by_a_module_outlives_it(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check for leaked processes, so that a later module that counts its processes is not
     blamed."""
-    before = psutil.Process().children(recursive=True)
+    if any(request.node.iter_markers("wire")):
+        request.getfixturevalue("forked_programs")
+    before = children(recursive=True)
     yield
-    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    left = [each for each in children(recursive=True) if each not in before]
     assert not left, f"still running, or not waited for: {left}"

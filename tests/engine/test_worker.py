@@ -304,6 +304,7 @@ def test_an_engine_without_memory_for_a_step_says_what_to_lower_and_has_reported
         assert_replays(turn, engine, {0: models.weights[0]})
 
 
+@pytest.mark.usefixtures("programs_are_executed")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_engine_with_a_goodbye(fresh: Orchestra, number: int) -> None:
     fresh.welcome()
@@ -401,6 +402,7 @@ def column(token_ids: list[int]) -> bytes:
     return np.array(token_ids, "<i4").tobytes()
 
 
+@pytest.mark.usefixtures("programs_are_executed")
 def test_an_engine_whose_parent_died_before_it_was_noticed_ends_at_once(tmp_path: Path) -> None:
     """The parent is killed while the engine imports torch; otherwise it would wait for ever."""
     stranger = os.getppid()

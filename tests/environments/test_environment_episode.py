@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
 import tidegate
 from tests.environments.games import Hunt
 from tests.environments.test_pool import wait_until_closed
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.orchestrator.episodes.chat_templates import add_chat_template
 from tidegate import Environment, EnvironmentPool, Observation, environment_episode
@@ -275,7 +275,7 @@ async def test_an_episode_replayed_after_a_resume_gets_the_same_observations(mod
 async def test_a_run_in_a_pool_loses_only_the_rollouts_whose_environment_crashes(
     model: Path, tmp_path: Path
 ) -> None:
-    before = set(psutil.Process().children())
+    before = set(children())
     async with (
         EnvironmentPool(processes=2) as pool,
         tidegate.serve(
@@ -305,7 +305,7 @@ async def test_a_run_in_a_pool_loses_only_the_rollouts_whose_environment_crashes
         assert spent_s.keys() == {"environment", "tool add"}
         assert min(spent_s.values()) > 0
         await wait_until_closed(pool)
-    assert set(psutil.Process().children()) <= before
+    assert set(children()) <= before
 
 
 def _is_an_environment(each: Environment) -> Environment:

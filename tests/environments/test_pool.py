@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forked_programs import children
 from tidegate import EnvironmentPool
 from tidegate.environments.pool import PooledEnvironment
 from tidegate.errors import (
@@ -210,7 +211,7 @@ async def test_closing_the_pool_closes_environments_and_fails_pending_calls(
     tmp_path: Path,
 ) -> None:
     marker = tmp_path / "marker"
-    before = set(psutil.Process().children())
+    before = set(children())
     pool = EnvironmentPool(processes=2)
     idle = pool.environment(f"{MODULE}:Unruly", marker=str(marker))()
     await idle.reset(seed=0, task=None)
@@ -222,7 +223,7 @@ async def test_closing_the_pool_closes_environments_and_fails_pending_calls(
         await hanging
     with pytest.raises(RunClosed):
         await idle.step("b")
-    assert set(psutil.Process().children()) <= before
+    assert set(children()) <= before
 
 
 def daemons_of(marker: Path) -> list[int]:

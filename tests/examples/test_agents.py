@@ -5,7 +5,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -18,6 +17,7 @@ from examples.lake_demonstrations import LakeDemonstrations, lake_of, lakes, sur
 from examples.tiny_model import make_model
 from examples.tool_agent import TURN_TOKENS_MAX, TURNS_MAX, ToolAgent
 from examples.tool_demonstrations import TOOL_AGENT, AgentDemonstrations, sums, tool_call_text
+from tests.forked_programs import children
 from tidegate import EnvironmentPool, environment_episode
 from tidegate.environments.tools import ToolAnswer
 from tidegate.observability.audit.audit import AUDIT_FILE
@@ -57,7 +57,7 @@ def test_an_agent_trains_within_its_bound_and_every_token_agrees(
     output = capsys.readouterr().out
     assert "; agrees" in output
     assert f"  {counted} " in output
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 def test_a_missing_model_directory_is_named(

@@ -13,6 +13,7 @@ import pytest
 
 from examples.async_grpo import LATEST, MODES, main
 from examples.tiny_model import make_model
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tidegate.observability.audit.audit import audit_run
 
@@ -45,7 +46,7 @@ def hardly_warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 def report_of(run: Path) -> dict[str, object]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError, EpisodeError
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worker(model: Path) -> Iterator[tidegate.RolloutWorker]:
     with tidegate.RolloutWorker(str(model), max_running_turns=8) as worker:
         yield worker
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 def test_samples_come_by_prompt_with_the_log_probs_that_scoring_them_gives(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.mortal_trainer import two_turns, weights
 from tidegate.errors import ResumeMismatch
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 def settings(model: Path, directory: Path, **changes: Any) -> dict[str, Any]:

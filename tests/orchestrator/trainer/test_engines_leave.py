@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_serve import Weights
 from tidegate.errors import ConfigError, EngineStartFailed
@@ -60,7 +61,7 @@ def names(rollouts: tidegate.Rollouts) -> list[str]:
 
 
 def process_of(name: str) -> psutil.Process:
-    (found,) = [p for p in psutil.Process().children() if name in p.cmdline()]
+    (found,) = [p for p in children() if name in p.cmdline()]
     return found
 
 
@@ -226,7 +227,7 @@ async def test_an_engine_that_can_not_be_added_is_named_with_the_reason(
             await rollouts.scale(engines=2)
         assert names(rollouts) == ["engine-0"]
         await anext(rollouts.batches(range(2), episode=long_turn))
-        assert len(psutil.Process().children()) == 1
+        assert len(children()) == 1
 
 
 def test_a_sync_trainer_drains_and_scales(model: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.segments import weights_open
 from tidegate.errors import (
@@ -39,6 +40,7 @@ SMALL: dict[str, Any] = {
     "groups_per_batch": 2,
     "max_running_turns": 8,
     "max_staleness": 1,
+    "failure_policy": tidegate.FailurePolicy(retry_delay_s=0),
 }
 
 IMPATIENT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "stuck_after_s": 0.2}
@@ -56,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nothing_is_left_running() -> Iterator[None]:
     before = weights_open()
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
     assert weights_open() <= before
 
 
@@ -102,7 +104,7 @@ async def test_an_engine_started_anew_after_a_refused_publish_serves_the_last_go
         del damaged["model.norm.weight"]
         with pytest.raises(WeightsRefused):
             await rollouts.publish(damaged)
-        (engine,) = psutil.Process().children(recursive=True)
+        (engine,) = children(recursive=True)
         engine.kill()
         assert await rollouts.evaluate(range(4), episode=one_turn) == before
         assert [e.weight_version for e in rollouts.statistics().engines] == [1]
@@ -142,7 +144,7 @@ async def test_a_publish_that_an_engine_does_not_take_says_which_and_how_far_it_
     weights = load_file(model / "model.safetensors")
     settings = {**SMALL, **IMPATIENT, "weight_update_timeout_s": 5.0}
     async with tidegate.serve(model=model, **settings) as rollouts:
-        (engine,) = psutil.Process().children(recursive=True)
+        (engine,) = children(recursive=True)
         engine.suspend()
         publish = asyncio.create_task(rollouts.publish(weights))
         assert await stuck(rollouts, "publish") == "v1 staging: v1 is staging on engine-0"

@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tidegate.errors import BatchNotHeld, ConfigError, RunClosed, TidegateError, TurnRefused
 from tidegate.observability.dashboard.dashboard import URL_FILE
@@ -31,6 +32,7 @@ SMALL: dict[str, Any] = {
     "groups_per_batch": 2,
     "max_running_turns": 8,
     "max_staleness": 1,
+    "failure_policy": tidegate.FailurePolicy(retry_delay_s=0),
 }
 
 WAIT_S = 60.0
@@ -45,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 async def one_turn(episode: tidegate.Episode, task: int) -> float:
@@ -406,10 +408,10 @@ async def test_an_episode_that_will_not_end_does_not_keep_the_run_from_ending(
 async def test_an_engine_that_stops_answering_is_killed_and_started_again(model: Path) -> None:
     times: dict[str, Any] = {"heartbeat_interval_s": 0.2, "engine_timeout_s": 1.0}
     async with tidegate.serve(model=model, **SMALL, **times) as rollouts:
-        (process,) = psutil.Process().children(recursive=True)
+        (process,) = children(recursive=True)
         os.kill(process.pid, signal.SIGSTOP)
         assert (await rollouts.evaluate([0], episode=one_turn)).rewards == [1.0]
-        (another,) = psutil.Process().children(recursive=True)
+        (another,) = children(recursive=True)
         assert another.pid != process.pid
 
 

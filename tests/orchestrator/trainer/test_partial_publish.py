@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
@@ -119,7 +119,7 @@ async def test_patches_of_elements_reach_engines_that_stay_and_one_that_comes_la
             train(state, noise)
             await rollouts.publish(state)
             if rollouts.version == 3:  # its successor gets the whole set and all patches since
-                psutil.Process().children(recursive=True)[0].kill()
+                children(recursive=True)[0].kill()
     report = audit_run(tmp_path / "run")
     assert report.agrees, report.lines()
     assert report.versions > 3

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.segments import weights_open
 from tidegate.errors import ScoreRefused, TurnRefused
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nothing_is_left_running() -> Iterator[None]:
     before = weights_open()
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
     assert weights_open() <= before
 
 
@@ -68,7 +68,7 @@ async def test_a_trainer_scores_beside_rollouts_and_an_engine_that_is_killed_cos
         async for _ in rollouts.batches(range(6), episode=one_turn):
             scores = asyncio.create_task(rollouts.score(SEQUENCES, start=2, top_logprobs=2))
             if rollouts.version == 1:
-                psutil.Process().children(recursive=True)[0].kill()
+                children(recursive=True)[0].kill()
             state = {name: tensor * 1.05 for name, tensor in state.items()}
             await rollouts.publish(state)
             peer = versions[rollouts.version] = peer_of(model)

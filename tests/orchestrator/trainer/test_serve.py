@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.segments import weights_open
 from tidegate.errors import (
@@ -32,6 +33,7 @@ from tidegate.errors import (
     WeightsRefused,
 )
 from tidegate.observability.audit.audit import audit_run
+from tidegate.orchestrator.fleet import processes
 from tidegate.transport.security import make_keys
 
 pytestmark = pytest.mark.wire
@@ -41,6 +43,7 @@ SMALL: dict[str, Any] = {
     "group_size": 2,
     "groups_per_batch": 2,
     "max_running_turns": 8,
+    "failure_policy": tidegate.FailurePolicy(retry_delay_s=0),
 }
 
 
@@ -53,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nothing_is_left_running() -> Iterator[None]:
     before = weights_open()
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
     assert weights_open() <= before
 
 
@@ -147,6 +150,7 @@ async def test_generation_continues_while_the_trainer_blocks_its_thread(model: P
         await batches.aclose()  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("programs_are_executed")
 def test_the_sync_handle_does_the_same(model: Path) -> None:
     weights = Weights(model)
     with tidegate.serve_sync(model=model, **SMALL, max_staleness=1) as rollouts:
@@ -301,7 +305,7 @@ async def test_a_killed_engines_turns_continue_elsewhere_and_it_comes_back(model
     settings = {**SMALL, "engines": 2}
     async with tidegate.serve(model=model, **settings, max_staleness=1) as rollouts:
         weights = Weights(model)
-        victim = psutil.Process().children(recursive=True)[0]
+        victim = children(recursive=True)[0]
         trained = 0
         async for batch in rollouts.batches(itertools.count(), episode=two_turns):
             trained += len(batch.rewards)
@@ -317,13 +321,14 @@ async def test_a_killed_engines_turns_continue_elsewhere_and_it_comes_back(model
 
 
 async def test_losing_the_last_engine_for_good_ends_the_run_with_an_error(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(processes, "RESTART_DELAY_FIRST_S", 0.01)
     moved = tmp_path / "model"
     shutil.copytree(model, moved)
     async with tidegate.serve(model=moved, **SMALL) as rollouts:
         shutil.rmtree(moved)  # so that starting it again must fail
-        for process in psutil.Process().children(recursive=True):
+        for process in children(recursive=True):
             process.kill()
         batches = rollouts.batches(itertools.repeat(0), episode=two_turns)
         with pytest.raises(EngineLost, match="is not a directory"):

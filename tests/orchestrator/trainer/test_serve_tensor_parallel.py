@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_serve import SMALL, Weights, two_turns
 from tidegate.errors import ConfigError, EngineStartFailed
@@ -22,13 +23,13 @@ WAIT_S = 60.0
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 def rank_processes() -> list[psutil.Process]:
     """Of this run: the ranks other than 0."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in children(recursive=True):
         try:
             if "tidegate.engine.ranks.worker" in process.cmdline():
                 found.append(process)

@@ -26,6 +26,7 @@ async def solve(episode: tidegate.Episode, task: list[int]) -> float:
     return float(len(first.token_ids))
 
 
+@pytest.mark.usefixtures("programs_are_executed")
 async def test_tags_are_right_where_sglang_keeps_kv_over_updates(tmp_path: Path) -> None:
     model = make_model_directory(tmp_path / "untied", tied=False)
     double = SglangDouble(model)

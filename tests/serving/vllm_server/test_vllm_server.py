@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import tidegate
+from tests.forked_programs import children
 from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, Client
 from tidegate.errors import EngineLost
 from tidegate.orchestrator.episodes.model_files import (
@@ -250,9 +250,9 @@ def test_a_server_whose_last_engine_is_gone_says_why(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "RESTARTS_MAX", 0)
-    before = set(psutil.Process().children(recursive=True))
+    before = set(children(recursive=True))
     with tidegate.vllm_server(model=model, port=0, max_running_turns=2) as server:
-        for process in set(psutil.Process().children(recursive=True)) - before:
+        for process in set(children(recursive=True)) - before:
             process.kill()
         with (
             ThreadPoolExecutor(1) as pool,

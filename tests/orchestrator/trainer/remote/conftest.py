@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.orchestrator.trainer.remote.remote_runs import SMALL
 from tidegate.transport.security import make_keys
@@ -34,7 +34,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tideg
     asyncio.run(rollouts.__aexit__(None, None, None))
     assert rollouts.statistics().ledger.error == 0
     assert rollouts.statistics().max_staleness_seen <= 2
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 import tidegate
+from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.orchestrator.trainer.remote.remote_runs import listening
 from tests.sharded_trainer import DENSE, SPARSE, whole_state
@@ -95,7 +95,7 @@ async def test_ranks_send_patches_of_their_own_shards_also_to_an_engine_that_com
             while run.version < 2:
                 await asyncio.sleep(0.05)
                 assert not training.done(), await training
-            psutil.Process().children(recursive=True)[0].kill()
+            children(recursive=True)[0].kill()
             said = await training
             await listen
         assert [line["version"] for line in said] == [1, 2, 3, 4]
