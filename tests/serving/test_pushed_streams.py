@@ -44,7 +44,7 @@ class Serving:
 
     @staticmethod
     async def parts(request: ActiveRequest, stops: StopConditions) -> AsyncIterator[Output]:
-        tokenizer, labels = OutputTokenizer(MODEL.tokenizer), VersionLabels()
+        tokenizer, labels = OutputTokenizer(MODEL.encoder), VersionLabels()
         readers = [OutputReader(each, stops, tokenizer, labels) for each in request.choices]
         async for _, output in running_outputs(readers):
             yield output

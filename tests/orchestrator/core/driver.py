@@ -106,7 +106,8 @@ class Driver:
         self.next_task = 0
         self.published = 0
         self.batches_published = 0
-        """Highest number of a batch that a publish followed, also with all of its rows discarded."""
+        """Highest number of a batch that a publish followed, even if all of its rows were
+        discarded."""
         self.do(ev.TasksOffered())
 
     def new_core(self) -> Core:
