@@ -18,6 +18,7 @@ from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 from tidegate.engine.models.tokenizer import ModelTokenizer
+from tidegate.engine.sampling import grammar
 from tidegate.engine.sampling.grammar import GIVEN_UP_MAX
 from tidegate.engine.sampling.logits import ProcessorSetup, TurnTokens
 from tidegate.engine.sampling.options import OptionReader
@@ -447,10 +448,11 @@ def ambiguous(rules: int) -> LogitsProcessor:
 
 
 def test_a_grammar_whose_masks_take_too_long_ends_its_turn_and_no_other(
-    either_engine: Engine,
+    either_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = either_engine
     pytest.importorskip("llguidance")
+    monkeypatch.setattr(grammar, "MASK_WALL_S", 0.02)  # the masks take 0.2 s on a fast machine
     requested = {"max_tokens": 4, "stop_token_ids": [EOS_TOKEN_ID]}
     for turn in range(GIVEN_UP_MAX + 1):
         engine.submit(turn, [5], ambiguous(900), **requested)
@@ -458,7 +460,7 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_turn_and_no_other(
     refused = engine.run()
     assert sorted(refused) == list(range(GIVEN_UP_MAX + 1))
     for turn in range(GIVEN_UP_MAX):
-        assert "not found within 0.25 s" in refused[turn]
+        assert "not found within 0.02 s" in refused[turn]
     assert "still worked on; try again" in refused[GIVEN_UP_MAX]
     assert len(engine.tokens[9]) == 4
 
