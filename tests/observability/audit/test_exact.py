@@ -59,7 +59,7 @@ def train(
         groups_per_batch=4,
         pause_mode="keep",
         kv_policy="keep",
-        step_time_min_s=0.005,
+        step_time_min_s=0.05,  # so that publishes come in the middle of turns
         run_directory=run,
     ) as rollouts:
         for batch in rollouts.batches(tasks, episode=solve):
