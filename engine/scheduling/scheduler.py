@@ -499,6 +499,7 @@ class EngineScheduler:
     def forget_kv(self) -> None:
         """Preempt all running sequences and empty the prefix cache, because the KV memory is
         gone."""
+        self._batch = None
         for sequence in self._queues.remove_running():
             self._queues.queue(sequence)
         self._prefixes.forget([], self.version)
