@@ -127,7 +127,8 @@ def test_sleep_frees_memory_and_changes_no_token(
     assert (awake.tags, awake.needs_weights) == ([], False)
     resume(shared_engine)
     again = shared_engine.generate(PROMPT, SAMPLED)
-    assert (again.token_ids, again.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
+    assert again.token_ids == undisturbed.token_ids
+    assert again.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-5)
     assert again.prefills[0].cached_tokens == 0
 
 
