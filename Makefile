@@ -16,7 +16,7 @@ help:
 	@echo "make demo-two-agents   two adapters of one run, each with its trainer, learn a language (3 min)"
 	@echo "make unit              quick tests that start no process and open no socket (1 min)"
 	@echo "make test-ROOM         tests of one folder: test-serving, test-core, test-scheduling, ... (up to 3 min)"
-	@echo "make test              lint, types, layers, all tests, a short demo, 2,400 simulated runs (20 min)"
+	@echo "make test              lint, types, layers, all tests, a short demo, 2,400 simulated runs (12 min)"
 	@echo "make test-long         malformed frames by the million, processes killed at random, a soak test (hours)"
 	@echo "make coverage          line coverage of the unit tests, by folder (2 min)"
 	@echo "make lint              format, lint and types only (1 min)"
