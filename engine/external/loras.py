@@ -97,7 +97,7 @@ class LoraRegistry:
 
     @property
     def names(self) -> dict[str, str]:
-        """Names in the engine, by the run's adapter names."""
+        """Name of each adapter in the engine, by its name in the run."""
         return names_of(self._live)
 
     def mark_lost(self) -> None:
@@ -159,5 +159,5 @@ class LoraRegistry:
 
 
 def names_of(loaded: Mapping[str, LoadedLora]) -> dict[str, str]:
-    """Return the names in the engine by the run's names."""
+    """Return the name of each adapter in the engine, by its name in the run."""
     return {name: lora.name for name, lora in loaded.items()}

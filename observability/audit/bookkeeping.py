@@ -52,7 +52,7 @@ class _TrainedRow:
 
 
 class Bookkeeping:
-    """Collects disagreements of one process's rows, passed to :meth:`check` in their order."""
+    """Checks the states, advantages and ages that one process recorded, row by row."""
 
     def __init__(self, directory: Path) -> None:
         has_run_file = (directory / RUN_FILE).exists()

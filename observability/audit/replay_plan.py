@@ -262,8 +262,8 @@ class _TurnContext:
 
 
 def _broken_columns(rollout: RecordedRollout, vocab_size: int | None) -> Iterator[Problem]:
-    """Yield columns whose values no model can have computed: of other lengths, or with ids outside
-    of the vocabulary."""
+    """Yield a problem for each recorded column of a wrong length, and for token ids outside of the
+    vocabulary."""
     if len(rollout.logprobs) != len(rollout.token_ids):
         message = f"it has {len(rollout.logprobs)} log-probs for {len(rollout.token_ids)} tokens"
         yield Problem(rollout.rollout_id, -1, message)

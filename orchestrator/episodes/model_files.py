@@ -2,8 +2,7 @@
 
 The run reads them once at its start; episodes and the HTTP servers share them, and every text of a
 client is encoded by :class:`TextEncoder`. Reads no weights and imports no torch. A group's rollouts
-append the same texts, so the tokens of the last few are cached. Built on the ``tokenizers``
-library, ``tool_calls.py`` and ``core/token_arrays.py``.
+append the same texts, so the tokens of the last few are cached.
 """
 
 import asyncio
@@ -123,7 +122,7 @@ class TextEncoder:
     A text that no context holds is refused before it is encoded. The library can't be interrupted,
     so if a tokenizer.json has regular expressions, which may backtrack for hours, a daemon thread
     encodes, and is given up after a time. Further texts are refused until it ends, so a tokenizer
-    occupies one thread at most.
+    occupies no more threads than encoded at that moment.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -132,7 +131,7 @@ class TextEncoder:
         self._steps = [step for part in parts if part is not None for step in _steps_of(part)]
         self._has_patterns = any(map(_has_pattern, self._steps))
         self._idle: list[_EncodingThread] = []
-        self._given_up: _Encoded | None = None
+        self._given_up: list[_Encoded] = []
 
     def encode(
         self,
@@ -179,7 +178,8 @@ class TextEncoder:
 
     def _watched(self, work: Callable[[], list[int]], timeout_s: float) -> list[int]:
         """Return what ``work`` returns in another thread, which is given up after a time."""
-        if self._given_up is not None and not self._given_up.done():
+        self._given_up = [each for each in self._given_up if not each.done()]
+        if self._given_up:
             raise ChatRefused(
                 "the regular expressions of tokenizer.json are still at an earlier text; correct "
                 "them, or use another model's"
@@ -195,7 +195,7 @@ class TextEncoder:
         try:
             return encoded.result(timeout_s)
         except TimeoutError:
-            self._given_up = encoded
+            self._given_up.append(encoded)
             raise ChatRefused(
                 f"the regular expressions of tokenizer.json took {timeout_s:.0f} s and more for a "
                 "text; correct them, or use another model's"

@@ -37,7 +37,8 @@ FLOATS = (
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Further keywords of ``generate``; each is described in ``SamplingParams``."""
+    """Keyword arguments of ``generate`` that choose how tokens are sampled, as ``SamplingParams``
+    describes them."""
 
     seed: int
     """Replaces the seed derived from group, rollout and turn; equal contexts then sample

@@ -391,7 +391,7 @@ class FleetSettings(SettingsRecord):
 
 
 class EngineSettings(SettingsRecord):
-    """How each engine that the run starts computes: options of its worker process."""
+    """Settings of the engines that the run starts: the options of their worker processes."""
 
     max_running_turns: Count = 64
     """Number of decode slots per engine: turns that it decodes in one step; further turns wait.

@@ -74,7 +74,7 @@ class Timekeeper:
         return self._since_us is not None
 
     def spent_s(self) -> dict[str, float]:
-        """Return the trainer's seconds by activity."""
+        """Return the seconds that the trainer has spent in each activity."""
         return {activity: us / 1e6 for activity, us in sorted(self._spent_us.items())}
 
     def usage(self) -> Usage:

@@ -22,12 +22,11 @@ from typing_extensions import override
 
 from tidegate.errors import ConfigError, EngineLost, EpisodeError, RunClosed
 from tidegate.orchestrator.core.rollout import Turn
-from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
-from tidegate.orchestrator.trainer.handle import HELD_OUT, Evaluation
+from tidegate.orchestrator.trainer.handle import Evaluation
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
 from tidegate.orchestrator.trainer.run import Run, RunParts, cause_of
 from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
@@ -338,21 +337,14 @@ class SimulatedRollouts(Rollouts):
         await super()._enter()
 
     @override
-    async def evaluate(
-        self,
-        tasks: Sequence[Any],
-        *,
-        episode: EpisodeFunction,
-        name: str | None = HELD_OUT,
-        version: int | None = None,
-    ) -> Evaluation:
+    async def evaluate(self, tasks: Sequence[Any], **how: Any) -> Evaluation:
         """As :meth:`Rollouts.evaluate`.
 
         Raises:
             EpisodeError: every episode failed; a test that does not look at ``failures`` would
                 pass.
         """
-        evaluation = await super().evaluate(tasks, episode=episode, name=name, version=version)
+        evaluation = await super().evaluate(tasks, **how)
         if evaluation.failures == len(evaluation.rewards) > 0:
             raise EpisodeError(
                 f"all {evaluation.failures} episodes of the evaluation failed; the log has the "

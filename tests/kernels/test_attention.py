@@ -7,6 +7,7 @@ import torch
 
 from tidegate.kernels.attention import (
     CacheShape,
+    RowGroup,
     attend,
     plan_group,
     scratch_elements,
@@ -29,6 +30,11 @@ class Case:
     values: list[torch.Tensor]
     queries: list[torch.Tensor]
     cache: torch.Tensor
+
+    def group(self, **options: Any) -> RowGroup:
+        """Return the plan of a step that computes all rows together."""
+        rows = (self.starts, self.counts, self.tables)
+        return plan_group(*rows, SHAPE, first_token=0, dtype=torch.float32, **options)
 
 
 def make_case(starts: list[int], counts: list[int]) -> Case:
@@ -88,9 +94,7 @@ def test_padded_rows_attend_to_their_own_contexts_up_to_each_query(
     starts: list[int], counts: list[int]
 ) -> None:
     case = make_case(starts, counts)
-    group = plan_group(
-        case.starts, case.counts, case.tables, SHAPE, first_token=0, dtype=torch.float32
-    )
+    group = case.group()
     scratch = torch.empty(scratch_elements([group], case.cache))
 
     outputs = attend(torch.cat(case.queries), case.cache, group, scratch)
@@ -109,15 +113,7 @@ def test_a_chunk_attends_without_a_mask_to_its_whole_context_up_to_each_query(
     start: int, count: int, scale: float | None
 ) -> None:
     case = make_case([start], [count])
-    group = plan_group(
-        case.starts,
-        case.counts,
-        case.tables,
-        SHAPE,
-        first_token=0,
-        dtype=torch.float32,
-        needs_mask=False,
-    )
+    group = case.group(needs_mask=False)
     assert group.mask is None
     scratch = torch.empty(scratch_elements([group], case.cache))
     [queries], [keys], [values] = case.queries, case.keys, case.values
@@ -141,16 +137,7 @@ def test_there_is_a_mask_where_rows_share_a_call_or_have_a_window(
 ) -> None:
     for starts, counts in (([5, 2], [4, 4]), ([0, 3], [1, 1]), ([5], [4]), ([7], [1])):
         case = make_case(starts, counts)
-        group = plan_group(
-            case.starts,
-            case.counts,
-            case.tables,
-            SHAPE,
-            first_token=0,
-            dtype=torch.float32,
-            window_tokens=window_tokens,
-            needs_mask=False,
-        )
+        group = case.group(window_tokens=window_tokens, needs_mask=False)
         assert (group.mask is None) == (window_tokens is None and counts == [4])
 
 
@@ -166,15 +153,7 @@ def test_queries_see_their_window_only_and_scores_are_scaled_capped_and_joined_b
     sinks: torch.Tensor | None,
 ) -> None:
     case = make_case(starts, counts)
-    group = plan_group(
-        case.starts,
-        case.counts,
-        case.tables,
-        SHAPE,
-        first_token=0,
-        dtype=torch.float32,
-        window_tokens=window_tokens,
-    )
+    group = case.group(window_tokens=window_tokens)
     scratch = torch.empty(scratch_elements([group], case.cache))
 
     queries = torch.cat(case.queries)
@@ -192,15 +171,7 @@ def test_queries_see_their_window_only_and_scores_are_scaled_capped_and_joined_b
 
 def test_blocks_before_the_window_are_not_gathered() -> None:
     case = make_case([40, 30], [1, 3])
-    group = plan_group(
-        case.starts,
-        case.counts,
-        case.tables,
-        SHAPE,
-        first_token=0,
-        dtype=torch.float32,
-        window_tokens=6,
-    )
+    group = case.group(window_tokens=6)
 
     # Positions 35 to 40 are in blocks 8 to 10, positions 25 to 32 in blocks 6 to 8.
     assert group.gather.numel() == 2 * 2 * KV_HEADS * 3

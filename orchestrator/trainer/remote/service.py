@@ -158,7 +158,7 @@ class TrainerService:
             case wire.PublishWeights() if ask.plan:
                 reply = await self._sharded.send(rank, weights, ask)
                 if isinstance(reply, wire.PublishReply):
-                    await self._set_done(rank, ask.batch_number)
+                    self._set_done(rank, ask.batch_number, (await self._held())[0])
                 return reply, ()
             case wire.PublishWeights():
                 return wire.PublishReply(version=await self._publish(rank, weights, ask)), ()
@@ -248,8 +248,8 @@ class TrainerService:
     async def _batch_after(self, rank: int, after: int) -> AnswerAndFrames:
         progress, number = self.progress, after + 1
         progress.requested[rank] = number
-        await self._set_done(rank, after)
         held, per_version, _ = await self._held()
+        self._set_done(rank, after, held)
         if sum(each <= after for each in held) >= per_version:
             self._ahead.add((rank, number))
         while progress.newest < number:
@@ -271,11 +271,10 @@ class TrainerService:
                 await asyncio.shield(self._start_fetch())
         return self._shard(number, rank)
 
-    async def _set_done(self, rank: int, number: int) -> None:
+    def _set_done(self, rank: int, number: int, held: list[int]) -> None:
         """Record that a rank is done with this batch and all before it; rank 0 with no batch that
-        no version was made from, because it may have asked ahead."""
+        no version was made from (``held``), because it may have asked ahead."""
         if rank == 0:
-            held, _, _ = await self._held()
             number = min([number, *(each - 1 for each in held)])
         self.progress.set_consumed(rank, number)
         self._barrier.notify()
@@ -365,7 +364,7 @@ class TrainerService:
             version = await self._published_by_rank_0(key, rank, is_named=bool(ask.batches))
         else:
             version = await self._publish_once(key, weights, ask)
-        await self._set_done(rank, ask.batch_number)
+        self._set_done(rank, ask.batch_number, (await self._held())[0])
         return version
 
     async def _publish_once(

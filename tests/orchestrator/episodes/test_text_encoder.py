@@ -1,5 +1,6 @@
 """Limits of encoding: texts that no context holds, and tokenizers whose expressions backtrack."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -127,10 +128,27 @@ def test_a_pattern_that_backtracks_for_long_is_given_up_and_occupies_one_thread(
         encoder.encode("a" * 1200)
     with pytest.raises(ChatRefused, match="still at an earlier text"):
         encoder.encode("short")
-    assert encoder._given_up is not None
-    assert len(encoder._given_up.result(60)) == 1200
+    (given_up,) = encoder._given_up
+    assert len(given_up.result(60)) == 1200
     monkeypatch.setattr(model_files, "ENCODE_S", 60.0)
     assert encoder.encode("short") == TextEncoder(byte_level_tokenizer()).encode("short")
+
+
+def test_texts_are_refused_until_all_that_were_given_up_together_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = TextEncoder(_split_by("a+a+[bc]"))
+    monkeypatch.setattr(model_files, "ENCODE_S", 0.02)
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(encoder.encode, "a" * length) for length in (2000, 1000)]:
+            assert isinstance(each.exception(60), ChatRefused)
+    longer, shorter = sorted(encoder._given_up, key=lambda each: each.done())
+    shorter.result(60)
+    while not longer.done():
+        with pytest.raises(ChatRefused, match="still at an earlier text"):
+            encoder.encode("b")
+    monkeypatch.setattr(model_files, "ENCODE_S", 60.0)
+    assert encoder.encode("b")
 
 
 @pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])

@@ -86,29 +86,23 @@ async def test_a_trainer_whose_advantages_are_all_0_is_told_the_reward_and_the_e
     assert len(warnings(caplog)) == 1
 
 
-async def test_rewards_that_differ_between_groups_only_are_named_to_who_reads_the_advantages(
-    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("group_size", "said"),
+    [
+        (GROUPS["group_size"], "the rewards within each group are equal"),
+        (1, "with group_size=1 no reward is compared with another; raise group_size"),
+    ],
+)
+async def test_advantages_of_0_are_named_to_a_trainer_that_reads_them_and_not_to_reinforce(
+    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture, group_size: int, said: str
 ) -> None:
-    async with tidegate_serve(**GROUPS) as rollouts:
+    settings = {**GROUPS, "group_size": group_size}
+    async with tidegate_serve(**settings) as rollouts:
         await train(rollouts, by_task)
     (finding,) = learning(rollouts.statistics())
-    assert "the rewards within each group are equal" in finding
+    assert said in finding
     caplog.clear()
-    async with tidegate_serve(**GROUPS) as rollouts:
-        await train(rollouts, by_task, reads="rewards")
-    assert (learning(rollouts.statistics()), warnings(caplog)) == ([], [])
-
-
-async def test_a_group_size_of_1_is_named_to_who_reads_the_advantages_and_not_to_reinforce(
-    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
-) -> None:
-    singles = {**GROUPS, "group_size": 1}
-    async with tidegate_serve(**singles) as rollouts:
-        await train(rollouts, by_task)
-    (finding,) = learning(rollouts.statistics())
-    assert "with group_size=1 no reward is compared with another; raise group_size" in finding
-    caplog.clear()
-    async with tidegate_serve(**singles) as rollouts:
+    async with tidegate_serve(**settings) as rollouts:
         await train(rollouts, by_task, reads="rewards")
     assert (learning(rollouts.statistics()), warnings(caplog)) == ([], [])
 
