@@ -323,7 +323,7 @@ while True:
     append_up_to(journal, lsn)
     if lsn * 17 % 11 == 0:
         journal.compact(lsn - lsn * 13 % 60, b"%d" % (lsn - lsn * 13 % 60)) if lsn > 5000 else None
-    if lsn * 7 % 5 == 0:
+    if lsn * 7 % 5 == 0 or journal.statistics().pending_bytes > 2**26:  # from 4, lsn % 5 stays 4
         journal.flush(60)
 """
 
