@@ -171,11 +171,13 @@ def test_samplers_and_checkpoints_are_those_of_before_a_kill(
     path = client.save_state("kept").result().path
     base = service.create_sampling_client(base_model=str(model)).result()
     before = [logprobs(each) for each in (snapshot, inflight, base)]
+    assert before[0] != pytest.approx(before[1], abs=1e-4) != before[2]
     train(client, steps=4)  # past a snapshot of the journal, so that the saves are not repeated
 
     mortal.kill()
     mortal.start()
-    assert [logprobs(each) for each in (snapshot, inflight, base)] == before
+    for sampler, known in zip((snapshot, inflight, base), before, strict=True):
+        assert logprobs(sampler) == pytest.approx(known, abs=1e-5)
     with pytest.raises(tinker.RequestFailedError, match="exists, and checkpoints do not change"):
         client.save_state("kept").result()
     resumed = service.create_training_client_from_state(path).result()
