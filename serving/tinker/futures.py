@@ -22,6 +22,10 @@ POLL_TIMEOUT_S = 40.0
 KEPT_AFTER_READ_S = 60.0
 """Time for which a result that was read is kept, because its answer may be lost on the way."""
 
+AWAITED_S = 60.0
+"""Time after its end in which a request's client most likely reads the result, even if it waits
+before it tries again, because the server was down."""
+
 KEPT_UNREAD_S = 3600.0
 """Time for which an unread result is kept."""
 
@@ -70,6 +74,8 @@ class Entry:
     outcome: Outcome | None = None
     expires_s: float | None = None
     """Loop time at which the entry is forgotten; None until it is done."""
+    is_read: bool = False
+    """Whether a client was given the outcome."""
 
 
 class FutureTable:
@@ -143,7 +149,16 @@ class FutureTable:
         loop_s = asyncio.get_running_loop().time()
         assert entry.expires_s is not None
         entry.expires_s = min(entry.expires_s, loop_s + KEPT_AFTER_READ_S)
+        entry.is_read = True
         return entry.outcome
+
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether a client has not read a request's result, and is likely to."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.is_read:
+            return False
+        ended_s = asyncio.get_running_loop().time() - AWAITED_S
+        return entry.expires_s is None or entry.expires_s - KEPT_UNREAD_S > ended_s
 
     def cancel(self, request_id: str, tenant: str) -> None:
         """Cancel a request's work, if it can be; harmless for unknown and ended requests."""

@@ -7,7 +7,8 @@
 A request is appended and synced before the client gets its ``request_id``. After a crash the server
 loads the older of the two snapshots that are kept, and carries out the requests since then again:
 the same requests in the same order give the same weights and results. One snapshot more than
-needed is kept, so that results which a client had not read yet are computed again.
+needed is kept, and the next waits for clients, so that results which they have not read yet are
+computed again.
 
 A record is its length and its CRC-32 (4 bytes each, little-endian), then MessagePack. If the crash
 cut the last record short, the rest of it is removed from the file. An append that fails, as on a
@@ -44,6 +45,8 @@ SNAPSHOT_REQUESTS = 64
 SNAPSHOT_BYTES = 64 * 1024 * 1024
 """Bytes of a model's requests after which its weights are saved, too."""
 
+AWAITED_BYTES = 8 * SNAPSHOT_BYTES
+"""Bytes of a model's requests up to which a snapshot waits for clients that read results."""
 
 ATTEMPTS_MAX = 3
 """Starts of the server that may end while they repeat one request; the next start refuses it."""
@@ -275,6 +278,11 @@ class ModelJournal:
     def is_long(self) -> bool:
         """Whether it is time for another snapshot."""
         return self.requests >= SNAPSHOT_REQUESTS or self.size_bytes >= SNAPSHOT_BYTES
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the snapshot may wait no longer for clients that read results."""
+        return self.size_bytes >= AWAITED_BYTES
 
     def begin(self) -> None:
         """Write the file of a new model."""

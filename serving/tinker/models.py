@@ -40,7 +40,7 @@ from tidegate.serving.tinker.protobuf import (
     batch_result_fields,
     encode_batch_result,
 )
-from tidegate.serving.tinker.request_order import RequestOrder
+from tidegate.serving.tinker.request_order import WAITING_MAX, RequestOrder
 from tidegate.serving.tinker.training import (
     AdamStep,
     BatchResult,
@@ -179,7 +179,7 @@ class ModelTrainer:
         async with model.journal_lock:  # which the same request waits for, if it is sent again
             self._check_present(model)
             if model.order.is_known(record.seq_id, digest):
-                return request_id(model, record)
+                return request_id(model, record.seq_id)
             model.order.refuse_distant(record.seq_id)
             if model.journal is not None:
                 try:
@@ -190,7 +190,7 @@ class ModelTrainer:
                     raise ApiError(503, f"{why}; it was not carried out, send it again") from None
                 self._check_present(model)
             self._enqueue(model, record, digest, run)
-        return request_id(model, record)
+        return request_id(model, record.seq_id)
 
     def repeat(
         self, model: TrainedModel, record: RequestAccepted, canonical: bytes, run: Work
@@ -234,7 +234,7 @@ class ModelTrainer:
     ) -> None:
         work = TrainingWork(Entry(model.tenant), run, record)
         started = model.order.arrived(record.seq_id, digest, work)
-        self._futures.add(request_id(model, record), work.entry)
+        self._futures.add(request_id(model, record.seq_id), work.entry)
         if started is not None:
             self._start(model, started)
 
@@ -287,7 +287,14 @@ class ModelTrainer:
     def _needs_snapshot(self, model: TrainedModel) -> bool:
         if model.journal is None or model.has_gradient or model.model_id not in self.models:
             return False
-        return model.journal.is_long
+        journal = model.journal
+        if not journal.is_long or journal.is_too_large:
+            return journal.is_long
+        # Another snapshot drops what a restart needs to compute results before the last one again.
+        return not any(
+            self._futures.is_awaited(request_id(model, seq_id))
+            for seq_id in range(max(0, journal.segment - WAITING_MAX), journal.segment)
+        )
 
     async def save_snapshot(self, model: TrainedModel) -> None:
         """Save a model between two of its requests, so that a restart repeats few of them."""
@@ -388,9 +395,9 @@ def _digest(canonical: bytes) -> bytes:
     return hashlib.blake2b(canonical, digest_size=16).digest()
 
 
-def request_id(model: TrainedModel, record: RequestAccepted) -> str:
+def request_id(model: TrainedModel, seq_id: int) -> str:
     """Return the id under which clients ask for a request's result."""
-    return f"{model.model_id}:{record.seq_id}"
+    return f"{model.model_id}:{seq_id}"
 
 
 def _encoded(result: BatchResult, is_protobuf: bool) -> bytes:

@@ -259,6 +259,8 @@ def scenario(
 @pytest.mark.timeout(1200)
 def test_a_client_sees_nothing_of_a_death_in_any_phase(mortal: MortalServer, model: Path) -> None:
     expected = scenario(mortal.url, model)
+    # What an engine has cached decides how it splits a prefill, and so the last bits.
+    expected["logprobs"] = [pytest.approx(row, abs=1e-5) for row in expected["logprobs"]]
     is_over = threading.Event()
     starting = threading.Thread(target=mortal.start_again_until, args=[is_over])
     starting.start()
