@@ -1,35 +1,40 @@
-"""CPU cost of each sampling option per row of logits, against plain sampling.
+"""Speed of the engine with each sampling option, beside the same turns without any.
 
-``python -m benchmarks.sampling [--json]`` prints ``name, value, unit, peer, ratio``: CPU time of a
-thread to sample a row of logits, in batches of 32 turns of 700 tokens, at two vocabulary sizes.
-Probabilities fall as ``rank ** -1.5``, so that a top-p of 0.9 keeps some 60 tokens. Each option's
-peer is the same batch without options, measured alternately; values are medians. The row
-``plain_beside_kernel`` compares plain sampling with a call of ``kernels/sampling.py`` alone, on
-arrays (temperature, top-k, top-p, random numbers) that were made before the measurement.
+``python -m benchmarks.sampling [--json]`` prints ``name, value, unit, peer, ratio``: tokens per
+second of a worker's CPU time for rounds of 128 turns of 200 tokens by the tiny model, 32 at a time,
+over the wire. The peer is the same round without options, by the same worker, alternately; values
+are medians. ``top_p_kept_tokens`` also sends the tokens that top-p left. JSON is an array that does
+not end, so that all answers are of the same length.
 """
 
-import gc
-from collections.abc import Callable, Iterator
-from time import process_time
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from benchmarks.engine.ours import Driver, driven
+from benchmarks.engine.shapes import SHAPES, Request, make_directory, requests
 from benchmarks.table import Row, compared, main, medians
-from tidegate.engine.sampling.options import OptionReader
-from tidegate.engine.sampling.sampling import RowSampling, sample_rows
-from tidegate.kernels.sampling import sample
-from tidegate.transport.messages import SubmitTurn
+from tests.models import byte_level_tokenizer
 from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
 
-ROWS = 32
-PROMPT_TOKENS, OUTPUT_TOKENS = 500, 200
-VOCABULARIES = (8_192, 151_936)
+TURNS = 128
+RUNNING_TURNS = 32
+OUTPUT_TOKENS = 200
 RUNS = 9
+STOP_TOKEN = 2
+ENDLESS = {"type": "array", "items": {"type": "integer"}, "minItems": OUTPUT_TOKENS}
+
+
+def _processor(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"logits_processors": [LogitsProcessor(name, arguments).to_str()]}
+
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.9},
+    "top_p_kept_tokens": {"top_p": 0.9, "kept_tokens": True},
+    "top_k": {"top_k": 20},
     "min_p": {"min_p": 0.05},
     "penalties": {
         "repetition_penalty": 1.1,
@@ -37,78 +42,40 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.1,
     },
     "logit_bias": {"logit_bias": [TokenBias(n, 1.0) for n in range(100)]},
-    "min_tokens": {"min_tokens": 900, "stop_token_ids": [1, 2]},
+    "min_tokens": {"min_tokens": OUTPUT_TOKENS, "stop_token_ids": [1, STOP_TOKEN]},
+    "stop_strings": {"stop_strings": ["a stop string that is never written"]},
     "top_logprobs_5": {"top_logprobs": 5},
     "raw_logprobs": {"raw_logprobs": True},
-    "allowed_tokens": {
-        "logits_processors": [
-            LogitsProcessor("allowed_tokens", {"token_ids": list(range(100))}).to_str()
-        ]
-    },
+    "allowed_tokens": _processor("allowed_tokens", token_ids=list(range(100))),
+    "bad_words": _processor("bad_words", words=["never written"]),
+    "json_schema": {"stop_token_ids": [STOP_TOKEN]} | _processor("json_schema", schema=ENDLESS),
 }
 
 
-class Batch:
-    """Turns with the same options, and random logits for them."""
-
-    def __init__(self, vocab_size: int, options: dict[str, Any], askers: int = ROWS) -> None:
-        random = np.random.default_rng(0)
-        reader = OptionReader(vocab_size=vocab_size, max_running_turns=64)
-        ranks = 1 + np.stack([random.permutation(vocab_size) for _ in range(ROWS)])
-        self._logits = torch.from_numpy(-1.5 * np.log(ranks)).float()
-        self._rows = []
-        for seed in range(ROWS):
-            sampling = SamplingParams(**({"max_tokens": 1000} | (options if seed < askers else {})))
-            tokens = np.zeros(PROMPT_TOKENS + 1000, np.int32)
-            known = PROMPT_TOKENS + OUTPUT_TOKENS
-            tokens[:known] = random.zipf(1.3, known) % vocab_size
-            message = SubmitTurn(
-                turn=seed,
-                token_ids=tokens[:known].tobytes(),
-                sampling=sampling,
-                sampled_before=OUTPUT_TOKENS,
-            )
-            row_options = reader.read(message, tokens)
-            self._rows.append(RowSampling(1.0, 0, sampling.top_p, seed, OUTPUT_TOKENS, row_options))
-
-    def us_per_row(self) -> float:
-        """Return the CPU time to sample a row, without copying the logits."""
-        logits = self._logits.clone()
-        return _us(lambda: sample_rows(logits, self._rows))
-
-    def kernel_us_per_row(self) -> float:
-        """Return the CPU time of the kernel alone, without options."""
-        ones, zeros = np.ones(ROWS, np.float32), np.zeros(ROWS, np.int64)
-        uniforms = np.linspace(0, 0.99, ROWS)
-        return _us(lambda: sample(self._logits, ones, zeros, ones, uniforms))
-
-
-def _us(work: Callable[[], object]) -> float:
-    began_s = process_time()
-    work()
-    return (process_time() - began_s) / ROWS * 1e6
-
-
-def rows_of(vocab_size: int) -> Iterator[Row]:
-    """Measure all options at one vocabulary size."""
-    plain = Batch(vocab_size, {})
-    batches = {name: Batch(vocab_size, options) for name, options in OPTIONS.items()}
-    batches["penalties_of_1_row"] = Batch(vocab_size, OPTIONS["penalties"], askers=1)
-    for name, batch in {"plain": plain, **batches}.items():
-        runs = RUNS * (10 if vocab_size < 50_000 else 1)
-        peer, value = medians(runs, plain.us_per_row, batch.us_per_row)
-        yield compared(f"{name}_{vocab_size}", "us/row", value, peer)
-    peer, value = medians(RUNS, plain.kernel_us_per_row, plain.us_per_row)
-    yield compared(f"plain_beside_kernel_{vocab_size}", "us/row", value, peer)
+def tokens_per_second(driver: Driver, turns: list[Request], options: dict[str, Any]) -> float:
+    """Have all turns answered with these options; return tokens per second of CPU time."""
+    before, cpu_before_s = driver.tokens, driver.cpu_s()
+    for seed, turn in enumerate(turns):
+        sampling = SamplingParams(max_tokens=turn.output_tokens, seed=seed, **options)
+        driver.submit(turn.prompt, sampling)
+        driver.open_turns += 1
+    driver.read_answers()
+    return (driver.tokens - before) / (driver.cpu_s() - cpu_before_s)
 
 
 def rows() -> Iterator[Row]:
-    """Measure all."""
-    torch.set_num_threads(1)
-    gc.disable()
-    with torch.inference_mode():
-        for vocab_size in VOCABULARIES:
-            yield from rows_of(vocab_size)
+    """Measure each option."""
+    shape = SHAPES["tiny"]
+    turns = [Request(one.prompt, OUTPUT_TOKENS) for one in requests(shape, TURNS)]
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_directory(Path(directory), shape, "float32")
+        byte_level_tokenizer().save(str(model / "tokenizer.json"))
+        with driven(model, RUNNING_TURNS, "cpu") as driver:
+            for name, options in OPTIONS.items():
+                tokens_per_second(driver, turns, options)  # once for what is compiled first
+                ours = partial(tokens_per_second, driver, turns, options)
+                value, peer = medians(RUNS, ours, partial(tokens_per_second, driver, turns, {}))
+                yield compared(name, "tokens/CPU-s", value, peer)
 
 
 if __name__ == "__main__":

@@ -176,15 +176,26 @@ def bad_words(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsPro
         raise ValueError(
             f"words must be at most {BAD_SEQUENCES_MAX} sequences of tokens, got {len(sequences)}"
         )
-    longest = max(map(len, sequences))
+    return _BadWords(sequences, setup.vocab_size)
 
-    def processor(logits: torch.Tensor, turn: TurnTokens) -> None:
-        tail = turn.output[-longest:].tolist()
-        for *before, last in sequences:
-            if not before or tail[-len(before) :] == before:
-                logits[last] = -torch.inf
 
-    return processor
+class _BadWords(TokenMask):
+    """Excludes the last token of each sequence where the output ends with the others."""
+
+    def __init__(self, sequences: list[list[int]], vocab_size: int) -> None:
+        known = [each for each in sequences if max(each) < vocab_size]  # no other can be sampled
+        super().__init__(~are_among([one for one, *rest in known if not rest], vocab_size))
+        self._always_allowed = self.allowed.copy()
+        self._by_second_last: dict[int, list[list[int]]] = {}
+        for each in known:
+            if len(each) > 1:
+                self._by_second_last.setdefault(each[-2], []).append(each)
+
+    def update(self, output: npt.NDArray[np.int32]) -> None:
+        self.allowed[:] = self._always_allowed
+        for *before, last in self._by_second_last.get(int(output[-1]), ()) if len(output) else ():
+            if output[-len(before) :].tolist() == before:
+                self.allowed[last // 32] &= ~np.uint32(1 << last % 32)
 
 
 def _sequences_of(word: str, setup: ProcessorSetup) -> list[list[int]]:
