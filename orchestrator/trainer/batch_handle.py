@@ -42,7 +42,6 @@ from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
-from tidegate.orchestrator.settings.config import RunSettings, cores
 from tidegate.orchestrator.telemetry.forecast import Forecaster, window_groups
 from tidegate.orchestrator.telemetry.off_policy import off_policy
 from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
@@ -263,7 +262,6 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         """Number of the newest call of ``batches()``, whose tasks the run takes."""
         self._waiting_calls = 0
         """Number of ``batches()`` calls that wait for a batch now."""
-        self._has_checked_threads = False
         self.columns_read: set[str] = set()
         """:attr:`Batch.columns_read` of all batches of this handle."""
 
@@ -659,9 +657,6 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         if handover is None:
             return None
         self._mark("wait")
-        if not self._has_checked_threads:
-            self._has_checked_threads = True
-            warn_if_oversubscribed(self._running.settings)
         rows, version = kept_rows(handover.groups), handover.trainer_version
         batch = batch_of_rows(rows, handover.groups, version, handover.number)
         batch = replace(batch, columns_read=self.columns_read)
@@ -767,31 +762,6 @@ class SyncBatchHandle(SyncTrainerHandle):
     report_off_policyness = blocking(BatchHandle.report_off_policyness)
     evaluate = blocking(BatchHandle.evaluate)
     evaluate_every = forwarded(BatchHandle.evaluate_every)
-
-
-def warn_if_oversubscribed(settings: RunSettings) -> None:
-    """Warn if the trainer's torch has more threads than the engines leave free cores.
-
-    OpenMP's threads spin while they wait for each other. With fewer cores than threads, they spin
-    for threads that are not running: one run took eight times as long.
-    """
-    import torch
-
-    if not settings.engine_processes or settings.engine.uses_gpu:
-        return
-    engine_threads = settings.engine_processes * settings.engine_threads
-    free_cores = max(1, cores() - engine_threads)
-    if (threads := torch.get_num_threads()) > free_cores:
-        log.warning(
-            "torch_threads=%d cores=%d engine_threads=%d: the trainer's torch and the engines have "
-            "more threads than there are cores, and slow each other down; set OMP_NUM_THREADS=%d, "
-            "or call torch.set_num_threads(%d)",
-            threads,
-            cores(),
-            engine_threads,
-            free_cores,
-            free_cores,
-        )
 
 
 def _text_of(error: Exception | None) -> str | None:

@@ -28,7 +28,7 @@ from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.scheduler.loop_watch import CHECK_INTERVAL_S
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.orchestrator.settings.config import RunSettings, cores
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
@@ -75,6 +75,42 @@ MakeParts = Callable[[RunSettings], RunParts]
 """Chooses a run's observers, and where its engines run, by its settings."""
 
 log = logging.getLogger("tidegate")
+
+
+def share_cores(settings: RunSettings) -> None:
+    """Leave the trainer's torch the cores that engines do not use, unless its user chose a number.
+
+    OpenMP's threads spin while they wait for each other. With fewer cores than threads, they spin
+    for threads that are not running: one run took eight times as long.
+    """
+    if not settings.engine_processes or settings.engine.uses_gpu:
+        return
+    import torch  # takes seconds, in which the engines start
+
+    threads = torch.get_num_threads()
+    free_cores = max(1, cores() - settings.engine_processes * settings.engine_threads)
+    if threads <= free_cores:
+        return
+    all_cores = {cores(), os.cpu_count() or 1}
+    defaults = all_cores | {count // 2 for count in all_cores}  # torch takes physical cores
+    if "OMP_NUM_THREADS" in os.environ or threads not in defaults:
+        log.warning(
+            "torch_threads=%d cores=%d free_cores=%d: the trainer's torch has more threads than "
+            "engines leave cores, and they slow each other down; set OMP_NUM_THREADS=%d",
+            threads,
+            cores(),
+            free_cores,
+            free_cores,
+        )
+        return
+    torch.set_num_threads(free_cores)
+    log.warning(
+        "torch_threads=%d: engines use the other %d of %d cores; OMP_NUM_THREADS sets another "
+        "number",
+        free_cores,
+        cores() - free_cores,
+        cores(),
+    )
 
 
 class Scorer(MeasuredHandle, RunHandle):
@@ -179,6 +215,7 @@ class Scorer(MeasuredHandle, RunHandle):
         self._exit_on_sigterm()
         self._run.start()
         self._run.show(read=self._read, statistics=self._statistics_of)
+        share_cores(self.settings)
         await result_of(self._run.ready)
 
     @override

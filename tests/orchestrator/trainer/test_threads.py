@@ -1,6 +1,5 @@
 """Threads of engines and of the trainer: divided over the cores, or reported as too many."""
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.fleet.processes import engine_command, engine_options
 from tidegate.orchestrator.settings import config
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
-from tidegate.orchestrator.trainer.batch_handle import warn_if_oversubscribed
+from tidegate.orchestrator.trainer.rollouts import share_cores
 
 
 def settings(**values: Any) -> RunSettings:
@@ -60,28 +59,36 @@ def test_omp_num_threads_is_heeded_and_another_host_gets_one_thread(
 
 
 @pytest.mark.parametrize(
-    ("values", "trainer", "warns"),
+    ("values", "omp", "before", "after", "said"),
     [
-        ({"engines": 2}, 4, False),
-        ({"engines": 2}, 12, True),
-        ({"engines": 12}, 1, False),  # it can't have fewer
-        ({"engines": 0, "listen_address": "tcp://127.0.0.1:5555"}, 12, False),
-        ({"engines": 1, "device": "cuda"}, 12, False),
+        ({"engines": 2}, None, 4, 4, ""),
+        ({"engines": 2}, None, 12, 4, "engines use the other 8 of 12 cores"),
+        ({"engines": 2}, None, 6, 4, "engines use the other 8 of 12 cores"),  # physical cores
+        ({"engines": 2}, None, 7, 7, "set OMP_NUM_THREADS=4"),  # somebody chose it
+        ({"engines": 2, "threads_per_engine": 4}, "12", 12, 12, "set OMP_NUM_THREADS=4"),
+        ({"engines": 12}, None, 1, 1, ""),  # it can't have fewer
+        ({"engines": 0, "listen_address": "tcp://127.0.0.1:5555"}, None, 12, 12, ""),
+        ({"engines": 1, "device": "cuda"}, None, 12, 12, ""),
     ],
 )
-def test_a_trainer_with_more_threads_than_free_cores_is_warned_with_the_setting(
+def test_a_trainers_torch_gets_the_free_cores_unless_its_user_chose_a_number(
     on_cores: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     values: dict[str, Any],
-    trainer: int,
-    warns: bool,
+    omp: str | None,
+    before: int,
+    after: int,
+    said: str,
 ) -> None:
-    on_cores.setattr(torch, "get_num_threads", lambda: trainer)
-    caplog.set_level(logging.WARNING, "tidegate")
-    warn_if_oversubscribed(settings(**values))
-    said = [record.getMessage() for record in caplog.records]
-    assert [("torch_threads=12 cores=12 engine_threads=8" in m) for m in said] == [True] * warns
-    assert not warns or "OMP_NUM_THREADS=4" in said[0]
+    threads = [before]
+    on_cores.setattr(torch, "get_num_threads", lambda: threads[-1])
+    on_cores.setattr(torch, "set_num_threads", threads.append)
+    on_cores.setattr(os, "cpu_count", lambda: 12)
+    if omp:
+        on_cores.setenv("OMP_NUM_THREADS", omp)
+    share_cores(settings(**values))
+    assert threads[-1] == after
+    assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)
 
 
 def options_of(asked: RunSettings, name: str) -> tuple[str | None, str]:
