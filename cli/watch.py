@@ -18,9 +18,8 @@ def dashboard(
         list[Path] | None,
         typer.Argument(metavar="OTHER", help="Runs to compare it with, side by side."),
     ] = None,
-    address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free one.")
-    ] = "127.0.0.1:0",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, help="Port to listen on; 0: any free one.")] = 0,
 ) -> None:
     """Show runs in the browser: print a running run's URL, or serve finished runs' files."""
     from tidegate.observability.dashboard.comparisons import ComparableRuns
@@ -33,7 +32,7 @@ def dashboard(
         return
     comparable = ComparableRuns(run, others or ())
     view = comparable.address(others) if others else ""
-    with Dashboard(address) as shown:
+    with Dashboard(f"{host}:{port}") as shown:
         shown.start(RecordedSource(run), comparable)
         echo(f"{shown.url}{view}  (Ctrl-C ends it)")
         shown.wait()

@@ -174,10 +174,10 @@ class SimulatedRun:
             raise self.failure()
         if self._is_async:
             self._refuse_episodes()
-            return asyncio.run_coroutine_threadsafe(_call(work, scheduler), self._time.loop)
+            return asyncio.run_coroutine_threadsafe(self._call(work, scheduler), self._time.loop)
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
         try:
-            future.set_result(self._time.run(_call(work, scheduler)))
+            future.set_result(self._time.run(self._call(work, scheduler)))
         except Exception as error:  # noqa: BLE001 - the future hands the error to its waiter
             future.set_exception(error)
         return future
@@ -218,6 +218,20 @@ class SimulatedRun:
         return self._time.loop.is_running()
 
     # ------------------------------------------------------------ on the loop
+
+    async def _call(
+        self, work: Callable[[Scheduler], Awaitable[Result]], scheduler: Scheduler
+    ) -> Result:
+        """Do a request's work; if the run fails meanwhile, raise its failure."""
+        assert self._main is not None
+        call = asyncio.ensure_future(work(scheduler))
+        try:
+            await asyncio.wait([call, self._main], return_when=asyncio.FIRST_COMPLETED)
+            if self._main.done() and not self._main.cancelled():
+                raise self.failure()
+            return await call
+        finally:
+            call.cancel()
 
     async def _wait_until_ready(self) -> None:
         with contextlib.suppress(Exception):  # the future's holder gets the error
@@ -300,10 +314,6 @@ class SimulatedRun:
         self.scheduler.engines.ended(name, why)
         if all(host.is_gone for host in self._hosts):
             self.scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
-
-
-async def _call(work: Callable[[Scheduler], Awaitable[Result]], scheduler: Scheduler) -> Result:
-    return await work(scheduler)
 
 
 class SimulatedRollouts(Rollouts):

@@ -63,7 +63,8 @@ export class Connection {
       return;
     }
     setOutcome(`${how} This is its last state. All its rollouts are shown by the command below; once it `
-      + "runs, this page opens them.", `tidegate dashboard ${quote(directory)} --address ${location.host}`);
+      + "runs, this page opens them.",
+      `tidegate dashboard ${quote(directory)} --host ${location.hostname} --port ${location.port}`);
     this.awaitRecorded();
   }
 

@@ -161,7 +161,8 @@ def test_a_run_is_followed_to_its_end_and_on_into_its_recorded_view(
     assert "ended normally" in page.locator("#outcome-text").text_content()
     command = page.locator("#outcome-command code").text_content()
     host = page.url.split("/")[2]
-    assert command == f"tidegate dashboard {tmp_path / 'run'} --address {host}"
+    name, port = host.split(":")
+    assert command == f"tidegate dashboard {tmp_path / 'run'} --host {name} --port {port}"
     assert page.locator("text=queued turns").count() == 0
     assert page.locator("text=v4, v4").count() == 1
     assert page.evaluate(HAS_DRAWN, "reward") > 2
