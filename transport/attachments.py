@@ -2,13 +2,13 @@
 
 A ``Step`` carries a list of :class:`Attachment`, for turns whose ``SamplingParams`` request any.
 Engines make them, the orchestrator's core stores them with the turn, and a trainer's batch has them
-as columns. Core, journal, batches and the remote trainer's wire carry any attachment that
-:data:`ATTACHMENTS` declares; :mod:`tidegate.orchestrator.core.step_checks` checks the values.
+as columns. :class:`AttachmentColumns` declares each one; the code between its maker and its reader
+carries any. :mod:`tidegate.orchestrator.core.step_checks` checks the values.
 """
 
 from dataclasses import dataclass
 from math import inf, nan, prod
-from typing import Literal
+from typing import Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -69,8 +69,24 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.values) // max(self.entry_bytes, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class AttachmentKind:
+T = TypeVar("T")
+
+
+class _Column:
+    """Attribute of :class:`AttachmentColumns` that reads the column of its name."""
+
+    __slots__ = ("column",)
+    column: str
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.column = name
+
+    def __get__(self, columns: "AttachmentColumns[T]", owner: object) -> T | None:
+        return columns.attachment(self.column)
+
+
+@dataclass(slots=True)
+class AttachmentKind(_Column):
     """Who makes an attachment, the type of its entries, and how a batch shows them."""
 
     option: str
@@ -102,12 +118,30 @@ class AttachmentKind:
         return not self.option
 
 
-ATTACHMENTS: dict[AttachmentName, AttachmentKind] = {
-    "raw_logprobs": AttachmentKind(
+class AttachmentColumns(Generic[T]):
+    """Declares each attachment under the name of its column in a batch. The attribute of a batch is
+    that column; None if no turn requested the attachment, as by ``generate(top_logprobs=8)``.
+
+    Shapes: R rows, T tokens of the longest row, M kept tokens of all tokens, L mixture layers, k
+    experts per token, K top tokens, H hidden size; R is absent and T is all tokens in a packed
+    batch. An entry on the wire has the dimensions after [R, T].
+    """
+
+    __slots__ = ()
+
+    def attachment(self, column: str) -> T | None:
+        """Return one of :data:`BATCH_COLUMNS`; None if the batch does not have it."""
+        raise NotImplementedError
+
+    raw_logprobs = AttachmentKind(
         "raw_logprobs", "token", ("float32",), is_logprob=True, unknown=nan
-    ),
-    "top_ids": AttachmentKind("top_logprobs", "token", ("int32",), 1, is_sized_by_option=True),
-    "top_logprobs": AttachmentKind(
+    )
+    """[R, T] float32: log-prob of each sampled token before all sampling options, at temperature
+    1; 0 on other tokens, NaN where an engine did not report it."""
+    top_ids = AttachmentKind("top_logprobs", "token", ("int32",), 1, is_sized_by_option=True)
+    """[R, T, K] int32: the K most likely tokens where each token was sampled, in descending
+    order."""
+    top_logprobs = AttachmentKind(
         "top_logprobs",
         "token",
         ("float32",),
@@ -116,29 +150,57 @@ ATTACHMENTS: dict[AttachmentName, AttachmentKind] = {
         is_logprob=True,
         unknown=-inf,
         padding=-inf,
-    ),
-    "kept_ids": AttachmentKind(
+    )
+    """[R, T, K] float32: behaviour log-probs of ``top_ids``, after all sampling options; -inf for
+    excluded tokens, and where the top tokens are not known."""
+    kept_ids = AttachmentKind(
         "kept_tokens", "token", ("int32",), is_ragged=True, companion="kept_counts"
-    ),
-    "routed_experts": AttachmentKind(
+    )
+    """[M] int32: the tokens that min-p, top-k and top-p left to sample from, token after token and
+    row after row, each token's in ascending order; see ``tidegate.kept_logprobs``. An empty entry
+    means that all tokens were left."""
+    kept_counts = _Column()
+    """[R, T] int32: number of entries in ``kept_ids`` for each token; 0 for a token that was
+    sampled from the whole vocabulary, or given."""
+    routed_experts = AttachmentKind(
         "routed_experts", "position", ("uint8", "uint16"), 2, companion="routed_experts_mask"
-    ),
-    "hidden_states": AttachmentKind("hidden_states", "token", ("float32",), 1),
-    "teacher_logprobs": AttachmentKind("", "token", ("float32",), is_logprob=True, unknown=nan),
-    "teacher_top_ids": AttachmentKind("", "token", ("int32",), 1),
-    "teacher_top_logprobs": AttachmentKind(
+    )
+    """[R, T, L, k], uint8, or int16 for more than 256 experts: the experts that each of L mixture
+    layers chose for the position, when its KV was computed last."""
+    routed_experts_mask = _Column()
+    """[R, T] bool: positions whose routed experts are known. The experts of a row's last token are
+    not known, because no later token has needed its KV."""
+    hidden_states = AttachmentKind("hidden_states", "token", ("float32",), 1)
+    """[R, T, H] float32: normed last hidden state from which each token was sampled; 0 on other
+    tokens, and where it is not known."""
+    teacher_logprobs = AttachmentKind("", "token", ("float32",), is_logprob=True, unknown=nan)
+    """[R, T] float32: log-prob of each sampled token under the model that
+    ``episode.attach_teacher`` asked; 0 on other tokens, NaN on sampled ones that were not
+    scored."""
+    teacher_top_ids = AttachmentKind("", "token", ("int32",), 1)
+    """[R, T, K] int32: the K tokens that the teacher finds most likely in each sampled token's
+    place, in descending order."""
+    teacher_top_logprobs = AttachmentKind(
         "", "token", ("float32",), 1, is_logprob=True, unknown=-inf, padding=-inf
-    ),
-}
-"""Kind of each attachment.
+    )
+    """[R, T, K] float32: the teacher's log-probs of ``teacher_top_ids``; -inf where they are not
+    known."""
 
-* ``raw_logprobs``: log-prob of the token before all sampling options.
-* ``top_ids`` [k], ``top_logprobs`` [k]: most likely tokens, in descending order, with their
-  log-probs after all options; -inf for excluded tokens.
-* ``kept_ids``: tokens that the sampling options left to sample from, in ascending order. An empty
-  entry means that all tokens were left.
-* ``routed_experts`` [L, k]: experts that each of L mixture layers chose for the position.
-* ``hidden_states`` [H]: normed last hidden state from which the token was sampled.
-* ``teacher_logprobs``, ``teacher_top_ids`` [k], ``teacher_top_logprobs`` [k]: another model's
-  log-prob of the token, and its most likely tokens.
-"""
+
+ATTACHMENTS: dict[AttachmentName, AttachmentKind] = {
+    name: vars(AttachmentColumns)[name] for name in get_args(AttachmentName)
+}
+"""Kind of each attachment."""
+
+BATCH_COLUMNS: dict[str, float] = {
+    name: each.padding if isinstance(each, AttachmentKind) else 0
+    for name, each in vars(AttachmentColumns).items()
+    if isinstance(each, _Column)
+}
+"""Columns of a batch for attachments, with the value of each on padding."""
+
+RAGGED_COLUMNS: dict[str, str] = {
+    name: kind.companion for name, kind in ATTACHMENTS.items() if kind.is_ragged
+}
+"""Columns of a batch with any number of values per token, and the columns of these numbers. All
+others have an entry per token."""

@@ -13,7 +13,7 @@ from tidegate.errors import BadFrame
 from tidegate.orchestrator.batches.batches import Batch, BatchShard, PackedBatch
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
 from tidegate.policies.sharding import split_rows
-from tidegate.transport.attachments import ATTACHMENTS
+from tidegate.transport.attachments import BATCH_COLUMNS, RAGGED_COLUMNS
 
 TOKEN_COLUMNS = {
     "token_ids": torch.int32,
@@ -36,18 +36,7 @@ ROW_COLUMNS = {
 TURN_REWARDS = "turn_rewards"
 """[N] float32; present only if a turn was rewarded."""
 
-COUNTS: dict[str, str] = {
-    name: kind.companion for name, kind in ATTACHMENTS.items() if kind.is_ragged
-}
-"""Columns with any number of entries per token, and the columns of these numbers."""
-
-ATTACHMENT_COLUMNS = tuple(
-    column for name, kind in ATTACHMENTS.items() for column in (name, kind.companion) if column
-)
-"""Columns of :class:`PackedBatch` that are present only if a turn requested them. All but those in
-:data:`COUNTS` have an entry per token."""
-
-OPTIONAL_COLUMNS = {TURN_REWARDS, *ATTACHMENT_COLUMNS}
+OPTIONAL_COLUMNS = {TURN_REWARDS, *BATCH_COLUMNS}
 
 DTYPES = {**TOKEN_COLUMNS, **ROW_COLUMNS, TURN_REWARDS: torch.float32}
 
@@ -83,9 +72,9 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     picked = {
         name: column[chosen if name in ROW_COLUMNS else tokens]
         for name, column in columns.items()
-        if name not in COUNTS
+        if name not in RAGGED_COLUMNS
     }
-    for name, counts in COUNTS.items():
+    for name, counts in RAGGED_COLUMNS.items():
         if name in columns:
             picked[name] = _ragged(columns[name], columns[counts], tokens)
     tasks = tuple(batch.tasks[row] for row in rows) if batch.tasks else ()
@@ -121,10 +110,7 @@ def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
     if batch.turn_rewards is not None:
         columns[TURN_REWARDS] = batch.turn_rewards[batch.attention_mask]
     sent = {name: column.to(DTYPES[name]) for name, column in columns.items()}
-    for name in ATTACHMENT_COLUMNS:
-        if (column := getattr(packed, name)) is not None:
-            sent[name] = column
-    return sent
+    return {**sent, **packed.attachments}
 
 
 def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tensor]) -> Batch:
@@ -150,7 +136,7 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
         loss_mask=columns["loss_mask"],
         logprobs=columns["logprobs"],
         weight_versions=columns["weight_versions"],
-        **{name: columns.get(name) for name in ATTACHMENT_COLUMNS},
+        attachments={name: columns[name] for name in BATCH_COLUMNS if name in columns},
     )
     turn_rewards = columns.get(TURN_REWARDS)
     return Batch(
@@ -184,12 +170,12 @@ def _check(columns: Mapping[str, torch.Tensor]) -> None:
     rows, tokens = len(lengths), int(lengths.sum())
     if rows and int(lengths.min()) < 0:
         raise BadFrame(f"a batch has a row of {int(lengths.min())} tokens; lengths must be >= 0")
-    for name, counts in COUNTS.items():
+    for name, counts in RAGGED_COLUMNS.items():
         if (name in columns) != (counts in columns):
             raise BadFrame(f"a batch has only one of {name} and {counts}")
     for name, column in columns.items():
         wanted = rows if name in ROW_COLUMNS else tokens
-        if name in COUNTS:
-            wanted = int(columns[COUNTS[name]].sum())
+        if name in RAGGED_COLUMNS:
+            wanted = int(columns[RAGGED_COLUMNS[name]].sum())
         if len(column) != wanted:
             raise BadFrame(f"a batch's {name} has {len(column)} values, expected {wanted}")

@@ -3,14 +3,13 @@
 Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it from the core's
 groups.
 
-Shapes: R rows, T tokens of the longest row, N tokens of all rows, M kept tokens of all tokens, L
-mixture layers, k experts per token, K top tokens, H hidden size. A row is the whole context of a
+Shapes: R rows, T tokens of the longest row, N tokens of all rows. A row is the whole context of a
 rollout, or of one branch of a rollout that forked: prompts, sampled tokens and observations in the
 order the model saw them; ``loss_mask`` marks the sampled tokens to train on.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,10 +22,11 @@ from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.policies.advantages import relative_to_group, relative_to_trained_first
+from tidegate.transport.attachments import BATCH_COLUMNS, RAGGED_COLUMNS, AttachmentColumns
 
 
 @dataclass(frozen=True, repr=False)
-class PackedBatch:
+class PackedBatch(AttachmentColumns[torch.Tensor]):
     """A batch without padding: rows one after the other, for variable-length attention."""
 
     token_ids: torch.Tensor
@@ -39,28 +39,8 @@ class PackedBatch:
     """[N] float32: as :attr:`Batch.logprobs`."""
     weight_versions: torch.Tensor
     """[N] int32: as :attr:`Batch.weight_versions`."""
-    routed_experts: torch.Tensor | None = None
-    """[N, L, k]: as :attr:`Batch.routed_experts`."""
-    routed_experts_mask: torch.Tensor | None = None
-    """[N] bool: as :attr:`Batch.routed_experts_mask`."""
-    kept_ids: torch.Tensor | None = None
-    """[M] int32: as :attr:`Batch.kept_ids`."""
-    kept_counts: torch.Tensor | None = None
-    """[N] int32: as :attr:`Batch.kept_counts`."""
-    raw_logprobs: torch.Tensor | None = None
-    """[N] float32: as :attr:`Batch.raw_logprobs`."""
-    top_ids: torch.Tensor | None = None
-    """[N, K] int32: as :attr:`Batch.top_ids`."""
-    top_logprobs: torch.Tensor | None = None
-    """[N, K] float32: as :attr:`Batch.top_logprobs`."""
-    hidden_states: torch.Tensor | None = None
-    """[N, H] float32: as :attr:`Batch.hidden_states`."""
-    teacher_logprobs: torch.Tensor | None = None
-    """[N] float32: as :attr:`Batch.teacher_logprobs`."""
-    teacher_top_ids: torch.Tensor | None = None
-    """[N, K] int32: as :attr:`Batch.teacher_top_ids`."""
-    teacher_top_logprobs: torch.Tensor | None = None
-    """[N, K] float32: as :attr:`Batch.teacher_top_logprobs`."""
+    attachments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Columns that turns requested, by the names of :class:`AttachmentColumns`."""
 
     # Computed at first use, on the device of the other columns: training on padded rows never
     # needs them.
@@ -77,6 +57,10 @@ class PackedBatch:
         """[N] int64: position of each token in its row, from 0."""
         starts = self.cu_seqlens[:-1].long()[self.row_ids]
         return torch.arange(len(starts), device=starts.device) - starts
+
+    def attachment(self, column: str) -> torch.Tensor | None:
+        """Return a column for attachments; None if no turn requested it."""
+        return self.attachments.get(column)
 
     def __repr__(self) -> str:
         rows, tokens = len(self.cu_seqlens) - 1, len(self.token_ids)
@@ -99,7 +83,7 @@ class BatchShard:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Batch:
+class Batch(AttachmentColumns[torch.Tensor]):
     """The rows of one update. Rows of a group are adjacent."""
 
     token_ids: torch.Tensor
@@ -156,81 +140,14 @@ class Batch:
         """Number of tokens that the loss sees."""
         return int(self.loss_mask.sum())
 
-    # Token attachments; None if no turn requested them, as by ``generate(top_logprobs=8)``. Padded
-    # when they are read.
-
-    @property
-    def routed_experts(self) -> torch.Tensor | None:
-        """[R, T, L, k], uint8, or int16 for more than 256 experts: the experts that each of L
-        mixture layers chose for the position, when its KV was computed last."""
-        return self._padded(self.packed.routed_experts)
-
-    @property
-    def routed_experts_mask(self) -> torch.Tensor | None:
-        """[R, T] bool: positions whose routed experts are known. The experts of a row's last token
-        are not known, because no later token has needed its KV."""
-        return self._padded(self.packed.routed_experts_mask)
-
-    @property
-    def kept_ids(self) -> torch.Tensor | None:
-        """[M] int32: the tokens that min-p, top-k and top-p left to sample from, token after token
-        and row after row; see ``tidegate.kept_logprobs``."""
-        return self.packed.kept_ids
-
-    @property
-    def kept_counts(self) -> torch.Tensor | None:
-        """[R, T] int32: number of entries in ``kept_ids`` for each token; 0 for a token that was
-        sampled from the whole vocabulary, or given."""
-        return self._padded(self.packed.kept_counts)
-
-    @property
-    def raw_logprobs(self) -> torch.Tensor | None:
-        """[R, T] float32: log-prob of each sampled token before all sampling options, at
-        temperature 1; 0 on other tokens, NaN where an engine did not report it."""
-        return self._padded(self.packed.raw_logprobs)
-
-    @property
-    def top_ids(self) -> torch.Tensor | None:
-        """[R, T, K] int32: the K most likely tokens where each token was sampled, in descending
-        order."""
-        return self._padded(self.packed.top_ids)
-
-    @property
-    def top_logprobs(self) -> torch.Tensor | None:
-        """[R, T, K] float32: behaviour log-probs of ``top_ids``, after all sampling options; -inf
-        for excluded tokens, and where the top tokens are not known."""
-        return self._padded(self.packed.top_logprobs, float("-inf"))
-
-    @property
-    def hidden_states(self) -> torch.Tensor | None:
-        """[R, T, H] float32: normed last hidden state from which each token was sampled; 0 on other
-        tokens, and where it is not known."""
-        return self._padded(self.packed.hidden_states)
-
-    @property
-    def teacher_logprobs(self) -> torch.Tensor | None:
-        """[R, T] float32: log-prob of each sampled token under the model that
-        ``episode.attach_teacher`` asked; 0 on other tokens, NaN on sampled ones that were not
-        scored."""
-        return self._padded(self.packed.teacher_logprobs)
-
-    @property
-    def teacher_top_ids(self) -> torch.Tensor | None:
-        """[R, T, K] int32: the K tokens that the teacher finds most likely in each sampled token's
-        place, in descending order."""
-        return self._padded(self.packed.teacher_top_ids)
-
-    @property
-    def teacher_top_logprobs(self) -> torch.Tensor | None:
-        """[R, T, K] float32: the teacher's log-probs of ``teacher_top_ids``; -inf where they are
-        not known."""
-        return self._padded(self.packed.teacher_top_logprobs, float("-inf"))
-
-    def _padded(self, values: torch.Tensor | None, fill: float = 0) -> torch.Tensor | None:
-        """Return values of packed tokens [N, …] as [R, T, …], with ``fill`` on padding."""
-        if values is None:
-            return None
-        out = values.new_full((*self.attention_mask.shape, *values.shape[1:]), fill)
+    def attachment(self, column: str) -> torch.Tensor | None:
+        """Return a column for attachments, padded when it is read."""
+        values = self.packed.attachment(column)
+        if values is None or column in RAGGED_COLUMNS:
+            return values
+        out = values.new_full(
+            (*self.attention_mask.shape, *values.shape[1:]), BATCH_COLUMNS[column]
+        )
         out[self.attention_mask] = values
         return out
 
@@ -369,5 +286,5 @@ def _pack(
         loss_mask=torch.from_numpy(weight_versions >= sampled.oldest_trainable),
         logprobs=torch.from_numpy(logprobs),
         weight_versions=torch.from_numpy(weight_versions),
-        **attachment_columns(rollouts, lengths),
+        attachments=attachment_columns(rollouts, lengths),
     )
