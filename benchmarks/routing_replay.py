@@ -121,7 +121,7 @@ def sample(runner: Runner) -> Sampled:
         output = runner.step(decode_rows(tokens, step, reports_experts=True))
         tokens[:, end] = output.token_ids
         logprobs.append(output.logprobs)
-        experts.append(np.stack([output.routed_experts[row] for row in range(TURNS)]))
+        experts.append(np.stack([output.positions["routed_experts"][row] for row in range(TURNS)]))
     return Sampled(
         torch.from_numpy(tokens).long(),
         torch.from_numpy(np.stack(logprobs, 1)).double(),
@@ -140,7 +140,7 @@ def decode_rows(tokens: Any, step: int, *, reports_experts: bool) -> list[Engine
             start,
             list(range(turn * TURN_BLOCKS, (turn + 1) * TURN_BLOCKS)),
             RowSampling(1.0, 0, 1.0, turn, step),
-            experts_from=start if reports_experts else None,
+            positions_from=start if reports_experts else None,
         )
         for turn in range(TURNS)
     ]

@@ -354,7 +354,7 @@ def _options(
         max_running_turns=limits.max_running_turns,
         tokenizer=ModelTokenizer(arguments.model),
         registry=ProcessorRegistry(arguments.logits_processors),
-        routed_experts_refusal=model.routed_experts_refusal,
+        refused_options=model.refused_options,
         hidden_size=scoring.hidden_size if "hidden_states" in scoring.score_kinds else 0,
     )
 

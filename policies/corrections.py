@@ -222,8 +222,8 @@ def m2po_mask(
     candidates = ((log_weight * advantages > 0) & mask.bool()).flatten().nonzero().squeeze(1)
     farthest, order = moments.flatten()[candidates].sort(descending=True, stable=True)
     dropped_sums = torch.cat([farthest.new_zeros(1), farthest.cumsum(0)])  # after 0, 1, … drops
-    kept_tokens = mask.bool().sum() - torch.arange(len(dropped_sums), device=mask.device)
-    is_met = moments.sum() - dropped_sums <= second_moment_max * kept_tokens
+    unmasked_tokens = mask.bool().sum() - torch.arange(len(dropped_sums), device=mask.device)
+    is_met = moments.sum() - dropped_sums <= second_moment_max * unmasked_tokens
     drops = int(is_met.int().argmax()) if is_met.any() else len(candidates)
     keep = mask.bool().flatten().clone()
     keep[candidates[order[:drops]]] = False

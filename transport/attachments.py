@@ -26,7 +26,9 @@ AttachmentName = Literal[
     "teacher_top_logprobs",
 ]
 
-ITEM_BYTES = {"float32": 4, "int32": 4, "uint8": 1, "uint16": 2}
+Dtype = Literal["float32", "int32", "uint8", "uint16"]
+
+ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "int32": 4, "uint8": 1, "uint16": 2}
 """Bytes of one value, by dtype; values are little-endian."""
 
 HIDDEN_STATES_BYTES_MAX = 64 * 1024 * 1024
@@ -49,7 +51,7 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: AttachmentName
     start: Count
     """Index of the first entry: among the output tokens of this submission, or context position."""
-    dtype: Literal["float32", "int32", "uint8", "uint16"]
+    dtype: Dtype
     values: bytes
     shape: list[Count] = []
     """Shape of an entry, e.g. [L, k]; empty for scalars and for ragged entries."""
@@ -95,7 +97,7 @@ class AttachmentKind(_Column):
     axis: Literal["token", "position"]
     """``token``: an entry for each output token. ``position``: for each context position, prompt
     included, whose KV the engine has computed or taken from its cache."""
-    dtypes: tuple[str, ...]
+    dtypes: tuple[Dtype, ...]
     dimensions: int = 0
     """Length of ``Attachment.shape``."""
     is_ragged: bool = False

@@ -94,13 +94,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     @property
     def requests_attachments(self) -> bool:
         """Whether any attachment of :mod:`~tidegate.transport.attachments` is requested."""
+        return self.requests_tokens or self.requests_positions
+
+    @property
+    def requests_tokens(self) -> bool:
+        """Whether any attachment by output token is requested."""
         return bool(
-            self.top_logprobs
-            or self.raw_logprobs
-            or self.kept_tokens
-            or self.routed_experts
-            or self.hidden_states
+            self.top_logprobs or self.raw_logprobs or self.kept_tokens or self.hidden_states
         )
+
+    @property
+    def requests_positions(self) -> bool:
+        """Whether any attachment by context position is requested."""
+        return self.routed_experts
 
     @classmethod
     def from_record(cls, record: Any) -> "SamplingParams":

@@ -106,7 +106,5 @@ def is_sampled_on_host(params: RowSampling) -> bool:
         options.edit_by_output
         or len(options.bias_ids)
         or params.index < options.min_tokens
-        or options.top_logprobs
-        or options.raw_logprobs
-        or options.kept_tokens
+        or params.is_reported
     )

@@ -10,7 +10,7 @@ Letters in shapes: R rows, T a row's tokens, H hidden size, V vocabulary.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,8 +30,8 @@ from tidegate.engine.execution.block_cache import (
     cache_argument,
     declared_layers,
 )
-from tidegate.engine.execution.routed_experts import RoutedExpertsCache
-from tidegate.engine.execution.runner import Row, reported_experts
+from tidegate.engine.execution.position_cache import PositionCache
+from tidegate.engine.execution.runner import Row, with_positions
 from tidegate.engine.models.fallback_weights import FallbackWeights
 from tidegate.engine.sampling.sampling import (
     RowSampling,
@@ -100,9 +100,8 @@ class FallbackRunner:
         self.block_tokens = block_tokens
         self._memory = BlockMemory(weights.module, num_blocks, block_tokens)
         self._is_batched = is_batched
-        self._routed_experts = RoutedExpertsCache(
-            num_blocks, block_tokens, _num_experts(weights.module)
-        )
+        num_experts = _num_experts(weights.module)
+        self._experts = PositionCache(num_blocks, block_tokens, num_experts - 1)
 
     def swap(self, weights: WeightStore) -> None:
         """Use other weights of the same model from the next step on."""
@@ -140,8 +139,8 @@ class FallbackRunner:
         if hidden:
             states = torch.stack([hidden[row] for row in sorted(hidden)])
             output = with_hidden_states(output, hidden_rows(sampling), states)
-        routed_experts = reported_experts(self._routed_experts, rows)
-        return replace(output, scores=row_scores, routed_experts=routed_experts)
+        output = with_positions(output, "routed_experts", self._experts, rows)
+        return replace(output, scores=row_scores)
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[list[_Chunk]]:
         """Yield the step's forward passes, in an order in which each row's past is computed.
@@ -176,7 +175,7 @@ class FallbackRunner:
                     PassRow(row.block_table, start, chunk_end),
                     row.sampling is not None and chunk_end == end,
                     row.scoring,
-                    row.experts_from is not None,
+                    row.positions_from is not None,
                     row.sampling is not None and bool(hidden_rows([row.sampling])),
                 )
                 start = chunk_end
@@ -214,7 +213,7 @@ class FallbackRunner:
             return self._logits(batch, last_tokens)[0]
         with record_routed_experts(self.weights.module) as recorder:
             logits, slots = self._logits(batch, last_tokens)
-        self._routed_experts.write(slots.numpy(), recorder.routed_experts().numpy())
+        self._experts.write(slots.numpy(), recorder.routed_experts().numpy())
         return logits
 
     def _logits(
@@ -268,18 +267,18 @@ class FallbackRunner:
         return logits
 
 
-def routed_experts_refusal(module: Any) -> str:
-    """Return why a model's routed experts can't be recorded; empty if they can."""
+def refused_options(module: Any) -> Mapping[str, str]:
+    """Return the options for attachments that a model cannot make, each with the reason."""
     try:
         mixture_layers(module)
     except ModelError as error:
-        return str(error)
-    return ""
+        return {"routed_experts": str(error)}
+    return {}
 
 
 def _num_experts(module: Any) -> int:
     """Return the number of experts of a mixture's largest layer; 0 for other models."""
-    if routed_experts_refusal(module):
+    if refused_options(module):
         return 0
     return max(layer.num_experts for layer in mixture_layers(module))
 

@@ -7,7 +7,7 @@ is in ``models/model.py``; compiled kernels are used if they can be built.
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, cast, overload
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.execution.routed_experts import Experts, Positions, RoutedExpertsCache
+from tidegate.engine.execution.position_cache import Entries, PositionCache, Positions
 from tidegate.engine.execution.step_layout import (
     AdapterKey,
     AdapterVersion,
@@ -64,6 +64,8 @@ from tidegate.kernels.attention import (
 )
 from tidegate.kernels.layers import DecodeColumns, Layers
 from tidegate.kernels.native import DrawReports, LastTokens, Native, SlotMapping
+from tidegate.policies.routing_replay import no_mixture
+from tidegate.transport.attachments import AttachmentName
 
 ATTENDS_SINGLY = 0
 """Kind of the rows whose attention compiled code computes token by token; sorts before all padded
@@ -96,10 +98,10 @@ class Row:
     """What to score of the row's tokens; a row with ``scoring`` samples nothing."""
     adapter: AdapterKey = ""
     """LoRA adapter to apply; empty for none."""
-    experts_from: int | None = None
-    """First context position whose routed experts to report, up to the row's last, if the row
-    samples. Routed experts of the row's own tokens are recorded in any case, for later rows
-    and for turns that share their blocks; None records and reports none."""
+    positions_from: int | None = None
+    """First context position whose attachments to report, up to the row's last, if the row samples.
+    Those of the row's own tokens are recorded in any case, for later rows and for turns that share
+    their blocks; None records and reports none."""
 
 
 class DecodeRows(Sequence[Row]):
@@ -225,14 +227,27 @@ class Runner(Protocol):
         """
 
 
-def reported_experts(cache: RoutedExpertsCache, rows: Sequence[Row]) -> dict[int, Experts]:
-    """Return the routed experts that a computed step's rows ask for, by sampling row."""
+def with_positions(
+    output: StepOutput, name: AttachmentName, cache: PositionCache, rows: Sequence[Row]
+) -> StepOutput:
+    """Attach the entries of an attachment by position that a computed step's rows ask for."""
     requested = {
-        number: Positions(row.block_table, row.experts_from, row.start + len(row.token_ids))
+        number: Positions(row.block_table, row.positions_from, row.start + len(row.token_ids))
         for number, row in enumerate(row for row in rows if row.sampling is not None)
-        if row.experts_from is not None
+        if row.positions_from is not None
     }
-    return dict(zip(requested, cache.read(list(requested.values())), strict=True))
+    if not requested:
+        return output
+    entries: list[Entries] = cache.read(list(requested.values()))
+    found = dict(zip(requested, entries, strict=True))
+    return replace(output, positions={**output.positions, name: found})
+
+
+def refused_options(config: ModelConfig) -> Mapping[str, str]:
+    """Return the options for attachments that a model cannot make, each with the reason."""
+    if any(layer.has_experts for layer in config.layers):
+        return {}
+    return {"routed_experts": no_mixture(config.architecture)}
 
 
 def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
@@ -298,7 +313,7 @@ class ModelRunner:
         self._tables = BlockTables()
         self._num_mixtures = sum(layer.has_experts for layer in config.layers)
         num_experts = 0 if config.experts is None else config.experts.count
-        self._routed_experts = RoutedExpertsCache(num_blocks, block_tokens, num_experts)
+        self._experts = PositionCache(num_blocks, block_tokens, num_experts - 1)
 
     def swap(self, weights: WeightStore) -> None:
         """Use other weights of the same model from the next step on."""
@@ -335,8 +350,8 @@ class ModelRunner:
         output = sample_rows(logits, sampling, self._native)
         if reported := hidden_rows(sampling):
             output = with_hidden_states(output, reported, hidden[reported])
-        if self._num_mixtures and (experts := reported_experts(self._routed_experts, rows)):
-            output = replace(output, routed_experts=experts)
+        if self._num_mixtures:
+            output = with_positions(output, "routed_experts", self._experts, rows)
         return replace(output, scores=scores) if scores else output
 
     @torch.inference_mode()
@@ -354,7 +369,7 @@ class ModelRunner:
         if plan.routed_experts is not None and isinstance(plan.layers, LayerPlan):
             written = plan.layers.slot_mapping
             slots = written.blocks * self.block_tokens + written.offsets
-            self._routed_experts.write(slots.numpy(), plan.routed_experts.numpy())
+            self._experts.write(slots.numpy(), plan.routed_experts.numpy())
         scoring = [row.scoring for row in rows if row.scoring is not None]
         scores = score_rows(self.weights, hidden[sampled:], scoring) if scoring else ()
         logits = head_logits(self.weights, hidden[:sampled]) if sampled else None
@@ -377,7 +392,7 @@ class ModelRunner:
             native=self._native,
             layers=self._dense_plan(layout, positions, tables)
             or self._layer_plan(layout, starts, positions, tables),
-            routed_experts=self._routed_experts_for(rows, len(token_ids)),
+            routed_experts=self._experts_for(rows, len(token_ids)),
         )
 
     def _decode_plan(self, rows: Sequence[Row]) -> StepPlan | None:
@@ -402,10 +417,10 @@ class ModelRunner:
             layers=DensePlan(layers, torch.from_numpy(positions), torch.from_numpy(tables)),
         )
 
-    def _routed_experts_for(self, rows: Sequence[Row], tokens: int) -> torch.Tensor | None:
+    def _experts_for(self, rows: Sequence[Row], tokens: int) -> torch.Tensor | None:
         """Return memory for the routed experts of a step's tokens; None if no row asks for them."""
         experts = self.config.experts
-        if experts is None or all(row.experts_from is None for row in rows):
+        if experts is None or all(row.positions_from is None for row in rows):
             return None
         return torch.empty(tokens, self._num_mixtures, experts.per_token, dtype=torch.long)
 

@@ -5,14 +5,14 @@ implementations satisfy ``ServedModel``, so the rest of the engine does not dist
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from tidegate.engine.execution.runner import ModelRunner, Runner
+from tidegate.engine.execution.runner import ModelRunner, Runner, refused_options
 from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.models.checkpoint import has_other_head
 from tidegate.engine.models.model import native_for
@@ -23,7 +23,6 @@ from tidegate.engine.sampling.scoring import HIDDEN_STATE_SCORES, ScoringCapabil
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 from tidegate.kernels.native import Native
-from tidegate.policies.routing_replay import no_mixture
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and Tidegate's own models do not need it
     from tidegate.engine.models.fallback_weights import FallbackWeights
@@ -68,8 +67,8 @@ class ServedModel(Protocol):
         """Kinds of scores that the model can compute for given tokens."""
 
     @property
-    def routed_experts_refusal(self) -> str:
-        """Why the model's routed experts can't be reported; empty if they can."""
+    def refused_options(self) -> Mapping[str, str]:
+        """Options for attachments that the model cannot make, each with the reason."""
 
     @property
     def warning(self) -> str | None:
@@ -193,9 +192,7 @@ class OwnModel:
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
         self.context_tokens_max = config.context_tokens_max
-        self.routed_experts_refusal = ""
-        if not any(layer.has_experts for layer in config.layers):
-            self.routed_experts_refusal = no_mixture(config.architecture)
+        self.refused_options = refused_options(config)
         self.scoring = ScoringCapabilities(
             hidden_size=config.hidden_size,
             score_kinds=("rewards" if config.labels else "logprobs", *HIDDEN_STATE_SCORES),
@@ -287,7 +284,7 @@ class FallbackModel:
         self._live: FallbackWeights = weights
         self._runners = fallback.FallbackRunner
         self.architecture = type(weights.module).__name__
-        self.routed_experts_refusal = fallback.routed_experts_refusal(weights.module)
+        self.refused_options = fallback.refused_options(weights.module)
         has_head = weights.module.get_output_embeddings() is not None
         self.scoring = ScoringCapabilities(
             hidden_size=config.get_text_config().hidden_size,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from tidegate.errors import EngineGone
-from tidegate.transport.attachments import Attachment
+from tidegate.transport.attachments import Attachment, AttachmentName
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.scoring import ScoreKind
@@ -132,11 +132,12 @@ class TopLogprobs(NamedTuple):
         ]
 
 
-def routed_experts_column(experts: npt.NDArray[np.integer[Any]]) -> Attachment:
-    """Return experts [P, L, k] of the context's first P positions as an attachment of a chunk."""
-    dtype: Literal["uint8", "uint16"] = "uint16" if int(experts.max(initial=0)) > 255 else "uint8"
-    values = experts.astype(dtype).tobytes()
-    return Attachment(0, "routed_experts", 0, dtype, values, list(experts.shape[1:]))
+def of_positions(name: AttachmentName, entries: npt.NDArray[np.integer[Any]]) -> Attachment:
+    """Return the entries [P, *shape] of the context's first P positions as an attachment of a
+    chunk, in the smallest of its dtypes."""
+    dtype: Literal["uint8", "uint16"] = "uint16" if int(entries.max(initial=0)) > 255 else "uint8"
+    values = entries.astype(dtype).tobytes()
+    return Attachment(0, name, 0, dtype, values, list(entries.shape[1:]))
 
 
 class GeneratedChunk(NamedTuple):

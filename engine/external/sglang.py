@@ -27,7 +27,7 @@ from tidegate.engine.external.adapter import (
     ScoreRequest,
     TopLogprobs,
     VersionLabel,
-    routed_experts_column,
+    of_positions,
 )
 from tidegate.engine.external.host_weights import read_mixture, read_sizes
 from tidegate.engine.external.http import HttpStatusError
@@ -384,7 +384,7 @@ class SglangAdapter(HttpAdapter):
                 f"{mixture.experts_per_token}], the layers and experts per token in config.json: "
                 f"{error}"
             ) from None
-        return [routed_experts_column(experts[:positions, mixture.mixture_layers])]
+        return [of_positions("routed_experts", experts[:positions, mixture.mixture_layers])]
 
     async def _refused(self, refusal: HttpStatusError) -> Exception:
         if refusal.status >= 500:

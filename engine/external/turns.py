@@ -25,7 +25,7 @@ ALWAYS_SUPPORTED = {"max_tokens", "temperature", "seed", "min_tokens", "cache_sa
 not reproducible (docs/vllm-engine.md). ``min_tokens`` is checked separately, because 0 is every
 engine's default. The turn's cache salt is part of each request's salt."""
 
-ATTACHMENT_OPTIONS = {"top_logprobs", "raw_logprobs", "kept_tokens", "routed_experts"}
+ATTACHMENT_OPTIONS = {kind.option for kind in ATTACHMENTS.values()}
 """Options that only report more about a token."""
 
 LABELS_SHOWN_MAX = 4

@@ -28,7 +28,7 @@ from tidegate.engine.external.adapter import (
     ScoreRequest,
     TopLogprobs,
     VersionLabel,
-    routed_experts_column,
+    of_positions,
 )
 from tidegate.engine.external.host_weights import is_tied, read_sizes
 from tidegate.engine.external.http import HttpStatusError
@@ -251,7 +251,7 @@ def _routed_experts(encoded: str) -> Attachment:
             f"vLLM sent routed experts of shape {experts.shape} and dtype {experts.dtype}; "
             "expected are integers [positions, layers, experts per token]"
         )
-    return routed_experts_column(experts)
+    return of_positions("routed_experts", experts)
 
 
 def _ended(reason: str | None) -> Ended | None:

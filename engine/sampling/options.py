@@ -7,7 +7,7 @@ no submission can make a step fail.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -211,18 +211,18 @@ class OptionReader:
         max_running_turns: int,
         tokenizer: ModelTokenizer | None = None,
         registry: ProcessorRegistry | None = None,
-        routed_experts_refusal: str = "",
+        refused_options: Mapping[str, str] | None = None,
         hidden_size: int = 0,
     ) -> None:
-        """``routed_experts_refusal``: why turns can't have routed experts reported; empty if they
-        can. ``hidden_size``: values of a hidden state; 0 if turns can't have them reported."""
+        """``refused_options``: options that the model cannot serve, each with the reason.
+        ``hidden_size``: values of a hidden state; 0 if turns can't have them reported."""
         self._vocab_size = vocab_size
         self._step_top_logprobs = max(1, TOP_LOGPROBS_BYTES_MAX // (8 * max_running_turns))
         """One turn's share of the top log-probs of a step, in entries."""
         self._top_logprobs_max = min(vocab_size, self._step_top_logprobs)
         self._tokenizer = tokenizer or ModelTokenizer(None)
         self._registry = registry or ProcessorRegistry()
-        self._routed_experts_refusal = routed_experts_refusal
+        self._refused_options = refused_options or {}
         self._hidden_size = hidden_size
 
     def prepare(self, message: SubmitTurn) -> list[Future[Any]]:
@@ -255,8 +255,9 @@ class OptionReader:
             TurnRefused: it can never be served as asked.
         """
         params = message.sampling
-        if params.routed_experts and self._routed_experts_refusal:
-            raise TurnRefused(self._routed_experts_refusal)
+        for option, reason in self._refused_options.items():
+            if getattr(params, option):
+                raise TurnRefused(reason)
         if _is_plain(params):
             return None
         known_tokens = len(message.token_ids) // 4
@@ -344,10 +345,7 @@ def _is_plain(params: SamplingParams) -> bool:
         or params.logit_bias
         or params.min_tokens
         or params.stop_strings
-        or params.top_logprobs
-        or params.raw_logprobs
-        or params.kept_tokens
-        or params.hidden_states
+        or params.requests_tokens
         or params.logits_processors
         or _is_penalized(params)
     )

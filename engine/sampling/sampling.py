@@ -12,7 +12,6 @@ import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ from tidegate.kernels.sampling import (
     weights_of,
 )
 from tidegate.kernels.uniforms import uniforms
+from tidegate.transport.attachments import ATTACHMENTS, AttachmentName
 
 SEED_MASK = 2**64 - 1
 """Seeds may be any int; the generator takes 64 bits."""
@@ -49,27 +49,27 @@ class RowSampling:
     """Uncommon options; None for most turns."""
 
     @property
+    def is_reported(self) -> bool:
+        """Whether the draw reports more than the token and its log-prob."""
+        own = self.options
+        return own is not None and bool(own.top_logprobs or own.raw_logprobs or own.kept_tokens)
+
+    @property
     def is_drawn_whole(self) -> bool:
         """Whether the compiled draw is all that the row needs after the head."""
         own = self.options
         return own is None or not (own.is_processed or own.hidden_states)
 
 
-class TokenAttachments(NamedTuple):
-    """Attachments of one sampled token, encoded as in ``transport/attachments.py``; empty if not
-    requested."""
+TokenAttachments = Mapping[AttachmentName, bytes]
+"""Requested attachments of one sampled token: its entries as in ``transport/attachments.py``."""
 
-    raw_logprobs: bytes = b""
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-    kept_ids: bytes | None = None
-    """None if not requested; empty if all tokens were left."""
-    hidden_state: bytes = b""
+FLOATS = {name for name, kind in ATTACHMENTS.items() if kind.dtypes == ("float32",)}
 
 
 def all_finite(attachments: Iterable[TokenAttachments]) -> bool:
     """Return whether no value is NaN; excluded tokens have -inf."""
-    columns = [c for a in attachments for c in (a.raw_logprobs, a.top_logprobs, a.hidden_state)]
+    columns = [entry for each in attachments for name, entry in each.items() if name in FLOATS]
     return not np.isnan(np.frombuffer(b"".join(columns), np.float32)).any()
 
 
@@ -87,9 +87,11 @@ class StepOutput:
     """Reason for each sampling row without a sample; its columns' values are meaningless."""
     scores: Sequence[RowScore] = ()
     """Scores of the scored rows, in their order."""
-    routed_experts: Mapping[int, npt.NDArray[np.uint8 | np.uint16]] = field(default_factory=dict)
-    """Routed experts [P, L, k] by sampling row, of the P positions that the row asks for, for each
-    of L mixture layers."""
+    positions: Mapping[AttachmentName, Mapping[int, npt.NDArray[np.uint8 | np.uint16]]] = field(
+        default_factory=dict
+    )
+    """Attachments by position: by sampling row the entries [P, *shape] of the P positions that the
+    row asks for; empty if no row asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,21 +204,19 @@ def reported(
     row_bytes = 4 * reports.top_ids.shape[1]
     kept_from = 0
     for row, own in options.items():
-        if not (own.raw_logprobs or own.top_logprobs or own.kept_tokens):
-            continue
-        top = slice(row * row_bytes, row * row_bytes + 4 * own.top_logprobs)
-        kept: bytes | None = None
+        entries: dict[AttachmentName, bytes] = {}
+        if own.raw_logprobs:
+            entries["raw_logprobs"] = raw[4 * row : 4 * row + 4]
+        if own.top_logprobs:
+            top = slice(row * row_bytes, row * row_bytes + 4 * own.top_logprobs)
+            entries["top_ids"], entries["top_logprobs"] = top_ids[top], top_logprobs[top]
         if own.kept_tokens:
             kept_to = kept_from + kept_counts[row]
             is_whole = kept_counts[row] == vocab
-            kept = b"" if is_whole else reports.kept_ids[kept_from:kept_to].tobytes()
+            entries["kept_ids"] = b"" if is_whole else reports.kept_ids[kept_from:kept_to].tobytes()
             kept_from = kept_to
-        found[row] = TokenAttachments(
-            raw[4 * row : 4 * row + 4] if own.raw_logprobs else b"",
-            top_ids[top],
-            top_logprobs[top],
-            kept,
-        )
+        if entries:
+            found[row] = entries
     return found
 
 
@@ -335,14 +335,15 @@ def _attachments(
     options: Mapping[int, RowOptions],
     raw_logprobs: Mapping[int, bytes],
 ) -> dict[int, TokenAttachments]:
-    top = _top_tokens(distribution, options)
+    found: dict[int, dict[AttachmentName, bytes]] = {row: {} for row in options}
+    for row, value in raw_logprobs.items():
+        found[row]["raw_logprobs"] = value
+    for row, (ids, logprobs) in _top_tokens(distribution, options).items():
+        found[row] |= {"top_ids": ids, "top_logprobs": logprobs}
     kept_rows = [row for row, row_options in options.items() if row_options.kept_tokens]
-    kept = dict(zip(kept_rows, distribution.kept(kept_rows), strict=True)) if kept_rows else {}
-    return {
-        row: TokenAttachments(raw_logprobs.get(row, b""), *top.get(row, (b"", b"")), kept.get(row))
-        for row in options
-        if row in raw_logprobs or row in top or row in kept
-    }
+    for row, kept in zip(kept_rows, distribution.kept(kept_rows) if kept_rows else (), strict=True):
+        found[row]["kept_ids"] = kept
+    return {row: entries for row, entries in found.items() if entries}
 
 
 def hidden_rows(sampling: Sequence[RowSampling]) -> list[int]:
@@ -358,8 +359,7 @@ def with_hidden_states(output: StepOutput, rows: Sequence[int], hidden: torch.Te
     """Attach the normed last hidden states ``hidden`` [len(rows), H] of these sampling rows."""
     attachments = dict(output.attachments)
     for row, state in zip(rows, hidden.float().numpy(), strict=True):
-        known = attachments.get(row, TokenAttachments())
-        attachments[row] = known._replace(hidden_state=state.tobytes())
+        attachments[row] = {**attachments.get(row, {}), "hidden_states": state.tobytes()}
     return replace(output, attachments=attachments)
 
 

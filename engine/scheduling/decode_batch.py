@@ -100,5 +100,5 @@ def can_decode_plainly(sequence: EngineSequence) -> bool:
         not sequence.is_prefilling
         and sequence.sampling.is_drawn_whole
         and not sequence.adapter
-        and not sequence.reports_experts
+        and not sequence.reports_positions
     )

@@ -157,14 +157,14 @@ class KvCache:
         salt: str = "",
         adapter_version: int = -1,
         *,
-        has_experts: bool = False,
+        has_positions: bool = False,
     ) -> Node:
         """Return the root of contexts with KV of these weights, this adapter and this salt.
 
         Contexts whose routed experts are recorded have roots of their own, because blocks that
         other turns computed have no record.
         """
-        key = (weight_version, adapter, adapter_version, salt, has_experts)
+        key = (weight_version, adapter, adapter_version, salt, has_positions)
         root = self._roots.get(key)
         if root is None:
             if len(self._roots) >= max(ROOTS_MAX, 2 * self.num_blocks):

@@ -62,7 +62,7 @@ class Prefixes:
             sequence.adapter,
             sequence.cache_salt,
             sequence.adapter_version,
-            has_experts=sequence.reports_experts,
+            has_positions=sequence.reports_positions,
         )
         sequence.share_at = self._block_tokens if self._are_shared else NEVER
 

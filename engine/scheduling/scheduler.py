@@ -597,8 +597,8 @@ class EngineScheduler:
         """Apply a step's output to the planned sequences; None if the step sampled nothing."""
         self._budget.succeed()
         failures = failures_of(output, self.version)
-        is_plain = not failures and not output.attachments and not output.routed_experts
-        if self._batch is not None and not failures and not output.routed_experts:
+        is_plain = not failures and not output.attachments and not output.positions
+        if self._batch is not None and not failures and not output.positions:
             return self._complete_batch(self._batch, output)
         self._batch = None
         sampled: list[int] = output.token_ids.tolist()
@@ -771,9 +771,13 @@ class EngineScheduler:
         """Add the attachments of the ``accepted`` sampling rows of one sequence."""
         if accepted.start in output.attachments:
             rows.add_attachments(sequence, [output.attachments[index] for index in accepted])
-        if accepted.start in output.routed_experts:
-            experts = [output.routed_experts[index] for index in accepted]
-            rows.add_experts(sequence, np.concatenate(experts))
+        entries = {
+            name: np.concatenate([of_rows[index] for index in accepted])
+            for name, of_rows in output.positions.items()
+            if accepted.start in of_rows
+        }
+        if entries:
+            rows.add_positions(sequence, entries)
 
     def _record_accepted(
         self, sequence: EngineSequence, accepted: AcceptedTokens, drafted: int

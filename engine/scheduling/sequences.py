@@ -136,7 +136,6 @@ class EngineSequence:
         "chunk_tokens",
         "computed",
         "drafted",
-        "experts_reported",
         "handle",
         "history",
         "is_pinned",
@@ -145,6 +144,7 @@ class EngineSequence:
         "length",
         "length_max",
         "node",
+        "positions_reported",
         "prompt_tokens",
         "rank",
         "row",
@@ -170,8 +170,8 @@ class EngineSequence:
         self.is_pinned = False
         """Whether swaps of the adapter leave the sequence at its version."""
         self.cache_salt = message.sampling.cache_salt
-        self.experts_reported = 0
-        """Number of leading positions whose routed experts were reported since they were computed;
+        self.positions_reported = 0
+        """Number of leading positions whose attachments were reported since they were computed;
         unused unless the row asks for them."""
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
         self.sampled_before = message.sampled_before
@@ -208,12 +208,11 @@ class EngineSequence:
         """Whether the known tokens are being (re)computed; the next sample reports new KV spans."""
         self.history = KvHistory()
         self.sampling = _row_sampling(message.sampling)
-        experts_from = 0 if message.sampling.routed_experts else None
-        self.row = Row(
-            self.tokens, 0, self.blocks, None, adapter=self.adapter_key, experts_from=experts_from
-        )
+        self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter_key)
         """The sequence's row, updated for each step: a new object per token would cost more
         than the update."""
+        if message.sampling.requests_positions:
+            self.row.positions_from = 0
 
     @property
     def own_version(self) -> AdapterVersion | None:
@@ -227,9 +226,9 @@ class EngineSequence:
         return self.own_version or self.adapter
 
     @property
-    def reports_experts(self) -> bool:
-        """Whether the turn asks for routed experts."""
-        return self.row.experts_from is not None
+    def reports_positions(self) -> bool:
+        """Whether the turn asks for an attachment by position."""
+        return self.row.positions_from is not None
 
     def use_version(self, adapter_version: int) -> None:
         """Compute later positions with another version of the sequence's adapter."""
@@ -258,8 +257,8 @@ class EngineSequence:
         if end == self.length:
             row.sampling = self.sampling
             self.sampling.index = self.sampled_before + end - self.prompt_tokens
-        if row.experts_from is not None:
-            row.experts_from = self.experts_reported
+        if row.positions_from is not None:
+            row.positions_from = self.positions_reported
         return row
 
     def draft_rows(self) -> Iterator[Row]:
@@ -269,14 +268,14 @@ class EngineSequence:
             position = self.length + number - 1
             sampling = replace(first, index=first.index + number)
             token = self.tokens[position : position + 1]
-            experts_from = position if self.reports_experts else None
+            positions_from = position if self.reports_positions else None
             yield Row(
                 token,
                 position,
                 self.blocks,
                 sampling,
                 adapter=self.adapter_key,
-                experts_from=experts_from,
+                positions_from=positions_from,
             )
 
     def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
@@ -323,7 +322,7 @@ class EngineSequence:
         self.share_at = NEVER
         self.computed = 0
         self.cached_tokens = 0
-        self.experts_reported = 0
+        self.positions_reported = 0
         self.is_prefilling = True
         self.history.clear()
         return blocks
@@ -345,7 +344,7 @@ class EngineSequence:
         del self.blocks[blocks_kept:]
         self.block_tokens_held = blocks_kept * block_tokens
         self.computed = self.cached_tokens = kept_positions
-        self.experts_reported = min(self.experts_reported, kept_positions)
+        self.positions_reported = min(self.positions_reported, kept_positions)
         self.is_prefilling = True
         return blocks
 

@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from tidegate.engine.execution.routed_experts import Experts
+from tidegate.engine.execution.position_cache import Entries
 from tidegate.engine.execution.step_layout import AdapterVersion
 from tidegate.engine.sampling.sampling import StepOutput, TokenAttachments, all_finite
 from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineSequence
-from tidegate.transport.attachments import Attachment
+from tidegate.transport.attachments import ATTACHMENTS, ITEM_BYTES, Attachment, AttachmentName
 from tidegate.transport.messages import Prefill, Step
 
 
@@ -165,38 +165,31 @@ class SampledRows:
 
     def add_attachments(self, sequence: EngineSequence, tokens: Sequence[TokenAttachments]) -> None:
         """Add the attachments of a sequence's newest tokens, which :meth:`add` has accepted."""
-        turn, start = sequence.handle, sequence.output_tokens - len(tokens)
-        raw_logprobs, top_ids, top_logprobs, kept_ids, hidden_states = tokens[0]
-        top, hidden = [len(top_ids) // 4], [len(hidden_states) // 4]
-        counts = b"" if kept_ids is None else (len(kept_ids) // 4).to_bytes(4, "little")
-        if len(tokens) > 1:  # the others have what the first has
-            raw_logprobs = b"".join([token.raw_logprobs for token in tokens])
-            top_ids = b"".join([token.top_ids for token in tokens])
-            top_logprobs = b"".join([token.top_logprobs for token in tokens])
-            hidden_states = b"".join([token.hidden_state for token in tokens])
-            kept = [token.kept_ids for token in tokens if token.kept_ids is not None]
-            counts = np.array([len(ids) // 4 for ids in kept], "<u4").tobytes()
-            kept_ids = b"".join(kept)
-        add = self.attachments.append
-        if raw_logprobs:
-            add(Attachment(turn, "raw_logprobs", start, "float32", raw_logprobs))
-        if top_ids:
-            add(Attachment(turn, "top_ids", start, "int32", top_ids, top))
-            add(Attachment(turn, "top_logprobs", start, "float32", top_logprobs, top))
-        if hidden_states:
-            add(Attachment(turn, "hidden_states", start, "float32", hidden_states, hidden))
-        if counts:
-            add(Attachment(turn, "kept_ids", start, "int32", kept_ids or b"", counts=counts))
+        start = sequence.output_tokens - len(tokens)
+        for name, first in tokens[0].items():  # the others have what the first has
+            kind, counts = ATTACHMENTS[name], b""
+            dtype = kind.dtypes[0]
+            if kind.is_ragged:
+                lengths = [len(token[name]) // ITEM_BYTES[dtype] for token in tokens]
+                counts = np.array(lengths, "<u4").tobytes()
+            shape = [len(first) // ITEM_BYTES[dtype]] if kind.dimensions else []
+            values = first if len(tokens) == 1 else b"".join([token[name] for token in tokens])
+            self.attachments.append(
+                Attachment(sequence.handle, name, start, dtype, values, shape, counts)
+            )
 
-    def add_experts(self, sequence: EngineSequence, experts: Experts) -> None:
-        """Add the routed experts [P, L, k] of the sequence's positions that were not reported."""
-        start = sequence.experts_reported
-        sequence.experts_reported += len(experts)
-        dtype: Literal["uint8", "uint16"] = "uint8" if experts.dtype == np.uint8 else "uint16"
-        values, shape = experts.tobytes(), list(experts.shape[1:])
-        self.attachments.append(
-            Attachment(sequence.handle, "routed_experts", start, dtype, values, shape)
-        )
+    def add_positions(
+        self, sequence: EngineSequence, entries: Mapping[AttachmentName, Entries]
+    ) -> None:
+        """Add the attachments [P, *shape] of the sequence's positions that were not reported."""
+        start = sequence.positions_reported
+        for name, values in entries.items():
+            sequence.positions_reported = start + len(values)
+            dtype: Literal["uint8", "uint16"] = "uint8" if values.dtype == np.uint8 else "uint16"
+            shape = list(values.shape[1:])
+            self.attachments.append(
+                Attachment(sequence.handle, name, start, dtype, values.tobytes(), shape)
+            )
 
     def columns(self, output: StepOutput, version: int, adapter: str = "") -> StepColumns:
         """Return the columns without rejected draft tokens and failed rows."""

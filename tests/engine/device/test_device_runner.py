@@ -153,14 +153,14 @@ def test_every_sampling_option_draws_and_reports_what_an_engine_on_a_cpu_does(mo
     assert output.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=TOLERANCE_NATS)
     assert output.token_ids.dtype == np.int32
     assert output.attachments.keys() == expected.attachments.keys() == {6, 7}
-    assert output.attachments[6].top_ids == expected.attachments[6].top_ids
+    assert output.attachments[6]["top_ids"] == expected.attachments[6]["top_ids"]
     raw = [
-        np.frombuffer(reported.attachments[7].raw_logprobs, np.float32)
+        np.frombuffer(reported.attachments[7]["raw_logprobs"], np.float32)
         for reported in (output, expected)
     ]
     assert raw[0] == pytest.approx(raw[1], abs=TOLERANCE_NATS)
     states = [
-        np.frombuffer(reported.attachments[7].hidden_state, np.float32)
+        np.frombuffer(reported.attachments[7]["hidden_states"], np.float32)
         for reported in (output, expected)
     ]
     assert len(states[0]) == SMALL["hidden_size"]

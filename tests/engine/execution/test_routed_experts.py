@@ -13,7 +13,7 @@ from tests.engine.ranks.ranked import ranked_engine
 from tests.engine.scheduling.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
 from tests.policies.test_routing_replay import MIXTURES
-from tidegate.engine.execution.routed_experts import Positions, RoutedExpertsCache
+from tidegate.engine.execution.position_cache import PositionCache, Positions
 from tidegate.engine.execution.runner import Row, Runner
 from tidegate.engine.execution.served_model import open_model
 from tidegate.policies.routing_replay import record_routed_experts
@@ -83,7 +83,7 @@ def test_mixtures_that_transformers_computes_report_its_routers_choices(
     path = make_model_directory(tmp_path, model_type, **fields)
     model = open_model(path, "float32")
     assert model.code == "transformers"
-    assert model.routed_experts_refusal == ""
+    assert model.refused_options == {}
     turns = asking_turns()
 
     drive(model.make_runner(num_blocks=128, block_tokens=8), turns, new_tokens=NEW_TOKENS)
@@ -106,15 +106,15 @@ def test_blocks_that_rows_share_have_the_routed_experts_of_the_row_that_computed
     path = make_model_directory(tmp_path, model_type, **MIXTURES.get(model_type, ("", {}))[1])
     runner: Runner = open_model(path, "float32").make_runner(num_blocks=16, block_tokens=8)
     context = np.random.default_rng(0).integers(1, 96, 19).astype(np.int32)
-    first = Row(context[:17], 0, [5, 2, 9], None, experts_from=0)
+    first = Row(context[:17], 0, [5, 2, 9], None, positions_from=0)
     alone = runner.step([first])
-    second = Row(context[16:19], 16, [5, 2, 11], GREEDY, experts_from=0)
+    second = Row(context[16:19], 16, [5, 2, 11], GREEDY, positions_from=0)
 
     shared = runner.step([second])
 
-    assert alone.routed_experts == {}  # samples nothing
+    assert alone.positions == {}  # samples nothing
     expected = peer_experts(load_peer(path), context.tolist())
-    np.testing.assert_array_equal(np.sort(shared.routed_experts[0], -1), expected)
+    np.testing.assert_array_equal(np.sort(shared.positions["routed_experts"][0], -1), expected)
 
 
 def test_only_rows_that_ask_have_their_experts_reported(tmp_path: Path) -> None:
@@ -122,17 +122,19 @@ def test_only_rows_that_ask_have_their_experts_reported(tmp_path: Path) -> None:
     tokens = np.arange(1, 5, dtype=np.int32)
     rows = [
         Row(tokens, 0, [0], GREEDY),
-        Row(tokens, 0, [1], GREEDY, experts_from=2),
+        Row(tokens, 0, [1], GREEDY, positions_from=2),
         Row(tokens, 0, [2], GREEDY),
     ]
 
-    assert runner.step(rows[::2]).routed_experts == {}
+    assert runner.step(rows[::2]).positions == {}
     output = runner.step(rows)
-    assert {row: part.shape for row, part in output.routed_experts.items()} == {1: (2, 2, 2)}
+    assert {row: part.shape for row, part in output.positions["routed_experts"].items()} == {
+        1: (2, 2, 2)
+    }
 
 
 def test_ids_above_255_are_two_bytes() -> None:
-    cache = RoutedExpertsCache(num_blocks=2, block_tokens=2, num_experts=257)
+    cache = PositionCache(num_blocks=2, block_tokens=2, value_max=256)
     cache.write(np.array([3, 0]), np.array([[[256, 1]], [[0, 255]]]))
     [read] = cache.read([Positions([1, 0], 1, 3)])
     assert read.dtype == np.uint16
@@ -142,4 +144,4 @@ def test_ids_above_255_are_two_bytes() -> None:
 def test_a_model_without_a_mixture_says_why_it_reports_no_experts(tmp_path: Path) -> None:
     for model_type in ("qwen3", "gpt2"):
         model = open_model(make_model_directory(tmp_path / model_type, model_type), "float32")
-        assert "has no mixture-of-experts layers" in model.routed_experts_refusal
+        assert "has no mixture-of-experts layers" in model.refused_options["routed_experts"]

@@ -209,8 +209,8 @@ class VllmDouble:
             one.computed += len(row.token_ids)
             if row.sampling is not None:
                 index, sample = next(samples)
-                one.experts = output.routed_experts.get(index)
-                kept = output.attachments[index].kept_ids if index in output.attachments else None
+                one.experts = output.positions.get("routed_experts", {}).get(index)
+                kept = output.attachments.get(index, {}).get("kept_ids")
                 self._sampled(one, *sample, kept)
 
     def _row(self, one: Asked) -> Row:
@@ -231,7 +231,7 @@ class VllmDouble:
         blocks = range(one.block * BLOCKS_EACH, (one.block + 1) * BLOCKS_EACH)
         lora = one.body["model"] if one.body["model"] != "tiny" else ""
         row = Row(np.array(tokens, np.int32), one.computed, list(blocks), sampling, adapter=lora)
-        row.experts_from = 0 if self.attachment_flags["enable_return_routed_experts"] else None
+        row.positions_from = 0 if self.attachment_flags["enable_return_routed_experts"] else None
         return row
 
     def _sampled(self, one: Asked, token: int, logprob: float, kept: bytes | None) -> None:

@@ -56,8 +56,8 @@ def drive(runner: Runner, turns: Sequence[DrivenTurn], *, new_tokens: int) -> No
             computed[n] += len(row.token_ids)
             if row.sampling is not None:
                 index, (token_id, logprob) = next(results)
-                if index in output.routed_experts:
-                    turns[n].routed_experts.append(output.routed_experts[index])
+                if index in (experts := output.positions.get("routed_experts", {})):
+                    turns[n].routed_experts.append(experts[index])
                 turns[n].sampled.append(token_id)
                 turns[n].logprobs.append(logprob)
 
@@ -67,7 +67,9 @@ def _row(turn: DrivenTurn, computed: int, chunk: int, table: list[int]) -> Row:
     end = min(computed + chunk, len(context))
     sampling = replace(turn.sampling, index=len(turn.sampled)) if end == len(context) else None
     tokens = np.array(context[computed:end], np.int32)
-    experts_from = None
+    positions_from = None
     if turn.reports_experts:
-        experts_from = computed if turn.sampled else 0
-    return Row(tokens, computed, table, sampling, adapter=turn.adapter, experts_from=experts_from)
+        positions_from = computed if turn.sampled else 0
+    return Row(
+        tokens, computed, table, sampling, adapter=turn.adapter, positions_from=positions_from
+    )

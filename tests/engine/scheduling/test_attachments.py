@@ -208,7 +208,7 @@ def test_hidden_states_that_exceed_their_limit_are_refused_before_the_turn_runs(
 
 def test_a_model_without_a_mixture_refuses_with_the_reason() -> None:
     reader = OptionReader(
-        vocab_size=9, max_running_turns=2, routed_experts_refusal="it has no mixture"
+        vocab_size=9, max_running_turns=2, refused_options={"routed_experts": "it has no mixture"}
     )
     ids = np.array([1], "<i4").tobytes()
     with pytest.raises(TurnRefused, match="it has no mixture"):

@@ -1,5 +1,6 @@
 from dataclasses import fields, replace
 from random import Random
+from typing import Any
 
 import torch
 
@@ -138,7 +139,9 @@ def test_packed_and_padded_hold_the_same_rows() -> None:
 def test_what_is_made_of_a_packed_batch_is_where_its_columns_have_been_moved() -> None:
     packed = build_batch(two_groups(), trainer_version=4).packed
     values = {field.name: getattr(packed, field.name) for field in fields(packed)}
-    columns = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    columns: dict[str, Any] = {
+        name: value for name, value in values.items() if isinstance(value, torch.Tensor)
+    }
     moved = replace(packed, **{name: column.to("meta") for name, column in columns.items()})
     for ids in (moved.row_ids, moved.position_ids):
         assert (ids.device.type, ids.dtype, ids.shape) == ("meta", torch.int64, (14,))
