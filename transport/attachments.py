@@ -114,6 +114,10 @@ class AttachmentKind(_Column):
     """Second column of a batch: of a ragged attachment, each token's number of values; of one by
     position, which positions are known. Empty if there is none."""
 
+    json_field: str = ""
+    """Field of JSON answers, as vLLM names it: of an attachment by position, base64 of a .npy file;
+    by token, a list. Empty if answers do not have it, or in another form."""
+
     @property
     def is_added(self) -> bool:
         """Whether the orchestrator adds it; see ``option``."""
@@ -156,7 +160,12 @@ class AttachmentColumns(Generic[T]):
     """[R, T, K] float32: behaviour log-probs of ``top_ids``, after all sampling options; -inf for
     excluded tokens, and where the top tokens are not known."""
     kept_ids = AttachmentKind(
-        "kept_tokens", "token", ("int32",), is_ragged=True, companion="kept_counts"
+        "kept_tokens",
+        "token",
+        ("int32",),
+        is_ragged=True,
+        companion="kept_counts",
+        json_field="sampling_mask",
     )
     """[M] int32: the tokens that min-p, top-k and top-p left to sample from, token after token and
     row after row, each token's in ascending order; see ``tidegate.kept_logprobs``. An empty entry
@@ -165,7 +174,12 @@ class AttachmentColumns(Generic[T]):
     """[R, T] int32: number of entries in ``kept_ids`` for each token; 0 for a token that was
     sampled from the whole vocabulary, or given."""
     routed_experts = AttachmentKind(
-        "routed_experts", "position", ("uint8", "uint16"), 2, companion="routed_experts_mask"
+        "routed_experts",
+        "position",
+        ("uint8", "uint16"),
+        2,
+        companion="routed_experts_mask",
+        json_field="routed_experts",
     )
     """[R, T, L, k], uint8, or int16 for more than 256 experts: the experts that each of L mixture
     layers chose for the position, when its KV was computed last."""

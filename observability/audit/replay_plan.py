@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
-from tidegate.orchestrator.episodes.generated_turn import RoutedExperts
+from tidegate.orchestrator.core.token_attachments import PositionReport
 from tidegate.transport.messages import KvSpan
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -227,11 +227,12 @@ def plan_rollout(rollout: RecordedRollout, vocab_size: int | None = None) -> Rep
             first = len(plan.replays)
             passes = list(_passes(turn))
             turn_context = _TurnContext(rollout, turn_index, context, logprobs)
-            first_passes = _first_passes(turn, passes)
+            reported = turn.routed_experts or ()
+            first_passes = _first_passes(turn.start, reported, passes)
             for number, (history, spans) in enumerate(passes):
                 reports = [
                     report
-                    for report, first_pass in zip(turn.routed_experts, first_passes, strict=True)
+                    for report, first_pass in zip(reported, first_passes, strict=True)
                     if first_pass <= number
                 ]
                 _plan_pass(plan, history, spans, reports, turn_context)
@@ -338,7 +339,7 @@ def _plan_pass(
     plan: ReplayPlan,
     history: TurnPrefill | None,
     spans: list[VersionSpan],
-    reports: Sequence[RoutedExperts],
+    reports: Sequence[PositionReport],
     turn_context: _TurnContext,
 ) -> None:
     """Check the tags of one pass against its history, and add its replay."""
@@ -389,7 +390,9 @@ def _plan_pass(
 
 
 def _first_passes(
-    turn: RecordedTurn, passes: Sequence[tuple[TurnPrefill | None, list[VersionSpan]]]
+    turn_start: int,
+    reported: Sequence[PositionReport],
+    passes: Sequence[tuple[TurnPrefill | None, list[VersionSpan]]],
 ) -> list[int]:
     """Return the first pass of each of a turn's reports of routed experts.
 
@@ -397,23 +400,23 @@ def _first_passes(
     pass. A report that agrees with the previous report continues it. So a report ends at a position
     of its last pass, and the next report belongs to a later pass.
     """
-    starts = [turn.start + spans[0].start for _, spans in passes]
+    starts = [turn_start + spans[0].start for _, spans in passes]
     first_passes: list[int] = []
     begin = 0
-    for report in turn.routed_experts:
+    for report in reported:
         first_passes.append(begin)
-        end = report.start + len(report.experts)
+        end = report.start + len(report.entries)
         last = max((n for n, start in enumerate(starts) if start <= end), default=0)
         if last >= begin:  # else the engine was lost before the pass sampled a token
             begin = last + 1
     return first_passes
 
 
-def _joined(reports: Sequence[RoutedExperts], positions: int) -> RecordedRoutes | None:
+def _joined(reports: Sequence[PositionReport], positions: int) -> RecordedRoutes | None:
     """Return the last report of each of ``positions`` positions; None without any."""
     if not reports:
         return None
-    newest = reports[-1].experts
+    newest = reports[-1].entries
     routes = RecordedRoutes(
         np.zeros((positions, *newest.shape[1:]), newest.dtype), np.zeros(positions, np.bool_)
     )

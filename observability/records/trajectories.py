@@ -7,7 +7,7 @@ can, up to its last complete record batch.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from tidegate.observability.records.run_directories import process_directories
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.generated_turn import RoutedExperts
+from tidegate.orchestrator.core.token_attachments import PositionReport
 from tidegate.orchestrator.episodes.media_parts import recorded
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
-from tidegate.transport.attachments import ATTACHMENTS
+from tidegate.transport.attachments import ATTACHMENTS, AttachmentColumns, AttachmentKind
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 TRAJECTORIES_FILE = "trajectories.parquet"
@@ -50,7 +50,7 @@ _SPAN = pa.struct(
         ("kv_newest", pa.int32()),
     ]
 )
-_EXPERTS = pa.struct(
+_REPORT = pa.struct(
     [
         ("start", pa.int32()),
         ("shape", pa.list_(pa.int32())),
@@ -58,7 +58,24 @@ _EXPERTS = pa.struct(
         ("values", pa.binary()),
     ]
 )
-"""One report of routed experts: context positions from ``start`` on, ``shape`` [P, L, k]."""
+"""One report of an attachment by position: positions from ``start`` on, ``shape`` [P, …]."""
+
+
+def _is_binary(kind: AttachmentKind) -> bool:
+    """Whether the entries of all tokens are one value, float32, little-endian: hidden states."""
+    return kind.dtypes == ("float32",) and not kind.is_logprob
+
+
+def _attachment_type(kind: AttachmentKind) -> pa.DataType:
+    """Return the type of an attachment's column."""
+    if kind.axis == "position":
+        return pa.list_(_REPORT)
+    if _is_binary(kind):
+        return pa.binary()
+    values = pa.list_(pa.float32() if kind.is_logprob else pa.int32())
+    return pa.list_(values) if kind.is_ragged else values
+
+
 _TURN = pa.struct(
     [
         ("start", pa.int32()),
@@ -71,17 +88,9 @@ _TURN = pa.struct(
         ("spans", pa.list_(_SPAN)),
         ("prefills", pa.list_(pa.struct([("at", pa.int32()), ("spans", pa.list_(_KV_SPAN))]))),
         ("options", pa.string()),
-        ("raw_logprobs", pa.list_(pa.float32())),
-        ("top_ids", pa.list_(pa.int32())),
-        ("top_logprobs", pa.list_(pa.float32())),
         ("reward", pa.float64()),
         ("media", pa.string()),
-        ("kept_ids", pa.list_(pa.list_(pa.int32()))),
-        ("routed_experts", pa.list_(_EXPERTS)),
-        ("hidden_states", pa.binary()),
-        ("teacher_logprobs", pa.list_(pa.float32())),
-        ("teacher_top_ids", pa.list_(pa.int32())),
-        ("teacher_top_logprobs", pa.list_(pa.float32())),
+        *((name, _attachment_type(kind)) for name, kind in ATTACHMENTS.items()),
     ]
 )
 SCHEMA = pa.schema(
@@ -109,7 +118,7 @@ evaluated one no staleness."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedTurn:
+class RecordedTurn(AttachmentColumns[Any]):
     """One generation call of a recorded rollout."""
 
     start: int
@@ -124,29 +133,20 @@ class RecordedTurn:
     options: SamplingParams | None
     """All sampling parameters, if others than the columns' differ from the defaults; else None.
     The columns don't include stop tokens."""
-    raw_logprobs: list[float] | None
-    """Log-probs before sampling options. This field and the next two are as in
-    ``transport/attachments.py``; None if not requested."""
-    top_ids: list[int] | None
-    top_logprobs: list[float] | None
     reward: float | None
     """The turn's own reward, beside the rollout's; None if it was given none."""
     spans: tuple[VersionSpan, ...]
     prefills: tuple[TurnPrefill, ...]
-    media: str | None = None
+    media: str | None
     """JSON of the media added to the context since the previous turn; None if there were none."""
-    kept_ids: list[list[int]] | None = None
-    """For each token, the tokens it was sampled from; empty means all. None if not requested."""
-    routed_experts: tuple[RoutedExperts, ...] = ()
-    """Reports of routed experts, in the order in which engines made them."""
-    hidden_states: bytes | None = None
-    """float32 [length, H], little-endian: states from which the tokens were sampled. None if not
-    requested."""
-    teacher_logprobs: list[float] | None = None
-    """Another model's log-probs of the tokens. This field and the next two are as in
-    ``transport/attachments.py``; None if not attached."""
-    teacher_top_ids: list[int] | None = None
-    teacher_top_logprobs: list[float] | None = None
+    attachments: Mapping[str, Any]
+    """Attachments that were requested, by name. By token: a list of the entries of all tokens, one
+    after the other; of ragged ones a list for each token; hidden states as bytes of float32. By
+    position: a tuple of reports, in the order in which engines made them."""
+
+    def attachment(self, column: str) -> Any:
+        """Return one of :attr:`attachments`; None if not requested."""
+        return self.attachments.get(column)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,8 +304,7 @@ def _attachment_columns(turn: Turn) -> dict[str, Any]:
             if (values := attachments.ragged_entries(name, turn.length)) is not None:
                 columns[name] = [each.tolist() for each in values]
         elif (entries := attachments.entries(name, turn.length)) is not None:
-            is_binary = name == "hidden_states"
-            columns[name] = entries.tobytes() if is_binary else entries.ravel().tolist()
+            columns[name] = entries.tobytes() if _is_binary(kind) else entries.ravel().tolist()
     return columns
 
 
@@ -523,15 +522,19 @@ def _turn_of(row: dict[str, Any]) -> RecordedTurn:
             f"a turn's recorded sampling options are no JSON ({error}); the file was changed, or "
             "is damaged"
         ) from None
-    experts = tuple(_experts_of(report) for report in row.pop("routed_experts") or [])
+    attachments: dict[str, Any] = {}
+    for name, kind in ATTACHMENTS.items():
+        if (found := row.pop(name, None)) is not None:
+            is_report = kind.axis == "position"
+            attachments[name] = tuple(map(_report_of, found)) if is_report else found
     return RecordedTurn(
-        **row, options=options, spans=spans, prefills=prefills, routed_experts=experts
+        **row, options=options, spans=spans, prefills=prefills, attachments=attachments
     )
 
 
-def _experts_of(row: dict[str, Any]) -> RoutedExperts:
+def _report_of(row: dict[str, Any]) -> PositionReport:
     values = np.frombuffer(row["values"], row["dtype"])
-    return RoutedExperts(row["start"], values.reshape(row["shape"]))
+    return PositionReport(row["start"], values.reshape(row["shape"]))
 
 
 def _span_of(row: dict[str, Any]) -> VersionSpan:

@@ -9,7 +9,7 @@ token or top tokens.
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -230,3 +230,34 @@ class TurnAttachments:
         """
         for column in self._reports.get(name, ()):
             yield PositionReport(column.start, column.array())
+
+    def newest(self, name: AttachmentName) -> "npt.NDArray[Any] | None":
+        """Return the last report of each position [P, *shape]; None if there is none, or reports
+        differ in shape or dtype or leave positions out."""
+        reports = list(self.reports(name))
+        if len({(entries.dtype, entries.shape[1:]) for _, entries in reports}) != 1:
+            return None
+        known = 0
+        for start, entries in reports:
+            if start > known:
+                return None
+            known = max(known, start + len(entries))
+        out = np.empty((known, *reports[0].entries.shape[1:]), reports[0].entries.dtype)
+        for start, entries in reports:
+            out[start : start + len(entries)] = entries
+        return out
+
+    def json_fields(
+        self, axis: Literal["token", "position"], tokens: int, *, start: int = 0
+    ) -> dict[str, Any]:
+        """Return the attachments by ``axis`` that JSON answers have, by the names of their fields;
+        None where not known. By token: lists of the tokens from ``start`` on, if known for all
+        ``tokens`` tokens; by position: :meth:`newest`."""
+        fields: dict[str, Any] = {}
+        for name, kind in ATTACHMENTS.items():
+            if kind.json_field and kind.axis == axis == "position":
+                fields[kind.json_field] = self.newest(name)
+            elif kind.json_field and kind.axis == axis:
+                entries = self.ragged_entries(name, tokens, start=start)
+                fields[kind.json_field] = entries and [each.tolist() for each in entries]
+        return fields

@@ -598,15 +598,15 @@ class Episode:
         own."""
         defaults = self._defaults
         adapter = self._rollout.adapter or defaults.adapter
+        added: dict[str, Any] = {}
         if adapter and "adapter" not in options:
-            sampling = msgspec.structs.replace(sampling, adapter=adapter)
-        if defaults.routed_experts and "routed_experts" not in options:
-            sampling = msgspec.structs.replace(sampling, routed_experts=True)
-        if defaults.kept_tokens and "kept_tokens" not in options:
-            sampling = msgspec.structs.replace(sampling, kept_tokens=True)
+            added["adapter"] = adapter
+        for option in defaults.attachments:
+            if option not in options:
+                added[option] = True
         if "seed" not in options:
-            sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
-        return sampling
+            added["seed"] = self._next_seed()
+        return msgspec.structs.replace(sampling, **added) if added else sampling
 
     def _start_turn(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:
         media, self._new_media = self._new_media, ()  # the turn has them now

@@ -4,9 +4,8 @@ Users' episodes get it; the gateway and the HTTP servers build their responses f
 of the core's :class:`Turn`.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +14,10 @@ from tokenizers import Tokenizer
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.provenance import VersionSpan
 from tidegate.orchestrator.core.rollout import Turn
+from tidegate.orchestrator.core.token_attachments import PositionReport, TurnAttachments
 from tidegate.orchestrator.episodes.tool_calls import InvalidToolCall
 from tidegate.orchestrator.fleet.scores import TokenScores
+from tidegate.transport.sampling import SamplingParams
 
 REWARD_TYPES = (float, int)
 """Types checked first, because a lookup of ``__float__`` takes longer."""
@@ -25,34 +26,7 @@ REWARD_MAX = (2 - 2**-23) * 2.0**127
 """Largest float32, because batches hold rewards as float32; the limit of either sign."""
 
 
-Experts = npt.NDArray[np.uint8 | np.uint16]
-"""Routed experts [P, L, k], in the order in which the router chose them."""
-
-
-class RoutedExperts(NamedTuple):
-    """Routed experts of the context positions ``[start, start + P)``."""
-
-    start: int
-    experts: Experts
-    """[P, L, k]"""
-
-
-def newest_experts(reports: Sequence[tuple[int, Experts]]) -> Experts | None:
-    """Return the last report of each position [P, L, k]; None if there is none, or reports differ
-    in shape or dtype or leave positions out."""
-    types = {(experts.dtype, experts.shape[1:]) for _, experts in reports}
-    if not reports or reports[0][0] or len(types) > 1:
-        return None
-    end = 0
-    for start, experts in reports:
-        if start > end:
-            return None
-        end = max(end, start + len(experts))
-    _, first = reports[0]
-    out = np.empty((end, *first.shape[1:]), first.dtype)
-    for start, experts in reports:
-        out[start : start + len(experts)] = experts
-    return out
+NO_ATTACHMENTS = TurnAttachments(SamplingParams(max_tokens=1))
 
 
 class GeneratedTurn:
@@ -95,71 +69,60 @@ class GeneratedTurn:
         """Return :attr:`logprobs` from index ``start`` on, for readers of a growing turn."""
         return self._turn.logprobs_from(start).tolist()
 
+    # Attachments; None unless requested by the option of the same name, or if the engine can't
+    # report them.
+
     @cached_property
     def raw_logprobs(self) -> list[float] | None:
-        """Log-prob of each token before all sampling options. None unless ``raw_logprobs=True``
-        was requested and the engine can report them."""
-        attachments = self._turn.attachments
-        if attachments is None:
-            return None
-        values = attachments.entries("raw_logprobs", len(self.token_ids))
+        """Log-prob of each token before all sampling options."""
+        values = self._attachments.entries("raw_logprobs", self._turn.length)
         return None if values is None else values.tolist()
 
     @cached_property
     def top_logprobs(self) -> list[dict[int, float]] | None:
         """For each position, the top tokens with their log-probs after all sampling options, the
-        most likely first; None unless requested."""
+        most likely first."""
         return self.top_logprobs_from(0)
 
     def top_logprobs_from(self, start: int) -> list[dict[int, float]] | None:
         """Return :attr:`top_logprobs` from index ``start`` on, for readers of a growing turn."""
-        attachments = self._turn.attachments
-        if attachments is None:
-            return None
-        return attachments.top_logprobs(self._turn.length, start=start)
+        return self._attachments.top_logprobs(self._turn.length, start=start)
 
     @cached_property
     def kept_tokens(self) -> list[list[int]] | None:
         """For each token, the ids of the tokens that the sampling options left to sample from, in
-        ascending order; an empty list means all tokens. None unless ``kept_tokens=True`` was
-        requested and the engine can report them."""
-        return self.kept_tokens_from(0)
-
-    def kept_tokens_from(self, start: int) -> list[list[int]] | None:
-        """Return :attr:`kept_tokens` from index ``start`` on, for readers of a growing turn."""
-        attachments = self._turn.attachments
-        if attachments is None:
-            return None
-        kept = attachments.ragged_entries("kept_ids", self._turn.length, start=start)
+        ascending order; an empty list means all tokens."""
+        kept = self._attachments.ragged_entries("kept_ids", self._turn.length)
         return None if kept is None else [ids.tolist() for ids in kept]
 
     @cached_property
     def hidden_states(self) -> "npt.NDArray[np.float32] | None":
-        """Normed last hidden states [C, H] from which the C tokens were sampled. None unless
-        ``hidden_states=True`` was requested and the engine can report them."""
-        attachments = self._turn.attachments
-        if attachments is None:
-            return None
-        return attachments.entries("hidden_states", len(self.token_ids))
+        """Normed last hidden states [C, H] from which the C tokens were sampled."""
+        return self._attachments.entries("hidden_states", self._turn.length)
 
     @property
     def routed_experts(self) -> "npt.NDArray[np.uint8 | np.uint16] | None":
         """Experts [P, L, k] that each of L mixture layers chose when the KV of the first P
         positions of the row's context was computed last. P counts all but the turn's last token,
-        whose KV no token has needed. None unless ``routed_experts=True`` was requested."""
-        return newest_experts(self.routed_expert_reports)
+        whose KV no token has needed."""
+        return self._attachments.newest("routed_experts")
 
     @property
-    def routed_expert_reports(self) -> list[RoutedExperts]:
-        """Every report of routed experts: ``start``, the first position, and ``experts`` [P, L, k].
+    def routed_expert_reports(self) -> list[PositionReport]:
+        """Every report of routed experts: ``start``, the first position, and ``entries`` [P, L, k].
 
         Positions whose KV was computed again, for example under new weights, are in several
         reports. A token attended to the KV of the last report before it was sampled.
         """
-        attachments = self._turn.attachments
-        if attachments is None:
-            return []
-        return [RoutedExperts(*report) for report in attachments.reports("routed_experts")]
+        return list(self._attachments.reports("routed_experts"))
+
+    def json_fields(self, axis: Literal["token", "position"], start: int = 0) -> dict[str, Any]:
+        """Return the attachments that JSON answers have: :meth:`TurnAttachments.json_fields`."""
+        return self._attachments.json_fields(axis, self._turn.length, start=start)
+
+    @property
+    def _attachments(self) -> TurnAttachments:
+        return self._turn.attachments or NO_ATTACHMENTS
 
     @property
     def finish_reason(self) -> str:

@@ -8,12 +8,17 @@ engine. :class:`SamplingParams` documents each option.
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
 from tidegate.errors import ConfigError, TurnRefused
-from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
+from tidegate.transport.sampling import (
+    AttachmentOptions,
+    LogitsProcessor,
+    SamplingParams,
+    TokenBias,
+)
 
 SEED_MASK = 2**64 - 1
 """Seeds may be any int; engines take 64 bits of it."""
@@ -36,7 +41,7 @@ FLOATS = (
 )
 
 
-class SamplingOptions(TypedDict, total=False):
+class SamplingOptions(AttachmentOptions, total=False):
     """Keyword arguments of ``generate`` that choose how tokens are sampled, as ``SamplingParams``
     describes them."""
 
@@ -60,17 +65,6 @@ class SamplingOptions(TypedDict, total=False):
     """Number of output tokens before which no stop token or stop string ends the turn."""
     stop_strings: Sequence[str]
     """Strings that end the turn when the output's text contains one."""
-    top_logprobs: int
-    """Number of likeliest tokens to return in ``GeneratedTurn.top_logprobs``."""
-    raw_logprobs: bool
-    """Whether the turn returns ``GeneratedTurn.raw_logprobs``, the log-probs before all other
-    options."""
-    kept_tokens: bool
-    """Whether to return ``GeneratedTurn.kept_tokens``, the sets that tokens were sampled from."""
-    routed_experts: bool
-    """Whether to return ``GeneratedTurn.routed_experts``; for mixture-of-experts models."""
-    hidden_states: bool
-    """Whether to return ``GeneratedTurn.hidden_states``, from which the tokens were sampled."""
     logits_processors: Sequence[LogitsProcessor | str]
     """Logits processors to apply, in order, by the names under which the engines registered
     them."""

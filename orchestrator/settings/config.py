@@ -218,6 +218,12 @@ class SamplingSettings(SettingsRecord):
     from, for ``Batch.kept_ids``. Set it when turns are sampled with these options, so that the loss
     normalises over the same tokens. Costs 4 bytes for each kept token."""
 
+    @property
+    def attachments(self) -> tuple[str, ...]:
+        """Options of ``Episode.generate`` that request attachments for every turn."""
+        chosen = {"routed_experts": self.routed_experts, "kept_tokens": self.kept_tokens}
+        return tuple(option for option, is_set in chosen.items() if is_set)
+
 
 class EpisodeSettings(SettingsRecord):
     """Time limits of an episode, and what becomes of one that fails."""

@@ -8,10 +8,8 @@ or stop string.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from tidegate.orchestrator.episodes.incremental_detokenizer import (
     IncrementalDetokenizer,
@@ -22,6 +20,7 @@ from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, TextEnco
 from tidegate.serving.http.server import off_loop
 from tidegate.serving.openai.active_requests import ActiveChoice
 from tidegate.serving.openai.model_info import VersionLabels
+from tidegate.transport.attachments import ATTACHMENTS
 from tidegate.transport.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -157,6 +156,15 @@ class IncrementalText:
 # ---------------------------------------------------------------- parts of an output
 
 
+def _fields(axis: str) -> Mapping[str, Any]:
+    kinds = [kind for kind in ATTACHMENTS.values() if kind.axis == axis]
+    return MappingProxyType({kind.json_field: None for kind in kinds if kind.json_field})
+
+
+TOKEN_FIELDS, POSITION_FIELDS = _fields("token"), _fields("position")
+"""JSON fields of attachments by token, and by position, each None."""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """A part of a choice's output, or all of it."""
@@ -175,12 +183,12 @@ class Output:
     spans: Sequence[Mapping[str, Any]] = ()
     """Weight versions of the whole output; only in the last part."""
     is_first: bool = True
-    kept_tokens: Sequence[Sequence[int]] | None = None
-    """For each token, the tokens it was sampled from; None unless the run's settings
+    by_token: Mapping[str, Any] = TOKEN_FIELDS
+    """Attachments of the part's tokens, by their JSON fields; None unless the run's settings
     request them."""
-    routed_experts: "npt.NDArray[np.uint8 | np.uint16] | None" = None
-    """Experts of all positions but the output's last token's; only in the last part, and None
-    unless the run's settings request them."""
+    by_position: Mapping[str, Any] = POSITION_FIELDS
+    """Attachments of all positions but the output's last token's, as arrays, likewise; all None but
+    in the last part."""
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +235,7 @@ class OutputReader:
             finish_reason="abort" if turn.finish_reason == "cancelled" else turn.finish_reason,
             stop_reason=self.tokenizer.stop_reason(ids, self.stops) if has_stopped else None,
             spans=self.labels.spans(turn),
-            routed_experts=turn.routed_experts,
+            by_position=turn.json_fields("position"),
         )
 
     def _part(
@@ -248,6 +256,6 @@ class OutputReader:
             tops if tops is not None else [{}] * len(token_ids),
             text,
             is_first=is_first,
-            kept_tokens=turn.kept_tokens_from(start),
+            by_token=turn.json_fields("token", start),
             **end,
         )

@@ -6,7 +6,7 @@ Turns the parts of an output into the dicts that :mod:`completions` sends as JSO
 import base64
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,8 +156,8 @@ class GenerateBodies(ResponseBodies):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids,
-            "routed_experts": self._experts(output),
-            "sampling_mask": output.kept_tokens,
+            **as_json(output.by_position, self._packed, self._positions_known),
+            **output.by_token,
             "weight_versions": output.spans,
         }
         if self._request.output_mode == "text":
@@ -165,8 +165,12 @@ class GenerateBodies(ResponseBodies):
         choice["logprobs"] = self._logprobs(output)
         return choice
 
-    def _experts(self, output: Output) -> Any:
-        return _experts_of(output, self._request.sampling_params.routed_experts_prompt_start)
+    @property
+    def _positions_known(self) -> int:
+        return self._request.sampling_params.positions_known
+
+    def _packed(self, entries: npt.NDArray[Any]) -> Any:
+        return as_npy(entries)
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         if self._request.sampling_params.logprobs is None:
@@ -186,14 +190,11 @@ class PackedBodies(GenerateBodies):
     """
 
     @override
-    def _experts(self, output: Output) -> Any:
-        if output.routed_experts is None:
-            return None
-        experts = output.routed_experts[self._request.sampling_params.routed_experts_prompt_start :]
+    def _packed(self, entries: npt.NDArray[Any]) -> Any:
         # The smallest dtype that SkyRL has; its decoder refuses any other.
-        dtype = "uint8" if int(experts.max(initial=0)) < 1 << 8 else "int16"
-        data = base64.b64encode(experts.astype(dtype).tobytes()).decode()
-        return {"data": data, "shape": list(experts.shape), "dtype": dtype}
+        dtype = "uint8" if int(entries.max(initial=0)) < 1 << 8 else "int16"
+        data = base64.b64encode(entries.astype(dtype).tobytes()).decode()
+        return {"data": data, "shape": list(entries.shape), "dtype": dtype}
 
 
 def as_npy(values: npt.NDArray[Any]) -> str:
@@ -203,9 +204,16 @@ def as_npy(values: npt.NDArray[Any]) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _experts_of(output: Output, start: int = 0) -> str | None:
-    """Return an output's routed experts as vLLM encodes them: base64 of a .npy file."""
-    return None if output.routed_experts is None else as_npy(output.routed_experts[start:])
+def as_json(
+    by_position: Mapping[str, Any],
+    encode: Callable[[npt.NDArray[Any]], Any] = as_npy,
+    start: int = 0,
+) -> dict[str, Any]:
+    """Return attachments by position, those from position ``start`` on, as JSON values."""
+    return {
+        name: None if entries is None else encode(entries[start:])
+        for name, entries in by_position.items()
+    }
 
 
 def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
@@ -255,7 +263,7 @@ class CompletionBodies(ResponseBodies):
         return {
             **self._choice(output),
             "prompt_logprobs": prompt_logprobs,
-            "routed_experts": _experts_of(output),
+            **as_json(output.by_position),
         }
 
     def _choice(self, output: Output) -> dict[str, Any]:
@@ -403,7 +411,7 @@ class ChatBodies(ResponseBodies):
         if message["tool_calls"] and not message["content"]:
             message["content"] = None
         choice = self._choice(output) | _ended_by_calls(output, message)
-        return {"message": message, **choice, "routed_experts": _experts_of(output)}
+        return {"message": message, **choice, **as_json(output.by_position)}
 
     def _parsed(self, output: Output) -> dict[str, Any]:
         """Return the fields of the message that the reply of an ended choice sets; empty if replies

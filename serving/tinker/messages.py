@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from tidegate.transport.sampling import AttachmentOptions
+
 NUMBER_MAX = 999_999_999
 """Largest number of a model or sampler within its session: ids have 9 digits."""
 
@@ -212,6 +214,11 @@ class SampleRequest(TinkerRequest, frozen=True, kw_only=True):
     include_routed_experts: bool = False
     """Whether JSON answers have the experts that a mixture routed each position to; not the SDK's.
     """
+
+    @property
+    def attachment_options(self) -> AttachmentOptions:
+        """Options of ``generate`` for what else answers have."""
+        return {"routed_experts": True} if self.include_routed_experts else {}
 
 
 class RetrieveFutureRequest(TinkerRequest, frozen=True, kw_only=True):

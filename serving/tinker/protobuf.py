@@ -14,7 +14,8 @@ import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
 from tidegate.serving.http.errors import ApiError
-from tidegate.serving.openai.response_bodies import as_npy
+from tidegate.serving.openai.outputs import POSITION_FIELDS
+from tidegate.serving.openai.response_bodies import as_json
 from tidegate.serving.tinker.training import BatchResult, Datum, LossBatch, UserError
 
 MASKED_LOGPROB = -99999.0
@@ -248,8 +249,8 @@ class SampledSequence:
     top: TopTokens | None
     spans: Sequence[Mapping[str, Any]]
     """Weight versions of the tokens; in JSON answers only, because protobuf has no field."""
-    experts: npt.NDArray[np.uint8 | np.uint16] | None = None
-    """[positions, layers, k], the experts of every position but the last; likewise in JSON only."""
+    by_position: Mapping[str, Any] = POSITION_FIELDS
+    """Attachments of every position but the last, by their fields; likewise in JSON only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,7 @@ class SampleResult:
                     "logprobs": list(sample.logprobs),
                     "topk_logprobs": None if sample.top is None else sample.top.fields(),
                     "weight_versions": list(sample.spans),
-                    "routed_experts": None if sample.experts is None else as_npy(sample.experts),
+                    **as_json(sample.by_position),
                 }
                 for sample in self.samples
             ],

@@ -133,9 +133,7 @@ class SampleRunner:
         options["max_tokens"] = left if tokens_max is None else min(left, tokens_max)
         if request.topk_sample_logprobs:
             options["top_logprobs"] = request.topk_sample_logprobs
-        if request.include_routed_experts:
-            options["routed_experts"] = True
-        return options
+        return options | request.attachment_options
 
     def _options(self, sampling: SamplingFields, limits: Limits) -> dict[str, Any]:
         if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
@@ -203,7 +201,7 @@ class SampleRunner:
                     turn.finish_reason == "stop",
                     _top_of(turn, top) if top else None,
                     self._spans(turn, adapter),
-                    turn.routed_experts,
+                    turn.json_fields("position"),
                 )
             )
         return samples

@@ -20,7 +20,6 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.scheduling.step_columns import StepColumns, split_attachments
 from tidegate.errors import TurnRefused
 from tidegate.orchestrator.core.token_attachments import TurnAttachments
-from tidegate.orchestrator.episodes.generated_turn import newest_experts
 from tidegate.policies.routing_replay import record_routed_experts
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.messages import FinishWeightUpdate, SamplingParams, SubmitTurn
@@ -80,8 +79,7 @@ class Engine:
         """Compare the turns' routed experts with those of one forward pass of transformers."""
         peer = load_peer(path)
         for turn in turns:
-            reports = list(self.attachments[turn].reports("routed_experts"))
-            experts = newest_experts(reports)
+            experts = self.attachments[turn].newest("routed_experts")
             assert experts is not None
             context = self.contexts[turn][:-1]  # the last token's KV was never needed
             with torch.no_grad(), record_routed_experts(peer) as recorder:

@@ -36,12 +36,11 @@ def turn(start: int, length: int, *spans: VersionSpan, reward: float | None = No
         top_p=1.0,
         seed=0,
         options=None,
-        raw_logprobs=None,
-        top_ids=None,
-        top_logprobs=None,
+        attachments={},
         reward=reward,
         spans=spans,
         prefills=(),
+        media=None,
     )
 
 

@@ -148,6 +148,7 @@ def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Pat
         [-0.5, -1.5],
     )
     assert first.kept_ids == [[10, 11]]
+    assert first.routed_experts is not None
     [(start, experts)] = first.routed_experts
     assert (start, experts.shape, experts.ravel().tolist()) == (0, (2, 3, 2), list(range(12)))
     assert first.hidden_states == array("f", [-0.5, -1.5]).tobytes()

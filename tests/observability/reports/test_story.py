@@ -42,12 +42,11 @@ def turn(*spans: VersionSpan, prefills: tuple[int, ...] = ()) -> RecordedTurn:
         top_p=1.0,
         seed=0,
         options=None,
-        raw_logprobs=None,
-        top_ids=None,
-        top_logprobs=None,
+        attachments={},
         reward=None,
         spans=spans,
         prefills=tuple(TurnPrefill(at, ()) for at in prefills),
+        media=None,
     )
 
 

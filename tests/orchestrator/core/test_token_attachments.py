@@ -137,7 +137,7 @@ def test_a_journal_and_a_snapshot_restore_them(sampling: SamplingParams) -> None
         assert of(restored).top_logprobs == [{0: 0.5}]
     else:
         reports = of(restored).routed_expert_reports
-        assert [report.experts[:, 0, 0].tolist() for report in reports] == [[1, 2], [7, 8, 9]]
+        assert [report.entries[:, 0, 0].tolist() for report in reports] == [[1, 2], [7, 8, 9]]
 
 
 def test_a_turn_that_requests_nothing_stores_nothing_whatever_an_engine_reports() -> None:
@@ -214,10 +214,10 @@ def test_experts_of_a_recomputed_prefix_are_the_new_ones_and_both_reports_are_kn
     sample(driver, rollout, [4], [of_positions(prompt + 2, 60)], STOP)
     turn = of(rollout)
     first, second = turn.routed_expert_reports
-    assert first.experts[:, 0, 0].tolist() == [*range(prompt), 50]
-    assert second.experts[:, 0, 0].tolist() == [*range(100, 100 + prompt + 2), 60]
+    assert first.entries[:, 0, 0].tolist() == [*range(prompt), 50]
+    assert second.entries[:, 0, 0].tolist() == [*range(100, 100 + prompt + 2), 60]
     assert turn.routed_experts is not None
-    np.testing.assert_array_equal(turn.routed_experts, second.experts)
+    np.testing.assert_array_equal(turn.routed_experts, second.entries)
     assert turn.routed_experts.shape == (prompt + 3, LAYERS, PER_TOKEN)
 
 
@@ -228,7 +228,7 @@ def test_experts_that_are_computed_again_alike_are_stored_once() -> None:
     sample(driver, rollout, [], [of_positions(0, 1, 2)])  # the first part of a long report
     sample(driver, rollout, [2], [of_positions(2, 3, 4)])
     [report] = of(rollout).routed_expert_reports
-    assert report.experts[:, 0, 0].tolist() == [1, 2, 3, 4]
+    assert report.entries[:, 0, 0].tolist() == [1, 2, 3, 4]
 
 
 def test_experts_with_a_gap_or_of_another_model_are_not_returned_as_one() -> None:

@@ -93,7 +93,7 @@ async def test_a_batch_has_the_experts_of_every_position_that_was_computed(tmp_p
             difference = (logprobs[..., 0] - batch.logprobs[:, 1:]).abs()
             assert difference[batch.loss_mask[:, 1:]].max() < 1e-4
     first = next(iter(read_trajectories(run)))
-    assert [len(report.experts) for turn in first.turns for report in turn.routed_experts]
+    assert [len(report.entries) for turn in first.turns for report in turn.routed_experts or ()]
     report = audit_run(run)
     assert report.agrees, report.lines()
 
@@ -129,7 +129,7 @@ async def test_positions_that_new_weights_recompute_have_their_experts_by_versio
         assert newest is not None
         assert len(newest) == turn.start + len(turn.token_ids) - 1
         assert any(
-            (report.experts[: len(newest)] != newest[: len(report.experts)]).any()
+            (report.entries[: len(newest)] != newest[: len(report.entries)]).any()
             for report in reports
             if report.start == 0
         )
