@@ -46,7 +46,7 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.dealer import DealerSocket
-from tidegate.transport.messages import PROTOCOL, Hello
+from tidegate.transport.messages import KV_POLICIES, PAUSE_MODES, PROTOCOL, Hello
 from tidegate.transport.printable import print_stderr
 from tidegate.transport.private_directory import remove_abandoned
 from tidegate.transport.regular_files import check_all_regular
@@ -445,8 +445,8 @@ def _hello(
         max_running_turns=limits.max_running_turns,
         num_kv_blocks=limits.num_blocks,
         block_tokens=limits.block_tokens,
-        pause_modes=["abort", "keep", "wait"],
-        kv_policies=["keep", "recompute"],
+        pause_modes=PAUSE_MODES,
+        kv_policies=KV_POLICIES,
         weight_channels=[
             *readable_channels(
                 has_gpu=arguments.device != CPU, ranks=arguments.tensor_parallel_size

@@ -1,6 +1,6 @@
 """Base class of all wire messages, and the literals that several of them share."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -8,8 +8,12 @@ PauseMode = Literal["abort", "keep", "wait"]
 """Effect of a pause on running turns: ``abort`` ends them now and returns their tokens so far;
 ``keep`` freezes them with their KV; ``wait`` lets them finish and starts nothing new."""
 
+PAUSE_MODES: list[PauseMode] = list(get_args(PauseMode))
+
 KvPolicy = Literal["keep", "recompute"]
 """Effect of new weights on the KV of frozen turns: ``keep`` it, or ``recompute`` it."""
+
+KV_POLICIES: list[KvPolicy] = list(get_args(KvPolicy))
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):

@@ -27,6 +27,8 @@ from tidegate.transport.attachments import Attachment as Attachment
 from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
 from tidegate.transport.media import Media as Media
 from tidegate.transport.media import MediaKind
+from tidegate.transport.message import KV_POLICIES as KV_POLICIES
+from tidegate.transport.message import PAUSE_MODES as PAUSE_MODES
 from tidegate.transport.message import KvPolicy as KvPolicy
 from tidegate.transport.message import Message as Message
 from tidegate.transport.message import PauseMode as PauseMode
@@ -349,6 +351,10 @@ class Pause(Message, frozen=True, kw_only=True, tag="pause"):
     """What happens to running turns: ``abort`` ends, ``keep`` freezes, ``wait`` finishes them."""
     clear_cache: bool = False
     """Whether to clear the prefix cache, so that later turns recompute their context."""
+
+
+HAND_BACK = Pause(mode="abort")
+"""Ends an engine's running turns, which it hands back with all their tokens."""
 
 
 class Resume(Message, frozen=True, kw_only=True, tag="resume"):

@@ -17,7 +17,7 @@ from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.streams import ExternalTurnQueue
 from tidegate.engine.external.swaps import WeightSwapper
 from tidegate.engine.link import OrchestratorLink
-from tidegate.engine.scheduling.pauses import PauseGate
+from tidegate.engine.scheduling.pauses import PauseGate, ends_turns, lets_finish
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
@@ -317,8 +317,7 @@ class ExternalEngineLoop:
         if sleep_replies:
             self._replies += sleep_replies
             self._changed.set()  # a resume may have waited for the wake
-        if self._gate.mode == "wait" or self._streams.paused is not None:
-            self._replies += self._due_pause_replies()
+        self._replies += self._due_pause_replies()
         if self._replies:
             answers, self._replies = self._replies, []
             await self._batcher.flush_all()
@@ -335,10 +334,10 @@ class ExternalEngineLoop:
 
     async def _pause_or_resume(self) -> None:
         mode = self._gate.mode
-        if mode == "abort" and self._streams.paused != "abort":
+        if ends_turns(mode) and not self._streams.is_stopped:
             self._scores.stop()
             await self._streams.stop(ends_turns=True)
-        elif mode == "keep" and self._streams.paused is None:
+        elif self._gate.freezes_turns and self._streams.paused is None:
             self._scores.stop()
             await self._streams.freeze()
         elif (
@@ -354,7 +353,7 @@ class ExternalEngineLoop:
     def _due_pause_replies(self) -> list[TurnsPaused]:
         """Return the ``TurnsPaused`` replies of pauses that the engine has carried out."""
         mode = self._gate.mode
-        if mode == "wait" or mode == self._streams.paused or self._streams.paused == "abort":
+        if lets_finish(mode) or mode == self._streams.paused or self._streams.is_stopped:
             return self._gate.take_effective(self._streams.running)
         return []
 

@@ -88,6 +88,11 @@ class Streams:
         self._running: dict[ExternalTurn, asyncio.Task[None]] = {}
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether the engine is paused without requests."""
+        return self.paused == "abort"
+
+    @property
     def running(self) -> int:
         """Number of requests in flight."""
         return len(self._running)

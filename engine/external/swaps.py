@@ -19,6 +19,7 @@ from tidegate.engine.external.scoring import ExternalScoreQueue
 from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.streams import Streams
 from tidegate.engine.link import OrchestratorLink
+from tidegate.engine.scheduling.pauses import ends_turns, keeps_kv
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.errors import EngineGone, WeightsRefused
 from tidegate.transport.limits import cut
@@ -205,12 +206,11 @@ class WeightSwapper:
     ) -> int:
         """Pause as the update says; return how many turns must be requested again."""
         if (
-            update.kv_policy == "keep"
-            and update.pause_mode != "abort"
+            keeps_kv(update.pause_mode, update.kv_policy)
             and self._capabilities.keeps_kv
             and streams.send_every_token()
         ):
             await streams.freeze()
             await streams.abort_unstarted()
             return await streams.abort_changed_adapters(names_of(loaded))
-        return await streams.stop(ends_turns=update.pause_mode == "abort")
+        return await streams.stop(ends_turns=ends_turns(update.pause_mode))

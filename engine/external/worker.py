@@ -36,7 +36,7 @@ from tidegate.engine.weights.staging import Staging
 from tidegate.engine.worker import DEFECT, ENDED, PR_SET_PDEATHSIG, REFUSED, UNUSABLE
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.dealer import DealerSocket
-from tidegate.transport.messages import PROTOCOL, Hello
+from tidegate.transport.messages import KV_POLICIES, PAUSE_MODES, PROTOCOL, Hello
 from tidegate.transport.printable import print_stderr
 from tidegate.transport.private_directory import PrivateDirectory, remove_abandoned
 from tidegate.transport.security import read_engine_keys
@@ -234,8 +234,8 @@ def _hello(arguments: argparse.Namespace, capabilities: Capabilities, epoch: int
         max_running_turns=running,
         num_kv_blocks=blocks,
         block_tokens=block_tokens,
-        pause_modes=["abort", "keep", "wait"],
-        kv_policies=["keep", "recompute"] if capabilities.keeps_kv else ["recompute"],
+        pause_modes=PAUSE_MODES,
+        kv_policies=KV_POLICIES if capabilities.keeps_kv else ["recompute"],
         weight_channels=[*readable_channels(has_gpu=False)],
         pid=os.getpid(),
         model_code=capabilities.engine,

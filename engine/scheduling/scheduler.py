@@ -21,7 +21,7 @@ from tidegate.engine.sampling.scoring import ScoringCapabilities
 from tidegate.engine.scheduling.adapter_versions import AdapterVersions
 from tidegate.engine.scheduling.decode_batch import DecodeBatch, can_decode_plainly
 from tidegate.engine.scheduling.drafts import DraftSource, Speculation
-from tidegate.engine.scheduling.pauses import PauseGate
+from tidegate.engine.scheduling.pauses import PauseGate, ends_turns, lets_finish
 from tidegate.engine.scheduling.score_queue import ScoreQueue, no_adapter
 from tidegate.engine.scheduling.sequence_queues import SequenceQueues
 from tidegate.engine.scheduling.sequences import (
@@ -366,10 +366,10 @@ class EngineScheduler:
             and not sequence.is_pinned
             and sequence.adapter_version not in (PART_OF_WEIGHTS, swap.version)
         ]:
-            if sequence.is_running and swap.pause_mode == "abort":
+            if sequence.is_running and ends_turns(swap.pause_mode):
                 self._queues.remove(sequence)
                 self._report_end(sequence, ABORT)
-            elif not (sequence.is_running and swap.pause_mode == "wait"):
+            elif not (sequence.is_running and lets_finish(swap.pause_mode)):
                 recomputed += self._move_to(sequence, new, swap)
         self.adapters.end_swap(new)
         self._admit_aside()
@@ -457,9 +457,8 @@ class EngineScheduler:
     def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         """Stop sequences as ``mode`` says; ``take_replies`` reports when the pause has taken
         effect."""
-        self._gate.pause(mode)
         self._clears_cache |= clear_cache
-        if mode == "abort":
+        if self._gate.pause(mode):
             self._abort_running()
 
     def resume(self) -> None:
@@ -470,8 +469,7 @@ class EngineScheduler:
 
     def request_swap(self, update: FinishWeightUpdate) -> None:
         """Request a swap to staged weights; ``swap_due`` reports when it can be done."""
-        self._gate.request_swap(update)
-        if update.pause_mode == "abort":
+        if self._gate.request_swap(update):
             self._abort_running()
 
     def cancel_swap(self) -> None:

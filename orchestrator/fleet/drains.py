@@ -2,7 +2,7 @@
 
 :class:`EngineSide` owns one :class:`Drains`. A draining engine has left weight control, adapters
 and scoring, so no publish, pause or sleep waits for it. It gets no more turns (``EngineDraining``).
-When its time is up, ``Pause("abort")`` makes it hand back its turns with all their tokens, which
+When its time is up, ``HAND_BACK`` makes it hand back its turns with all their tokens, which
 continue on other engines; then it is sent ``Shutdown``. Time is up at once if weights that it will
 not serve are released, or if engines pause.
 """
@@ -16,7 +16,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
 from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
-from tidegate.transport.messages import FromEngine, Pause, Shutdown, TurnsPaused
+from tidegate.transport.messages import HAND_BACK, FromEngine, Shutdown, TurnsPaused
 
 log = logging.getLogger("tidegate")
 
@@ -30,7 +30,7 @@ class _Drain:
     timer: asyncio.TimerHandle | None = None
     """Ends the engine's time; later, the wait for its answer."""
     is_time_up: bool = False
-    """Whether the engine was sent ``Pause("abort")`` to hand back its turns."""
+    """Whether the engine was sent ``HAND_BACK`` to hand back its turns."""
     moved_turns: int = 0
 
     def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
@@ -168,7 +168,7 @@ class Drains:
     def received(self, engine: str, message: FromEngine) -> None:
         """Handle a control message of a draining engine."""
         drain = self._drains[engine]
-        is_abort = isinstance(message, TurnsPaused) and message.mode == "abort"
+        is_abort = isinstance(message, TurnsPaused) and message.mode == HAND_BACK.mode
         if is_abort and drain.is_time_up:
             self._leave(engine)  # turns that it had not begun are moved, too
 
@@ -178,7 +178,7 @@ class Drains:
             self._begin(engine, 0.0)
             self._end_time(engine)
         elif self._drains[engine].is_time_up:
-            self._engines.send([(engine, Pause(mode="abort"))])
+            self._engines.send([(engine, HAND_BACK)])
 
     def left(self, engine: str) -> None:
         """Handle an engine that is gone."""
@@ -206,7 +206,7 @@ class Drains:
         drain.moved_turns = len(turns.submissions) if turns is not None else 0
         loop = asyncio.get_running_loop()
         drain.set_timer(loop.call_later(self._answer_timeout_s, self._give_up, engine))
-        self._engines.send([(engine, Pause(mode="abort"))])
+        self._engines.send([(engine, HAND_BACK)])
 
     def _give_up(self, engine: str) -> None:
         log.warning("engine=%s has not handed back its turns in time", engine)

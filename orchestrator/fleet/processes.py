@@ -327,8 +327,7 @@ def engine_options(
 def _stream_interval_tokens(settings: RunSettings) -> int:
     """Return how many tokens of a turn a server may collect: only one if weights change under
     frozen turns, because collected tokens come without the version that sampled each."""
-    keeps_kv = settings.weights.kv_policy == "keep" and settings.weights.pause_mode != "abort"
-    return 1 if keeps_kv else settings.fleet.stream_interval_tokens
+    return 1 if settings.weights.keeps_kv else settings.fleet.stream_interval_tokens
 
 
 def adapter_command(settings: RunSettings, name: str, address: str, url: str) -> list[str]:

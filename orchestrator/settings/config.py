@@ -542,6 +542,11 @@ class WeightSettings(SettingsRecord):
         return self
 
     @property
+    def keeps_kv(self) -> bool:
+        """Whether running turns continue with KV of earlier versions."""
+        return self.kv_policy == "keep" and self.pause_mode != "abort"
+
+    @property
     def channel(self) -> WeightChannel:
         """What ``weight_channel`` can do."""
         return weight_channel(self.weight_channel)

@@ -33,6 +33,8 @@ from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.simulation.engine.wire import SimulatedLink
 from tidegate.transport.messages import (
+    KV_POLICIES,
+    PAUSE_MODES,
     PROTOCOL,
     FromOrchestrator,
     Hello,
@@ -305,8 +307,8 @@ def _hello(name: str, limits: EngineLimits, model: ServedModel, settings: RunSet
         max_running_turns=limits.max_running_turns,
         num_kv_blocks=limits.num_blocks,
         block_tokens=limits.block_tokens,
-        pause_modes=["abort", "keep", "wait"],
-        kv_policies=["keep", "recompute"],
+        pause_modes=PAUSE_MODES,
+        kv_policies=KV_POLICIES,
         weight_channels=["shm"],
         model_code=model.code,
         dtype=model.dtype,

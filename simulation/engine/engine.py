@@ -408,8 +408,7 @@ class SimulatedEngine:
             case CancelScore(request_id=request_id):
                 self._scores.pop(request_id, None)
             case Pause(mode=mode):
-                self.turns.gate.pause(mode)
-                if mode == "abort":
+                if self.turns.gate.pause(mode):
                     self.turns.abort_running()
             case Resume():
                 self.turns.gate.resume()
@@ -455,8 +454,7 @@ class SimulatedEngine:
             case UpdateWeights():
                 self.staging.copy(message, self.turns.content)
             case FinishWeightUpdate(version=version) if self.staging.is_staged(version):
-                self.turns.gate.request_swap(message)
-                if message.pause_mode == "abort":
+                if self.turns.gate.request_swap(message):
                     self.turns.abort_running()
             case FinishWeightUpdate(version=version):
                 self.staging.fail(version, "is not staged here")

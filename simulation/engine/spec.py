@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tidegate.simulation.checks.model import VOCAB_SIZE
 from tidegate.transport.media import MediaKind
-from tidegate.transport.messages import PROTOCOL, Hello, SubmitTurn
+from tidegate.transport.messages import KV_POLICIES, PAUSE_MODES, PROTOCOL, Hello, SubmitTurn
 from tidegate.transport.sleep_messages import SleepLevel
 
 CONTEXT_TOKENS_MAX = 1 << 20
@@ -102,8 +102,8 @@ def hello_of(engine: str, epoch: int, spec: SimulatedEngineSpec) -> Hello:
         max_running_turns=spec.costs.slots,
         num_kv_blocks=spec.blocks or CONTEXT_TOKENS_MAX,
         block_tokens=spec.block_tokens,
-        pause_modes=["abort", "keep", "wait"],
-        kv_policies=["keep", "recompute"],
+        pause_modes=PAUSE_MODES,
+        kv_policies=KV_POLICIES,
         weight_channels=["shm"],
         sleep_levels=list(spec.sleep_levels),
         supports_submit_turns=spec.supports_submit_turns,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tidegate.engine.scheduling.pauses import PauseGate
+from tidegate.engine.scheduling.pauses import PauseGate, ends_turns, lets_finish
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.model import HashedContext
 from tidegate.simulation.engine.context import SimulationContext
@@ -239,11 +239,11 @@ class SimulatedTurns:
             if own is None or own.adapter != swap.name or is_pinned or own == weights:
                 continue
             is_running = turn in self.running
-            if is_running and swap.pause_mode == "abort":
+            if is_running and ends_turns(swap.pause_mode):
                 self._coverage.add(CoverageMark.ABORTED)
                 self.running.remove(turn)
                 self._end(turn, ABORT)
-            elif not (is_running and swap.pause_mode == "wait"):
+            elif not (is_running and lets_finish(swap.pause_mode)):
                 turn.own_weights = weights
                 moved.append(turn.message.turn)
                 if is_running and swap.kv_policy == "recompute":

@@ -41,7 +41,7 @@ from tidegate.simulation.faults.faults import (
     plan_drains,
     plan_faults,
 )
-from tidegate.transport.messages import KvPolicy, PauseMode
+from tidegate.transport.messages import KV_POLICIES, PAUSE_MODES, KvPolicy, PauseMode
 
 # ---------------------------------------------------------------- episodes
 
@@ -610,8 +610,8 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
         group_size=chance.choice((1, 2, 3)),
         groups_per_batch=groups_per_batch,
         outstanding_groups_limit=chance.choice((None, None, None, groups_per_batch + 1)),
-        pause_mode=chance.choice(("abort", "keep", "wait")),
-        kv_policy=chance.choice(("keep", "recompute")),
+        pause_mode=chance.choice(PAUSE_MODES),
+        kv_policy=chance.choice(KV_POLICIES),
         credit_steps=chance.choice((1, 2, 4, 8, 64)),
         engines=engines,
         step_s=chance.choice((0.005, 0.01, 0.03)),

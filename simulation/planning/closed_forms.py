@@ -8,6 +8,7 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
+from tidegate.engine.scheduling.pauses import ends_turns, keeps_kv, lets_finish
 from tidegate.policies import predictions
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
 
@@ -77,15 +78,15 @@ class _Forms:
     def publish_s(self) -> float:
         """Seconds that a publish takes; KV lost to ``abort`` is computed after the publish
         returns."""
-        return self.workload.costs.swap_s if self.candidate.pause_mode == "abort" else self.pause_s
+        return self.workload.costs.swap_s if ends_turns(self.candidate.pause_mode) else self.pause_s
 
     @cached_property
     def pause_s(self) -> float:
         """Seconds of work that one weight update costs each engine."""
         costs, workload = self.workload.costs, self.workload
-        if self.candidate.pause_mode == "wait":
+        if lets_finish(self.candidate.pause_mode):
             return costs.swap_s + self._drain_s()
-        if self.candidate.pause_mode == "keep" and self.candidate.kv_policy == "keep":
+        if keeps_kv(self.candidate.pause_mode, self.candidate.kv_policy):
             return costs.swap_s
         return costs.swap_s + predictions.abort_cost_s(
             slots_per_engine=self._running_rows,

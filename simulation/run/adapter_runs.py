@@ -38,7 +38,7 @@ from tidegate.simulation.run.processes import (
     discard_rows,
     tasks_of,
 )
-from tidegate.transport.messages import PauseMode, UpdateWeights
+from tidegate.transport.messages import PAUSE_MODES, UpdateWeights
 
 PROCESSES_MAX = 4
 """Most processes of a drawn run that crashes; half of the drawn runs do not crash."""
@@ -559,7 +559,7 @@ class AdapterRun(RunOfProcesses):
         for task in range(BASE_EVALUATIONS_MAX):
             await asyncio.sleep(chance.expovariate(2.0))
             if chance.random() < self.scenario.pausing:
-                mode: PauseMode = chance.choice(("abort", "keep", "wait"))
+                mode = chance.choice(PAUSE_MODES)
                 self._context.coverage.add(CoverageMark.PAUSED)
                 await scheduler.control.pause(mode)
                 await asyncio.sleep(0.1)

@@ -42,7 +42,7 @@ from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.staging import check_refusal
 from tidegate.simulation.faults.scenario import Scenario
-from tidegate.transport.messages import PauseMode
+from tidegate.transport.messages import PAUSE_MODES
 from tidegate.transport.sleep_messages import MEMORY_TAGS, SleepLevel
 
 PUBLISH_TIMEOUT_MAX_S = 0.3
@@ -283,7 +283,7 @@ class SimulatedTrainer:
         """Train, with engines paused or asleep for a share of the steps."""
         pauses = self._chance.random() < self._scenario.pausing
         if pauses:
-            mode: PauseMode = self._chance.choice(("abort", "keep", "wait"))
+            mode = self._chance.choice(PAUSE_MODES)
             self._is_asleep = self._chance.random() < SLEEP_SHARE
             self.activity = "pausing engines or putting them to sleep"
             if self._is_asleep:
