@@ -106,14 +106,9 @@ class AttachmentKind(_Column):
     """Whether ``option`` is the length of an entry."""
     is_logprob: bool = False
     """Whether its values are natural logarithms of probabilities."""
-    unknown: float = 0
-    """Value in a batch of a sampled token whose entry is not known."""
-    padding: float = 0
-    """Value in a batch of a token that was not sampled, and after the end of a shorter entry."""
     companion: str = ""
     """Second column of a batch: of a ragged attachment, each token's number of values; of one by
     position, which positions are known. Empty if there is none."""
-
     json_field: str = ""
     """Field of JSON answers, as vLLM names it: of an attachment by position, base64 of a .npy file;
     by token, a list. Empty if answers do not have it, or in another form."""
@@ -122,6 +117,17 @@ class AttachmentKind(_Column):
     def is_added(self) -> bool:
         """Whether the orchestrator adds it; see ``option``."""
         return not self.option
+
+    @property
+    def padding(self) -> float:
+        """Value in a batch of a token that was not sampled, and after the end of a shorter entry:
+        a top token that is not there has no probability."""
+        return -inf if self.is_logprob and self.dimensions else 0
+
+    @property
+    def unknown(self) -> float:
+        """Value in a batch of a sampled token whose entry is not known."""
+        return nan if self.is_logprob and not self.dimensions else self.padding
 
 
 class AttachmentColumns(Generic[T]):
@@ -139,23 +145,14 @@ class AttachmentColumns(Generic[T]):
         """Return one of :data:`BATCH_COLUMNS`; None if the batch does not have it."""
         raise NotImplementedError
 
-    raw_logprobs = AttachmentKind(
-        "raw_logprobs", "token", ("float32",), is_logprob=True, unknown=nan
-    )
+    raw_logprobs = AttachmentKind("raw_logprobs", "token", ("float32",), is_logprob=True)
     """[R, T] float32: log-prob of each sampled token before all sampling options, at temperature
     1; 0 on other tokens, NaN where an engine did not report it."""
     top_ids = AttachmentKind("top_logprobs", "token", ("int32",), 1, is_sized_by_option=True)
     """[R, T, K] int32: the K most likely tokens where each token was sampled, in descending
     order."""
     top_logprobs = AttachmentKind(
-        "top_logprobs",
-        "token",
-        ("float32",),
-        1,
-        is_sized_by_option=True,
-        is_logprob=True,
-        unknown=-inf,
-        padding=-inf,
+        "top_logprobs", "token", ("float32",), 1, is_sized_by_option=True, is_logprob=True
     )
     """[R, T, K] float32: behaviour log-probs of ``top_ids``, after all sampling options; -inf for
     excluded tokens, and where the top tokens are not known."""
@@ -189,16 +186,14 @@ class AttachmentColumns(Generic[T]):
     hidden_states = AttachmentKind("hidden_states", "token", ("float32",), 1)
     """[R, T, H] float32: normed last hidden state from which each token was sampled; 0 on other
     tokens, and where it is not known."""
-    teacher_logprobs = AttachmentKind("", "token", ("float32",), is_logprob=True, unknown=nan)
+    teacher_logprobs = AttachmentKind("", "token", ("float32",), is_logprob=True)
     """[R, T] float32: log-prob of each sampled token under the model that
     ``episode.attach_teacher`` asked; 0 on other tokens, NaN on sampled ones that were not
     scored."""
     teacher_top_ids = AttachmentKind("", "token", ("int32",), 1)
     """[R, T, K] int32: the K tokens that the teacher finds most likely in each sampled token's
     place, in descending order."""
-    teacher_top_logprobs = AttachmentKind(
-        "", "token", ("float32",), 1, is_logprob=True, unknown=-inf, padding=-inf
-    )
+    teacher_top_logprobs = AttachmentKind("", "token", ("float32",), 1, is_logprob=True)
     """[R, T, K] float32: the teacher's log-probs of ``teacher_top_ids``; -inf where they are not
     known."""
 
@@ -214,6 +209,16 @@ BATCH_COLUMNS: dict[str, float] = {
     if isinstance(each, _Column)
 }
 """Columns of a batch for attachments, with the value of each on padding."""
+
+JSON_FIELDS: dict[str, dict[AttachmentName, str]] = {
+    axis: {
+        name: kind.json_field
+        for name, kind in ATTACHMENTS.items()
+        if kind.axis == axis and kind.json_field
+    }
+    for axis in ("token", "position")
+}
+"""Fields of JSON answers, by axis and attachment."""
 
 RAGGED_COLUMNS: dict[str, str] = {
     name: kind.companion for name, kind in ATTACHMENTS.items() if kind.is_ragged

@@ -24,19 +24,14 @@ class TokenBias(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class AttachmentOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate`` that request token attachments, as fields of
-    ``GeneratedTurn`` of the same name."""
+    """Options that request token attachments, as :class:`SamplingParams` describes them; a
+    ``GeneratedTurn`` has each under the option's name."""
 
     top_logprobs: int
-    """Number of likeliest tokens to return for each token."""
     raw_logprobs: bool
-    """Whether to return the log-probs before all other options."""
     kept_tokens: bool
-    """Whether to return the sets that tokens were sampled from."""
     routed_experts: bool
-    """Whether to return the experts of each position; for mixture-of-experts models."""
     hidden_states: bool
-    """Whether to return the states from which the tokens were sampled."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

@@ -38,7 +38,8 @@ class HostDraw:
         self.arrays: list[npt.NDArray[Any]] = [
             *limits(sampling),
             np.array(
-                [params.options.min_p if params.options else 0.0 for params in sampling], np.float32
+                [each.options.params.min_p if each.options else 0.0 for each in sampling],
+                np.float32,
             ),
             uniforms(*random_numbers(sampling)),
             np.array(self.host_rows, np.int64),

@@ -64,15 +64,11 @@ class RowOptions:
         "banned",
         "bias_ids",
         "biases",
-        "hidden_states",
-        "kept_tokens",
         "logits_processors",
-        "min_p",
         "min_tokens",
-        "raw_logprobs",
+        "params",
         "seen",
         "step_tokens_max",
-        "top_logprobs",
     )
 
     def __init__(
@@ -82,16 +78,12 @@ class RowOptions:
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
         self._stop_strings: StopStrings | None = None
-        self.min_p = params.min_p
+        self.params = params
         self.min_tokens = params.min_tokens
         self.banned = np.empty(0, np.int64)
         """Tokens excluded from the first ``min_tokens``."""
         self.bias_ids = np.array([bias.token_id for bias in params.logit_bias], np.int64)
         self.biases = np.array([bias.bias for bias in params.logit_bias], np.float32)
-        self.top_logprobs = params.top_logprobs
-        self.raw_logprobs = params.raw_logprobs
-        self.kept_tokens = params.kept_tokens
-        self.hidden_states = params.hidden_states
         self.step_tokens_max: int | None = None
         """Limit of tokens per step so that their top log-probs fit the step's frame; None
         without a limit."""

@@ -51,14 +51,16 @@ class RowSampling:
     @property
     def is_reported(self) -> bool:
         """Whether the draw reports more than the token and its log-prob."""
-        own = self.options
-        return own is not None and bool(own.top_logprobs or own.raw_logprobs or own.kept_tokens)
+        if self.options is None:
+            return False
+        asked = self.options.params
+        return bool(asked.top_logprobs or asked.raw_logprobs or asked.kept_tokens)
 
     @property
     def is_drawn_whole(self) -> bool:
         """Whether the compiled draw is all that the row needs after the head."""
         own = self.options
-        return own is None or not (own.is_processed or own.hidden_states)
+        return own is None or not (own.is_processed or own.params.hidden_states)
 
 
 TokenAttachments = Mapping[AttachmentName, bytes]
@@ -118,7 +120,7 @@ def sample_rows(
     logits = logits.contiguous()  # edits use flat indices
     processed = {row: own for row, own in options.items() if own.is_processed}
     raw = {  # copies of logits that are edited below
-        row: logits[row].clone() for row, own in processed.items() if own.raw_logprobs
+        row: logits[row].clone() for row, own in processed.items() if own.params.raw_logprobs
     }
     failures = _edit(logits, sampling, processed)
     reports = reports_of(options, *logits.shape)
@@ -146,14 +148,14 @@ def reports_of(options: Mapping[int, RowOptions], rows: int, vocab: int) -> Draw
     reports = DrawReports(
         rows,
         vocab,
-        max(own.top_logprobs for own in options.values()),
-        sum(own.kept_tokens for own in options.values()),
+        max(own.params.top_logprobs for own in options.values()),
+        sum(own.params.kept_tokens for own in options.values()),
     )
     for row, own in options.items():
-        reports.min_p[row] = own.min_p
-        reports.top_counts[row] = own.top_logprobs
-        reports.wants_raw[row] = own.raw_logprobs
-        reports.wants_kept[row] = own.kept_tokens
+        reports.min_p[row] = own.params.min_p
+        reports.top_counts[row] = own.params.top_logprobs
+        reports.wants_raw[row] = own.params.raw_logprobs
+        reports.wants_kept[row] = own.params.kept_tokens
         if (edits := own.row_edits()) is not None:
             reports.edits[row] = ctypes.addressof(edits)
     return reports
@@ -205,12 +207,12 @@ def reported(
     kept_from = 0
     for row, own in options.items():
         entries: dict[AttachmentName, bytes] = {}
-        if own.raw_logprobs:
+        if own.params.raw_logprobs:
             entries["raw_logprobs"] = raw[4 * row : 4 * row + 4]
-        if own.top_logprobs:
-            top = slice(row * row_bytes, row * row_bytes + 4 * own.top_logprobs)
+        if own.params.top_logprobs:
+            top = slice(row * row_bytes, row * row_bytes + 4 * own.params.top_logprobs)
             entries["top_ids"], entries["top_logprobs"] = top_ids[top], top_logprobs[top]
-        if own.kept_tokens:
+        if own.params.kept_tokens:
             kept_to = kept_from + kept_counts[row]
             is_whole = kept_counts[row] == vocab
             entries["kept_ids"] = b"" if is_whole else reports.kept_ids[kept_from:kept_to].tobytes()
@@ -269,12 +271,12 @@ def _sample_with_options(
     options: Mapping[int, RowOptions],
 ) -> StepOutput:
     logits = logits.contiguous()  # edits use flat indices
-    raw_rows = [row for row, row_options in options.items() if row_options.raw_logprobs]
+    raw_rows = [row for row, row_options in options.items() if row_options.params.raw_logprobs]
     raw = logits[raw_rows]  # a copy, because the logits are edited below
     failures = _edit(logits, sampling, options)
     min_p = np.zeros(len(logits), np.float32)
     for row, row_options in options.items():
-        min_p[row] = row_options.min_p
+        min_p[row] = row_options.params.min_p
     distribution = weigh(
         logits, columns.temperature, columns.top_k, columns.top_p, min_p if min_p.any() else None
     )
@@ -340,7 +342,7 @@ def _attachments(
         found[row]["raw_logprobs"] = value
     for row, (ids, logprobs) in _top_tokens(distribution, options).items():
         found[row] |= {"top_ids": ids, "top_logprobs": logprobs}
-    kept_rows = [row for row, row_options in options.items() if row_options.kept_tokens]
+    kept_rows = [row for row, row_options in options.items() if row_options.params.kept_tokens]
     for row, kept in zip(kept_rows, distribution.kept(kept_rows) if kept_rows else (), strict=True):
         found[row]["kept_ids"] = kept
     return {row: entries for row, entries in found.items() if entries}
@@ -351,7 +353,7 @@ def hidden_rows(sampling: Sequence[RowSampling]) -> list[int]:
     return [
         row
         for row, params in enumerate(sampling)
-        if params.options is not None and params.options.hidden_states
+        if params.options is not None and params.options.params.hidden_states
     ]
 
 
@@ -367,15 +369,15 @@ def _top_tokens(
     distribution: TokenDistribution, options: Mapping[int, RowOptions]
 ) -> dict[int, tuple[bytes, bytes]]:
     """Return the ids and log-probs of the requested number of top tokens, by row."""
-    rows = [row for row, row_options in options.items() if row_options.top_logprobs]
+    rows = [row for row, row_options in options.items() if row_options.params.top_logprobs]
     if not rows:
         return {}
-    count_max = max(options[row].top_logprobs for row in rows)
+    count_max = max(options[row].params.top_logprobs for row in rows)
     ids, logprobs = distribution.likeliest(count_max, rows)
     id_bytes, logprob_bytes = ids.int().numpy().tobytes(), logprobs.numpy().tobytes()
     starts = range(0, len(id_bytes), 4 * count_max)
     places = [
-        slice(start, start + 4 * options[row].top_logprobs)
+        slice(start, start + 4 * options[row].params.top_logprobs)
         for row, start in zip(rows, starts, strict=True)
     ]
     pairs = [(id_bytes[place], logprob_bytes[place]) for place in places]

@@ -8,7 +8,6 @@ or stop string.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tidegate.orchestrator.episodes.incremental_detokenizer import (
@@ -20,7 +19,7 @@ from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, TextEnco
 from tidegate.serving.http.server import off_loop
 from tidegate.serving.openai.active_requests import ActiveChoice
 from tidegate.serving.openai.model_info import VersionLabels
-from tidegate.transport.attachments import ATTACHMENTS
+from tidegate.transport.attachments import JSON_FIELDS
 from tidegate.transport.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -156,13 +155,10 @@ class IncrementalText:
 # ---------------------------------------------------------------- parts of an output
 
 
-def _fields(axis: str) -> Mapping[str, Any]:
-    kinds = [kind for kind in ATTACHMENTS.values() if kind.axis == axis]
-    return MappingProxyType({kind.json_field: None for kind in kinds if kind.json_field})
-
-
-TOKEN_FIELDS, POSITION_FIELDS = _fields("token"), _fields("position")
-"""JSON fields of attachments by token, and by position, each None."""
+no_fields = {
+    axis: partial(dict[str, Any].fromkeys, fields.values()) for axis, fields in JSON_FIELDS.items()
+}
+"""Make the JSON fields of attachments that are not known, by axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +179,10 @@ class Output:
     spans: Sequence[Mapping[str, Any]] = ()
     """Weight versions of the whole output; only in the last part."""
     is_first: bool = True
-    by_token: Mapping[str, Any] = TOKEN_FIELDS
+    by_token: Mapping[str, Any] = field(default_factory=no_fields["token"])
     """Attachments of the part's tokens, by their JSON fields; None unless the run's settings
     request them."""
-    by_position: Mapping[str, Any] = POSITION_FIELDS
+    by_position: Mapping[str, Any] = field(default_factory=no_fields["position"])
     """Attachments of all positions but the output's last token's, as arrays, likewise; all None but
     in the last part."""
 

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
 from tidegate.serving.http.errors import ApiError
-from tidegate.serving.openai.outputs import POSITION_FIELDS
 from tidegate.serving.openai.response_bodies import as_json
 from tidegate.serving.tinker.training import BatchResult, Datum, LossBatch, UserError
 
@@ -249,7 +248,7 @@ class SampledSequence:
     top: TopTokens | None
     spans: Sequence[Mapping[str, Any]]
     """Weight versions of the tokens; in JSON answers only, because protobuf has no field."""
-    by_position: Mapping[str, Any] = POSITION_FIELDS
+    by_position: Mapping[str, Any]
     """Attachments of every position but the last, by their fields; likewise in JSON only."""
 
 
