@@ -35,9 +35,6 @@ HIDDEN_STATES_BYTES_MAX = 64 * 1024 * 1024
 """Limit of one turn's hidden states: 16,384 tokens of 1,024 values. Engines refuse turns whose
 ``max_tokens`` exceed it."""
 
-ENTRY_DIMENSIONS_MAX = 3
-"""Maximum length of ``Attachment.shape``."""
-
 
 class Attachment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Consecutive entries of one attachment of one turn.

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator.batches.batches import Batch, BatchShard, PackedBatch
-from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
+from tidegate.orchestrator.batches.batches import Batch, BatchShard, PackedBatch, padded_rows
 from tidegate.policies.sharding import split_rows
 from tidegate.transport.attachments import BATCH_COLUMNS, RAGGED_COLUMNS
 
@@ -122,14 +121,6 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
     _check(columns)
     lengths = columns["lengths"].to(torch.int64)
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    longest = int(lengths.max()) if len(lengths) else 0
-    is_token = torch.arange(longest) < lengths[:, None]  # [R, T]
-
-    def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
-        out = torch.full(is_token.shape, fill, dtype=values.dtype)
-        out[is_token] = values
-        return out
-
     packed = PackedBatch(
         token_ids=columns["token_ids"].to(torch.int64),
         cu_seqlens=cu_seqlens.to(torch.int32),
@@ -138,22 +129,21 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
         weight_versions=columns["weight_versions"],
         attachments={name: columns[name] for name in BATCH_COLUMNS if name in columns},
     )
-    turn_rewards = columns.get(TURN_REWARDS)
+    fields = padded_rows(packed, lengths.numpy())
+    turn_rewards = None
+    if TURN_REWARDS in columns:
+        turn_rewards = torch.zeros(fields["attention_mask"].shape)
+        turn_rewards[fields["attention_mask"]] = columns[TURN_REWARDS]
     return Batch(
-        token_ids=padded(packed.token_ids, 0),
-        attention_mask=is_token,
-        loss_mask=padded(packed.loss_mask, 0),
-        logprobs=padded(packed.logprobs, 0),
-        weight_versions=padded(packed.weight_versions, NOT_SAMPLED),
+        **fields,
         rewards=columns["rewards"],
         group_advantages=columns["advantages"],
         group_ids=columns["group_ids"],
         staleness=columns["staleness"],
         trainer_version=metadata.trainer_version,
-        packed=packed,
         tasks=metadata.tasks,
         rollout_ids=columns["rollout_ids"],
-        turn_rewards=None if turn_rewards is None else padded(turn_rewards, 0),
+        turn_rewards=turn_rewards,
         number=metadata.number,
         shard=metadata.shard,
     )

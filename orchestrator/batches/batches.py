@@ -12,12 +12,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from tidegate.orchestrator.batches.attachment_columns import attachment_columns
-from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED, VersionRuns
+from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED, Int64s, VersionRuns
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
@@ -188,33 +189,34 @@ def batch_of_rows(
     lengths = np.array(list(map(len, contexts)), dtype=np.int64)
     sampled = VersionRuns(rollouts, lengths)
     packed = _pack(rollouts, contexts, lengths, sampled)
-    is_token = np.arange(lengths.max(initial=0)) < lengths[:, None]  # [R, T]
-
-    def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
-        out = np.full(is_token.shape, fill, dtype=values.numpy().dtype)
-        out[is_token] = values.numpy()
-        return torch.from_numpy(out)
-
-    weight_versions = padded(packed.weight_versions, NOT_SAMPLED)
     return Batch(
-        token_ids=padded(packed.token_ids, 0),
-        attention_mask=torch.from_numpy(is_token),
-        loss_mask=torch.from_numpy(weight_versions.numpy() >= sampled.oldest_trainable),
-        logprobs=padded(packed.logprobs, 0),
-        weight_versions=weight_versions,
+        **padded_rows(packed, lengths),
         rewards=_floats([rollout.reward or 0.0 for rollout in rollouts]),
         group_advantages=_advantages(rollouts, groups),
         group_ids=_ints([rollout.group_id for rollout in rollouts]),
         staleness=torch.from_numpy(sampled.staleness(trainer_version)),
         trainer_version=trainer_version,
-        packed=packed,
         tasks=tuple([group.task for _, group in rows]),
         rollout_ids=_ints(
             [row.rollout_id if row.branch_of is None else row.root.rollout_id for row in rollouts]
         ),
-        turn_rewards=_turn_rewards(rollouts, is_token.shape),
+        turn_rewards=_turn_rewards(rollouts, (len(lengths), lengths.max(initial=0))),
         number=number,
     )
+
+
+def padded_rows(packed: PackedBatch, lengths: Int64s) -> dict[str, Any]:
+    """Return fields of :class:`Batch`: ``packed``, and its columns padded to rows of ``lengths``
+    [R]."""
+    is_token = np.arange(lengths.max(initial=0)) < lengths[:, None]  # [R, T]
+    fields: dict[str, Any] = {"attention_mask": torch.from_numpy(is_token), "packed": packed}
+    for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
+        values = getattr(packed, name).numpy()
+        fill = NOT_SAMPLED if name == "weight_versions" else 0
+        out = np.full(is_token.shape, fill, dtype=values.dtype)
+        out[is_token] = values
+        fields[name] = torch.from_numpy(out)
+    return fields
 
 
 def _ints(values: list[int]) -> torch.Tensor:
@@ -271,7 +273,7 @@ def _turn_rewards(rollouts: Sequence[Rollout], shape: tuple[int, ...]) -> torch.
 def _pack(
     rollouts: Sequence[Rollout],
     contexts: "Sequence[array[int]]",
-    lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    lengths: Int64s,
     sampled: VersionRuns,
 ) -> PackedBatch:
     """Build with numpy, which takes a tenth of torch's time for thousands of small pieces."""

@@ -188,26 +188,18 @@ class TurnAttachments:
         column = self._complete(name, tokens)
         return None if column is None else column.array()[:tokens]
 
-    def top_tokens(
-        self, tokens: int
-    ) -> "tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None":
-        """Return ids and log-probs of the top tokens [C, k], if known for all ``tokens`` tokens."""
-        ids, logprobs = self.entries("top_ids", tokens), self.entries("top_logprobs", tokens)
-        return None if ids is None or logprobs is None else (ids, logprobs)
-
     def top_logprobs(self, tokens: int, *, start: int = 0) -> list[dict[int, float]] | None:
         """Return the top tokens and their log-probs for each token from ``start`` on; None unless
         they are known for all ``tokens`` tokens.
 
         Likeliest first; tokens that could not be sampled (-inf) are omitted.
         """
-        top = self.top_tokens(tokens)
-        if top is None:
+        ids, logprobs = self.entries("top_ids", tokens), self.entries("top_logprobs", tokens)
+        if ids is None or logprobs is None:
             return None
-        ids, logprobs = top[0][start:].tolist(), top[1][start:].tolist()
         return [
             {i: p for i, p in zip(*entry, strict=True) if p > float("-inf")}
-            for entry in zip(ids, logprobs, strict=True)
+            for entry in zip(ids[start:].tolist(), logprobs[start:].tolist(), strict=True)
         ]
 
     def ragged_entries(

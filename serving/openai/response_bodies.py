@@ -151,12 +151,13 @@ class GenerateBodies(ResponseBodies):
         return {"request_id": self.facts.request_id, "output_mode": mode}
 
     def _choice(self, output: Output) -> dict[str, Any]:
+        sampling = self._request.sampling_params
         choice: dict[str, Any] = {
             "index": output.index,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids,
-            **as_json(output.by_position, self._packed, self._positions_known),
+            **as_json(output.by_position, self._packed, sampling.positions_known),
             **output.by_token,
             "weight_versions": output.spans,
         }
@@ -164,10 +165,6 @@ class GenerateBodies(ResponseBodies):
             choice["text"] = output.text
         choice["logprobs"] = self._logprobs(output)
         return choice
-
-    @property
-    def _positions_known(self) -> int:
-        return self._request.sampling_params.positions_known
 
     def _packed(self, entries: npt.NDArray[Any]) -> Any:
         return as_npy(entries)
