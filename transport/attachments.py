@@ -207,16 +207,6 @@ BATCH_COLUMNS: dict[str, float] = {
 }
 """Columns of a batch for attachments, with the value of each on padding."""
 
-JSON_FIELDS: dict[str, dict[AttachmentName, str]] = {
-    axis: {
-        name: kind.json_field
-        for name, kind in ATTACHMENTS.items()
-        if kind.axis == axis and kind.json_field
-    }
-    for axis in ("token", "position")
-}
-"""Fields of JSON answers, by axis and attachment."""
-
 RAGGED_COLUMNS: dict[str, str] = {
     name: kind.companion for name, kind in ATTACHMENTS.items() if kind.is_ragged
 }

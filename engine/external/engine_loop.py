@@ -36,7 +36,6 @@ from tidegate.transport.messages import (
     StartWeightUpdate,
     SubmitTurn,
     SubmitTurns,
-    TurnsPaused,
     TurnsResumed,
     UpdateWeights,
     Wake,
@@ -317,7 +316,9 @@ class ExternalEngineLoop:
         if sleep_replies:
             self._replies += sleep_replies
             self._changed.set()  # a resume may have waited for the wake
-        self._replies += self._due_pause_replies()
+        mode, paused = self._gate.mode, self._streams.paused
+        if lets_finish(mode) or mode == paused or self._streams.is_stopped:
+            self._replies += self._gate.take_effective(self._streams.running)
         if self._replies:
             answers, self._replies = self._replies, []
             await self._batcher.flush_all()
@@ -349,13 +350,6 @@ class ExternalEngineLoop:
         if mode is None and self._resumes_unanswered:
             self._replies += [TurnsResumed()] * self._resumes_unanswered
             self._resumes_unanswered = 0
-
-    def _due_pause_replies(self) -> list[TurnsPaused]:
-        """Return the ``TurnsPaused`` replies of pauses that the engine has carried out."""
-        mode = self._gate.mode
-        if lets_finish(mode) or mode == self._streams.paused or self._streams.is_stopped:
-            return self._gate.take_effective(self._streams.running)
-        return []
 
     def _start_turns(self) -> None:
         if self._streams.paused is not None or not self._gate.turns_start:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.transport.attachments import ATTACHMENTS, JSON_FIELDS, Attachment, AttachmentName
+from tidegate.transport.attachments import ATTACHMENTS, Attachment, AttachmentName
 from tidegate.transport.messages import SamplingParams
 
 
@@ -240,13 +240,20 @@ class TurnAttachments:
         return out
 
     def json_fields(
-        self, axis: Literal["token", "position"], tokens: int, *, start: int = 0
+        self, axis: Literal["token", "position"], tokens: int = 0, *, start: int = 0
     ) -> dict[str, Any]:
         """Return the attachments by ``axis`` that JSON answers have, by the names of their fields;
         None where not known. By token: lists of the tokens from ``start`` on, if known for all
         ``tokens`` tokens; by position: :meth:`newest`."""
-        names = JSON_FIELDS[axis].items()
-        if axis == "position":
-            return {field: self.newest(name) for name, field in names}
-        lists = {field: self.ragged_entries(name, tokens, start=start) for name, field in names}
-        return {name: each and [ids.tolist() for ids in each] for name, each in lists.items()}
+        fields: dict[str, Any] = {}
+        for name, kind in ATTACHMENTS.items():
+            if kind.json_field and kind.axis == axis == "position":
+                fields[kind.json_field] = self.newest(name)
+            elif kind.json_field and kind.axis == axis:
+                entries = self.ragged_entries(name, tokens, start=start)
+                fields[kind.json_field] = entries and [each.tolist() for each in entries]
+        return fields
+
+
+NO_ATTACHMENTS = TurnAttachments(SamplingParams(max_tokens=1))
+"""Those of a turn that requested none."""

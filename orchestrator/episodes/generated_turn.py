@@ -14,19 +14,19 @@ from tokenizers import Tokenizer
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.provenance import VersionSpan
 from tidegate.orchestrator.core.rollout import Turn
-from tidegate.orchestrator.core.token_attachments import PositionReport, TurnAttachments
+from tidegate.orchestrator.core.token_attachments import (
+    NO_ATTACHMENTS,
+    PositionReport,
+    TurnAttachments,
+)
 from tidegate.orchestrator.episodes.tool_calls import InvalidToolCall
 from tidegate.orchestrator.fleet.scores import TokenScores
-from tidegate.transport.sampling import SamplingParams
 
 REWARD_TYPES = (float, int)
 """Types checked first, because a lookup of ``__float__`` takes longer."""
 
 REWARD_MAX = (2 - 2**-23) * 2.0**127
 """Largest float32, because batches hold rewards as float32; the limit of either sign."""
-
-
-NO_ATTACHMENTS = TurnAttachments(SamplingParams(max_tokens=1))
 
 
 class GeneratedTurn:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tidegate.orchestrator.core.token_attachments import NO_ATTACHMENTS
 from tidegate.orchestrator.episodes.incremental_detokenizer import (
     IncrementalDetokenizer,
     TokenTexts,
@@ -19,7 +20,6 @@ from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, TextEnco
 from tidegate.serving.http.server import off_loop
 from tidegate.serving.openai.active_requests import ActiveChoice
 from tidegate.serving.openai.model_info import VersionLabels
-from tidegate.transport.attachments import JSON_FIELDS
 from tidegate.transport.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -155,12 +155,6 @@ class IncrementalText:
 # ---------------------------------------------------------------- parts of an output
 
 
-no_fields = {
-    axis: partial(dict[str, Any].fromkeys, fields.values()) for axis, fields in JSON_FIELDS.items()
-}
-"""Make the JSON fields of attachments that are not known, by axis."""
-
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """A part of a choice's output, or all of it."""
@@ -179,10 +173,14 @@ class Output:
     spans: Sequence[Mapping[str, Any]] = ()
     """Weight versions of the whole output; only in the last part."""
     is_first: bool = True
-    by_token: Mapping[str, Any] = field(default_factory=no_fields["token"])
+    by_token: Mapping[str, Any] = field(
+        default_factory=partial(NO_ATTACHMENTS.json_fields, "token", 0)
+    )
     """Attachments of the part's tokens, by their JSON fields; None unless the run's settings
     request them."""
-    by_position: Mapping[str, Any] = field(default_factory=no_fields["position"])
+    by_position: Mapping[str, Any] = field(
+        default_factory=partial(NO_ATTACHMENTS.json_fields, "position")
+    )
     """Attachments of all positions but the output's last token's, as arrays, likewise; all None but
     in the last part."""
 
