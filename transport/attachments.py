@@ -8,9 +8,10 @@ carries any. :mod:`tidegate.orchestrator.core.step_checks` checks the values.
 
 from dataclasses import dataclass
 from math import inf, nan, prod
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
+import numpy.typing as npt
 
 from tidegate.transport.limits import Count
 
@@ -54,6 +55,16 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Shape of an entry, e.g. [L, k]; empty for scalars and for ragged entries."""
     counts: bytes = b""
     """uint32: values of each entry, for ragged attachments; else empty."""
+
+    @classmethod
+    def of(
+        cls, turn: int, name: AttachmentName, start: int, entries: npt.NDArray[Any]
+    ) -> "Attachment":
+        """Return entries [C, *shape] that are not ragged, converted unless their dtype may be."""
+        dtypes = ATTACHMENTS[name].dtypes
+        dtype = dtypes[-1] if entries.dtype == dtypes[-1] else dtypes[0]
+        values = entries.astype(dtype, copy=False).tobytes()
+        return cls(turn, name, start, dtype, values, list(entries.shape[1:]))
 
     @property
     def entry_bytes(self) -> int:

@@ -16,5 +16,10 @@ KvPolicy = Literal["keep", "recompute"]
 KV_POLICIES: list[KvPolicy] = list(get_args(KvPolicy))
 
 
+def keeps_kv(mode: PauseMode, kv_policy: KvPolicy) -> bool:
+    """Whether running turns continue with KV of earlier weights after a swap."""
+    return kv_policy == "keep" and mode != "abort"
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Base class of all messages; the field ``kind`` on the wire selects the subclass."""

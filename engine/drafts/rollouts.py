@@ -16,7 +16,7 @@ from tidegate.engine.drafts.lookup import NGRAM_TOKENS, LookupDrafts, Ngram
 from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
 from tidegate.engine.scheduling.sequences import EngineSequence
 
-STORED_TOKENS_MAX = 4 * 1024 * 1024
+HELD_TOKENS_MAX = 4 * 1024 * 1024
 """Tokens kept over all prompts' samples, 16 MB; the least recently used prompts are dropped."""
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 96, 32
@@ -105,9 +105,9 @@ class _Follower:
 class RolloutDrafts:
     """Draft tokens from earlier samples of a sequence's prompt, else from its own context."""
 
-    def __init__(self, stored_tokens_max: int = STORED_TOKENS_MAX) -> None:
-        self._stored_tokens_max = stored_tokens_max
-        self._stored_tokens = 0
+    def __init__(self, held_tokens_max: int = HELD_TOKENS_MAX) -> None:
+        self._held_tokens_max = held_tokens_max
+        self._held_tokens = 0
         self._prompts: OrderedDict[bytes, _PromptSamples] = OrderedDict()
         """Samples by a hash of the prompt's tokens, least recently used first."""
         self._followers: dict[int, _Follower] = {}
@@ -147,17 +147,15 @@ class RolloutDrafts:
         prompt = self._prompts.get(key)
         if prompt is None:
             prompt = self._prompts[key] = _PromptSamples()
-            self._stored_tokens += PROMPT_TOKENS
+            self._held_tokens += PROMPT_TOKENS
         self._prompts.move_to_end(key)
         return prompt
 
     def _keep(self, prompt: _PromptSamples, sample: Tokens) -> None:
-        self._stored_tokens += SAMPLE_TOKENS + len(sample)
+        self._held_tokens += SAMPLE_TOKENS + len(sample)
         dropped = prompt.add(sample)
         if dropped is not None:
-            self._stored_tokens -= SAMPLE_TOKENS + len(dropped)
-        while self._stored_tokens > self._stored_tokens_max and len(self._prompts) > 1:
+            self._held_tokens -= SAMPLE_TOKENS + len(dropped)
+        while self._held_tokens > self._held_tokens_max and len(self._prompts) > 1:
             _, oldest = self._prompts.popitem(last=False)
-            self._stored_tokens -= PROMPT_TOKENS + sum(
-                SAMPLE_TOKENS + len(s) for s in oldest.samples
-            )
+            self._held_tokens -= PROMPT_TOKENS + sum(SAMPLE_TOKENS + len(s) for s in oldest.samples)

@@ -30,7 +30,7 @@ class PositionCache:
 
     def __init__(self, num_blocks: int, block_tokens: int, value_max: int) -> None:
         """``value_max``: largest value of an entry."""
-        self._slots = num_blocks * block_tokens
+        self._num_slots = num_blocks * block_tokens
         self._block_tokens = block_tokens
         self._dtype = np.min_scalar_type(max(value_max, 0))
         self._entries: Entries = np.empty(0, np.uint8)
@@ -38,16 +38,15 @@ class PositionCache:
     def write(self, slots: npt.NDArray[np.int64], entries: npt.NDArray[Any]) -> None:
         """Store the entries [N, *shape] of the positions in KV ``slots`` [N]."""
         if not self._entries.size:
-            self._entries = np.zeros((self._slots, *entries.shape[1:]), self._dtype)
+            self._entries = np.zeros((self._num_slots, *entries.shape[1:]), self._dtype)
         self._entries[slots] = entries
 
     def read(self, rows: Sequence[Positions]) -> list[Entries]:
         """Return the entries [P, *shape] of each row's positions."""
-        slots = [self.slots(row) for row in rows]
+        slots = [self._slots_of(row) for row in rows]
         ends = np.cumsum([len(part) for part in slots])
         return np.split(self._entries[np.concatenate(slots)], ends[:-1]) if rows else []
 
-    def slots(self, row: Positions) -> npt.NDArray[np.int64]:
-        """Return the KV slots [P] of a row's positions."""
+    def _slots_of(self, row: Positions) -> npt.NDArray[np.int64]:
         block, offset = np.divmod(np.arange(row.start, row.end), self._block_tokens)
         return np.asarray(row.block_table, np.int64)[block] * self._block_tokens + offset

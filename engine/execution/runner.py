@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.execution.position_cache import Entries, PositionCache, Positions
+from tidegate.engine.execution.position_cache import PositionCache, Positions
 from tidegate.engine.execution.step_layout import (
     AdapterKey,
     AdapterVersion,
@@ -236,11 +236,8 @@ def with_positions(
         for number, row in enumerate(row for row in rows if row.sampling is not None)
         if row.positions_from is not None
     }
-    if not requested:
-        return output
-    entries: list[Entries] = cache.read(list(requested.values()))
-    found = dict(zip(requested, entries, strict=True))
-    return replace(output, positions={**output.positions, name: found})
+    found = dict(zip(requested, cache.read(list(requested.values())), strict=True))
+    return replace(output, positions={**output.positions, name: found}) if found else output
 
 
 def refused_options(config: ModelConfig) -> Mapping[str, str]:

@@ -8,7 +8,6 @@ An adapter runs on one asyncio loop. Its control calls (all but ``generate``, ``
 and ``preemptions``) are made one at a time.
 """
 
-from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,20 +123,15 @@ class TopLogprobs(NamedTuple):
 
     def attachments(self, top_logprobs: int) -> list[Attachment]:
         """Return both columns as attachments of a chunk, with ``top_logprobs`` tokens each."""
-        ids, logprobs = array("i", self.token_ids).tobytes(), array("f", self.logprobs).tobytes()
-        shape = [top_logprobs]
-        return [
-            Attachment(0, "top_ids", 0, "int32", ids, shape),
-            Attachment(0, "top_logprobs", 0, "float32", logprobs, shape),
-        ]
+        ids = np.array(self.token_ids, np.int32).reshape(-1, top_logprobs)
+        logprobs = np.array(self.logprobs, np.float32).reshape(-1, top_logprobs)
+        return [Attachment.of(0, "top_ids", 0, ids), Attachment.of(0, "top_logprobs", 0, logprobs)]
 
 
 def of_positions(name: AttachmentName, entries: npt.NDArray[np.integer[Any]]) -> Attachment:
     """Return the entries [P, *shape] of the context's first P positions as an attachment of a
-    chunk, in the smallest of its dtypes."""
-    dtype: Literal["uint8", "uint16"] = "uint16" if int(entries.max(initial=0)) > 255 else "uint8"
-    values = entries.astype(dtype).tobytes()
-    return Attachment(0, name, 0, dtype, values, list(entries.shape[1:]))
+    chunk, in the smallest dtype that holds them."""
+    return Attachment.of(0, name, 0, entries.astype(np.min_scalar_type(entries.max(initial=0))))
 
 
 class GeneratedChunk(NamedTuple):

@@ -19,10 +19,11 @@ from tidegate.engine.external.scoring import ExternalScoreQueue
 from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.streams import Streams
 from tidegate.engine.link import OrchestratorLink
-from tidegate.engine.scheduling.pauses import ends_turns, keeps_kv
+from tidegate.engine.scheduling.pauses import ends_turns
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.errors import EngineGone, WeightsRefused
 from tidegate.transport.limits import cut
+from tidegate.transport.message import keeps_kv
 from tidegate.transport.messages import FinishWeightUpdate, WeightsFailed, WeightsLive
 from tidegate.transport.printable import print_stderr
 from tidegate.transport.weight_channels.patches import ElementPatch

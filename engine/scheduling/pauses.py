@@ -7,7 +7,7 @@ pause mode too: ``wait`` lets the running sequences finish before the swap. Ever
 effect before it is lifted is answered with ``TurnsPaused``.
 """
 
-from tidegate.transport.messages import FinishWeightUpdate, KvPolicy, PauseMode, TurnsPaused
+from tidegate.transport.messages import FinishWeightUpdate, PauseMode, TurnsPaused
 
 
 def ends_turns(mode: PauseMode | None) -> bool:
@@ -18,11 +18,6 @@ def ends_turns(mode: PauseMode | None) -> bool:
 def lets_finish(mode: PauseMode | None) -> bool:
     """Whether running sequences finish first, under the weights that they run with."""
     return mode == "wait"
-
-
-def keeps_kv(mode: PauseMode, kv_policy: KvPolicy) -> bool:
-    """Whether running sequences continue with KV of earlier weights after a swap."""
-    return kv_policy == "keep" and not ends_turns(mode)
 
 
 class PauseGate:

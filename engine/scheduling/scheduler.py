@@ -769,13 +769,8 @@ class EngineScheduler:
         """Add the attachments of the ``accepted`` sampling rows of one sequence."""
         if accepted.start in output.attachments:
             rows.add_attachments(sequence, [output.attachments[index] for index in accepted])
-        entries = {
-            name: np.concatenate([of_rows[index] for index in accepted])
-            for name, of_rows in output.positions.items()
-            if accepted.start in of_rows
-        }
-        if entries:
-            rows.add_positions(sequence, entries)
+        if output.positions:
+            rows.add_positions(sequence, output.positions, accepted)
 
     def _record_accepted(
         self, sequence: EngineSequence, accepted: AcceptedTokens, drafted: int

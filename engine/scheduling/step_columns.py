@@ -6,7 +6,6 @@ The columns are numpy arrays, filled sequence by sequence.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -179,17 +178,19 @@ class SampledRows:
             )
 
     def add_positions(
-        self, sequence: EngineSequence, entries: Mapping[AttachmentName, Entries]
+        self,
+        sequence: EngineSequence,
+        positions: Mapping[AttachmentName, Mapping[int, Entries]],
+        accepted: Sequence[int],
     ) -> None:
-        """Add the attachments [P, *shape] of the sequence's positions that were not reported."""
+        """Add the attachments of the sequence's positions that were not reported, which came with
+        the ``accepted`` sampling rows."""
         start = sequence.positions_reported
-        for name, values in entries.items():
-            sequence.positions_reported = start + len(values)
-            dtype: Literal["uint8", "uint16"] = "uint8" if values.dtype == np.uint8 else "uint16"
-            shape = list(values.shape[1:])
-            self.attachments.append(
-                Attachment(sequence.handle, name, start, dtype, values.tobytes(), shape)
-            )
+        for name, of_rows in positions.items():
+            if accepted[0] in of_rows:
+                entries = np.concatenate([of_rows[index] for index in accepted])
+                sequence.positions_reported = start + len(entries)
+                self.attachments.append(Attachment.of(sequence.handle, name, start, entries))
 
     def columns(self, output: StepOutput, version: int, adapter: str = "") -> StepColumns:
         """Return the columns without rejected draft tokens and failed rows."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.orchestrator.settings.config import EngineSettings, RunSettings
+from tidegate.transport.message import keeps_kv
 from tidegate.transport.private_directory import make_private_directory, make_private_file
 from tidegate.transport.security import ENGINE_DEFAULT
 
@@ -327,7 +328,9 @@ def engine_options(
 def _stream_interval_tokens(settings: RunSettings) -> int:
     """Return how many tokens of a turn a server may collect: only one if weights change under
     frozen turns, because collected tokens come without the version that sampled each."""
-    return 1 if settings.weights.keeps_kv else settings.fleet.stream_interval_tokens
+    weights = settings.weights
+    collects = not keeps_kv(weights.pause_mode, weights.kv_policy)
+    return settings.fleet.stream_interval_tokens if collects else 1
 
 
 def adapter_command(settings: RunSettings, name: str, address: str, url: str) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError, ScoreRefused
-from tidegate.transport.attachments import Attachment
+from tidegate.transport.attachments import Attachment, AttachmentName
 from tidegate.transport.scoring import TOP_LOGPROBS_MAX, ScoreKind, ScoreResult, ScoreTokens
 
 TOKENS_MAX = 2**21
@@ -70,16 +70,11 @@ class TokenScores:
 
     def attachments(self, turn: int) -> list[Attachment]:
         """Return the scores as ``teacher_…`` attachments of a turn whose tokens these are."""
-        logprobs = self.logprobs.astype("<f4").tobytes()
-        made = [Attachment(turn, "teacher_logprobs", 0, "float32", logprobs)]
-        if shape := list(self.top_ids.shape[1:]) if self.top_ids.size else []:
-            ids = self.top_ids.astype("<i4").tobytes()
-            top_logprobs = self.top_logprobs.astype("<f4").tobytes()
-            made += [
-                Attachment(turn, "teacher_top_ids", 0, "int32", ids, shape),
-                Attachment(turn, "teacher_top_logprobs", 0, "float32", top_logprobs, shape),
-            ]
-        return made
+        columns: dict[AttachmentName, npt.NDArray[Any]] = {"teacher_logprobs": self.logprobs}
+        if self.top_ids.size:
+            columns["teacher_top_ids"] = self.top_ids
+            columns["teacher_top_logprobs"] = self.top_logprobs
+        return [Attachment.of(turn, name, 0, values) for name, values in columns.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,8 +221,7 @@ class SamplingSettings(SettingsRecord):
     @property
     def attachments(self) -> tuple[str, ...]:
         """Options of ``Episode.generate`` that request attachments for every turn."""
-        chosen = {"routed_experts": self.routed_experts, "kept_tokens": self.kept_tokens}
-        return tuple(option for option, is_set in chosen.items() if is_set)
+        return tuple(name for name in ("routed_experts", "kept_tokens") if getattr(self, name))
 
 
 class EpisodeSettings(SettingsRecord):
@@ -540,11 +539,6 @@ class WeightSettings(SettingsRecord):
                 "stay on the GPU; omit one of them"
             )
         return self
-
-    @property
-    def keeps_kv(self) -> bool:
-        """Whether running turns continue with KV of earlier versions."""
-        return self.kv_policy == "keep" and self.pause_mode != "abort"
 
     @property
     def channel(self) -> WeightChannel:

@@ -363,11 +363,7 @@ def numbers_of(
 
 
 def checked_mode(mode: PauseMode) -> PauseMode:
-    """Return a pause mode.
-
-    Raises:
-        ConfigError: there is no such mode.
-    """
+    """Return a pause mode; raise ConfigError if there is none of this name."""
     if mode not in get_args(PauseMode):
         raise ConfigError(f"mode must be 'abort', 'keep' or 'wait', got {mode!r}")
     return mode

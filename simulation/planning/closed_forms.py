@@ -8,9 +8,10 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
-from tidegate.engine.scheduling.pauses import ends_turns, keeps_kv, lets_finish
+from tidegate.engine.scheduling.pauses import ends_turns, lets_finish
 from tidegate.policies import predictions
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
+from tidegate.transport.message import keeps_kv
 
 HALVINGS = 30
 """Bisection steps for the batch time: they narrow its interval to a billionth."""

@@ -242,7 +242,7 @@ def test_a_migrated_turn_counts_as_a_sample_of_its_original_prompt() -> None:
 
 
 def test_incomplete_outputs_are_not_kept_and_old_prompts_are_dropped() -> None:
-    drafts = RolloutDrafts(stored_tokens_max=700)
+    drafts = RolloutDrafts(held_tokens_max=700)
     drafts.ended(ended_turn([1, 2, 3], [10, 11]), is_whole=False)
     assert draft_of(drafts, ended_turn([1, 2, 3], [], handle=1)) == []
     for prompt in range(2, 9):

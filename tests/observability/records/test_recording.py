@@ -155,7 +155,7 @@ def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Pat
     assert (first.teacher_logprobs, second.teacher_logprobs) == (None, [-3.0])
     assert second.options is None
     assert (second.raw_logprobs, second.top_ids, second.top_logprobs) == (None, None, None)
-    assert (second.kept_ids, second.routed_experts) == (None, ())
+    assert (second.kept_ids, second.routed_experts) == (None, None)
 
 
 def test_a_discarded_rollout_without_tokens_and_an_evaluated_one_are_rows_too(
