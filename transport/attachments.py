@@ -8,7 +8,7 @@ carries any. :mod:`tidegate.orchestrator.core.step_checks` checks the values.
 
 from dataclasses import dataclass
 from math import inf, nan, prod
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
 import msgspec
 import numpy.typing as npt
@@ -57,9 +57,7 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """uint32: values of each entry, for ragged attachments; else empty."""
 
     @classmethod
-    def of(
-        cls, turn: int, name: AttachmentName, start: int, entries: npt.NDArray[Any]
-    ) -> "Attachment":
+    def of(cls, turn: int, name: AttachmentName, start: int, entries: npt.NDArray[Any]) -> Self:
         """Return entries [C, *shape] that are not ragged, converted unless their dtype may be."""
         dtypes = ATTACHMENTS[name].dtypes
         dtype = dtypes[-1] if entries.dtype == dtypes[-1] else dtypes[0]

@@ -157,7 +157,7 @@ class GenerateBodies(ResponseBodies):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids,
-            **as_json(output.by_position, self._packed, sampling.positions_known),
+            **as_json(output.by_position, self._encoded, sampling.routed_experts_prompt_start),
             **output.by_token,
             "weight_versions": output.spans,
         }
@@ -166,7 +166,7 @@ class GenerateBodies(ResponseBodies):
         choice["logprobs"] = self._logprobs(output)
         return choice
 
-    def _packed(self, entries: npt.NDArray[Any]) -> Any:
+    def _encoded(self, entries: npt.NDArray[Any]) -> Any:
         return as_npy(entries)
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
@@ -187,7 +187,7 @@ class PackedBodies(GenerateBodies):
     """
 
     @override
-    def _packed(self, entries: npt.NDArray[Any]) -> Any:
+    def _encoded(self, entries: npt.NDArray[Any]) -> Any:
         # The smallest dtype that SkyRL has; its decoder refuses any other.
         dtype = "uint8" if int(entries.max(initial=0)) < 1 << 8 else "int16"
         data = base64.b64encode(entries.astype(dtype).tobytes()).decode()
