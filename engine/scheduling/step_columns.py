@@ -122,6 +122,13 @@ def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
     return dict.fromkeys(non_finite, reason) | dict(output.failures)
 
 
+TOKEN_LAYOUTS = {
+    name: (dtype := kind.dtypes[0], ITEM_BYTES[dtype], kind.is_ragged, kind.dimensions > 0)
+    for name, kind in ATTACHMENTS.items()
+}
+"""Dtype of each attachment by token, its bytes, and whether entries are ragged or have a shape."""
+
+
 @dataclass(slots=True)
 class SampledRows:
     """Collects the rows of a step message."""
@@ -164,18 +171,19 @@ class SampledRows:
 
     def add_attachments(self, sequence: EngineSequence, tokens: Sequence[TokenAttachments]) -> None:
         """Add the attachments of a sequence's newest tokens, which :meth:`add` has accepted."""
-        start = sequence.output_tokens - len(tokens)
-        for name, first in tokens[0].items():  # the others have what the first has
-            kind, counts = ATTACHMENTS[name], b""
-            dtype = kind.dtypes[0]
-            if kind.is_ragged:
-                lengths = [len(token[name]) // ITEM_BYTES[dtype] for token in tokens]
-                counts = np.array(lengths, "<u4").tobytes()
-            shape = [len(first) // ITEM_BYTES[dtype]] if kind.dimensions else []
-            values = first if len(tokens) == 1 else b"".join([token[name] for token in tokens])
-            self.attachments.append(
-                Attachment(sequence.handle, name, start, dtype, values, shape, counts)
-            )
+        turn, start = sequence.handle, sequence.output_tokens - len(tokens)
+        add = self.attachments.append
+        for name, values in tokens[0].items():  # the others have what the first has
+            dtype, nbytes, is_ragged, has_shape = TOKEN_LAYOUTS[name]
+            size = len(values) // nbytes
+            counts = size.to_bytes(4, "little") if is_ragged else b""
+            if len(tokens) > 1:
+                entries = [token[name] for token in tokens]
+                values = b"".join(entries)
+                if is_ragged:
+                    counts = np.array([len(each) // nbytes for each in entries], "<u4").tobytes()
+            shape = [size] if has_shape else []
+            add(Attachment(turn, name, start, dtype, values, shape, counts))
 
     def add_positions(
         self,
