@@ -100,7 +100,8 @@ class FallbackRunner:
         self.block_tokens = block_tokens
         self._memory = BlockMemory(weights.module, num_blocks, block_tokens)
         self._is_batched = is_batched
-        num_experts = _num_experts(weights.module)
+        mixtures = () if refused_options(weights.module) else mixture_layers(weights.module)
+        num_experts = max((layer.num_experts for layer in mixtures), default=0)
         self._experts = PositionCache(num_blocks, block_tokens, num_experts - 1)
 
     def swap(self, weights: WeightStore) -> None:
@@ -274,13 +275,6 @@ def refused_options(module: Any) -> Mapping[str, str]:
     except ModelError as error:
         return {"routed_experts": str(error)}
     return {}
-
-
-def _num_experts(module: Any) -> int:
-    """Return the number of experts of a mixture's largest layer; 0 for other models."""
-    if refused_options(module):
-        return 0
-    return max(layer.num_experts for layer in mixture_layers(module))
 
 
 @dataclass(frozen=True, slots=True)

@@ -338,8 +338,7 @@ def _attachments(
     raw_logprobs: Mapping[int, bytes],
 ) -> dict[int, TokenAttachments]:
     found: dict[int, dict[AttachmentName, bytes]] = {row: {} for row in options}
-    for row, value in raw_logprobs.items():
-        found[row]["raw_logprobs"] = value
+    found |= {row: {"raw_logprobs": value} for row, value in raw_logprobs.items()}
     for row, (ids, logprobs) in _top_tokens(distribution, options).items():
         found[row] |= {"top_ids": ids, "top_logprobs": logprobs}
     kept_rows = [row for row, row_options in options.items() if row_options.params.kept_tokens]

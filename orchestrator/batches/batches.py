@@ -146,9 +146,8 @@ class Batch(AttachmentColumns[torch.Tensor]):
         values = self.packed.attachment(column)
         if values is None or column in RAGGED_COLUMNS:
             return values
-        out = values.new_full(
-            (*self.attention_mask.shape, *values.shape[1:]), BATCH_COLUMNS[column]
-        )
+        shape = (*self.attention_mask.shape, *values.shape[1:])
+        out = values.new_full(shape, BATCH_COLUMNS[column])
         out[self.attention_mask] = values
         return out
 

@@ -15,9 +15,14 @@ from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-from tidegate.transport.attachments import Attachment
+from tidegate.transport.attachments import ATTACHMENTS, Attachment, AttachmentKind
 from tidegate.transport.messages import ABORT, RUNNING, STOP
-from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
+from tidegate.transport.sampling import (
+    AttachmentOptions,
+    LogitsProcessor,
+    SamplingParams,
+    TokenBias,
+)
 
 ASKING = SamplingParams(max_tokens=8, top_logprobs=2, raw_logprobs=True)
 ROUTED = SamplingParams(max_tokens=8, routed_experts=True)
@@ -337,6 +342,17 @@ async def test_a_seed_may_be_any_int_and_numbers_may_be_numpys() -> None:
 async def test_an_option_that_there_is_not_is_a_mistake_like_any() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'top_n'"):
         await asked_by(top_n=3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ATTACHMENTS.values() if kind.option])
+def test_the_option_of_each_attachment_requests_it_by_its_axis(kind: AttachmentKind) -> None:
+    assert kind.option in AttachmentOptions.__annotations__
+    sampling = msgspec.convert({"max_tokens": 1, kind.option: 1}, SamplingParams, strict=False)
+    assert sampling.requests_attachments
+    assert (sampling.requests_tokens, sampling.requests_positions) == (
+        kind.axis == "token",
+        kind.axis == "position",
+    )
 
 
 def test_a_turn_that_asks_for_nothing_has_no_room_for_it() -> None:
