@@ -355,12 +355,10 @@ class EngineSide:
 
     def _may_come(self, version: int) -> bool:
         """Whether an engine may be pinned to ``version`` later: it is the newest, or newer."""
-        state = self.control.state
+        staging = self.control.state.weights.staging_version
         if version < self._core.trainer_version or not self._kept_or_spare():
             return False
-        return version == self._core.trainer_version or (
-            state.staging_version is not None and state.staging_version >= version
-        )
+        return version == self._core.trainer_version or (staging is not None and staging >= version)
 
     def _kept_or_spare(self) -> bool:
         """Whether the run has engines for evaluations: kept ones, or more than one for training."""
@@ -385,7 +383,7 @@ class EngineSide:
     @property
     def is_pausing(self) -> bool:
         """Whether engines are paused, or about to be."""
-        return self.control.state.is_pausing
+        return self.control.state.pauses.is_pausing
 
     def refuse_engine(self, engine: str, why: str) -> None:
         """Remove an engine that refused weights that other engines serve, and send it the

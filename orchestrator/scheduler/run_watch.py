@@ -265,12 +265,12 @@ class RunWatch:
             watchdog.report("trainer", trainer, where)
 
     def _check_weights(self) -> None:
-        weights, watchdog = self._weights, self._watchdog
+        weights, watchdog = self._weights.weights, self._watchdog
         for late in weights.lagging_engines:
             name = f"v{late.version} {late.phase}"
             if watchdog.is_stuck("publish", name, late.engines):
                 watchdog.report("publish", name, str(late))
-        if weights.is_reserved and weights.is_writable:
+        if self._weights.shared.is_reserved and weights.is_writable:
             newest = weights.update.version if weights.update is not None else None
             if watchdog.is_stuck("publish", "the next version", newest):
                 where = "it is still being written where engines copy it from"

@@ -133,7 +133,7 @@ class Scheduler:
             self.handle,
             self._pending,
             self.when_safe,
-            (lambda: None) if adapter else self.control.state.take_failure,
+            (lambda: None) if adapter else self.control.state.shared.take_failure,
             adapter=adapter,
             is_journalled=lambda: self._journal is not None,
             now_s=self._now_s,
@@ -196,7 +196,7 @@ class Scheduler:
             self.control.state,
             self._episodes.leaks,
             is_parked=self._is_parked,
-            is_paused=lambda: self.control.state.pause_mode is not None,
+            is_paused=lambda: self.control.state.pauses.mode is not None,
             episode_of=lambda adapter: self.trainers[adapter].tasks.describe_episode(),
             stuck_after_s=self._settings.records.stuck_after_s,
         )

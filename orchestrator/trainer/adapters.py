@@ -107,7 +107,7 @@ class AdapterHandle:
             return write_adapter(self._run, buffer, loaded, keep)
 
         async def work(scheduler: Scheduler) -> int:
-            if self.name in scheduler.control.state.base_adapters:
+            if self.name in scheduler.control.state.weights.base_adapters:
                 raise ConfigError(
                     f"adapter {self.name!r} is a part of the run's weights, because "
                     f"publish_adapter published it; unload it first, or use another name"

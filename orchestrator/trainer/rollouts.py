@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed, check_not_forked
-from tidegate.orchestrator.core.weight_control import PublishWait
+from tidegate.orchestrator.core.control_events import PublishWait
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.scheduler.loop_watch import CHECK_INTERVAL_S
 from tidegate.orchestrator.scheduler.scheduler import Scheduler

@@ -18,6 +18,7 @@ import msgspec
 from typing_extensions import override
 
 from tidegate.errors import ConfigError, WeightsRefused
+from tidegate.orchestrator.core.control_events import PublishWait, Reserved
 from tidegate.orchestrator.core.weight_content import (
     Change,
     WeightContent,
@@ -27,7 +28,6 @@ from tidegate.orchestrator.core.weight_content import (
     with_adapter,
     without_adapter,
 )
-from tidegate.orchestrator.core.weight_control import PublishWait, Reserved
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.run import Run, WrittenByRanks
 from tidegate.orchestrator.weight_sync.adapter_files import checked_name, load_adapter
@@ -90,7 +90,7 @@ class WeightPublish:
         scheduler = self._run.scheduler
         if scheduler is None or self.version < 0:
             return False
-        return self._has_returned or scheduler.control.state.newest_version >= self.version
+        return self._has_returned or scheduler.control.state.weights.newest_version >= self.version
 
     async def run(self, scheduler: Scheduler) -> int:
         """Bring the weights to the engines; return their version.
@@ -337,7 +337,7 @@ class AdapterRemoval(WeightPublish):
         Raises:
             WeightsRefused: no adapter of this name is published; else as :meth:`WeightPublish.run`.
         """
-        known = scheduler.control.state.base_adapters
+        known = scheduler.control.state.weights.base_adapters
         if self._name not in known:
             raise WeightsRefused(
                 f"no adapter {self._name!r} is published; published are {sorted(known) or 'none'}"

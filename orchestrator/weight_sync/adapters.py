@@ -188,11 +188,11 @@ class AdapterManager:
             )
 
     async def _write(self, buffer: int, write: Write) -> list[UpdateWeights]:
-        weights = self._weights
-        await self._pending.until(lambda: not weights.is_reserved)
-        keep = {*self.state.buffers, *weights.kept_buffers}
-        if weights.update is not None:
-            keep |= {weights.update.version, *weights.update.content.buffers}
+        weights, base = self._weights, self._weights.weights
+        await self._pending.until(lambda: not weights.shared.is_reserved)
+        keep = {*self.state.buffers, *base.kept_buffers}
+        if base.update is not None:
+            keep |= {base.update.version, *base.update.content.buffers}
         loop = asyncio.get_running_loop()
         writing = loop.run_in_executor(None, write, buffer, keep)
         try:

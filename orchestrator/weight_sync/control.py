@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from tidegate.errors import WeightsRefused
+from tidegate.orchestrator.core import control_events as wc
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import weight_control as wc
+from tidegate.orchestrator.core.control_events import PublishWait, Reserved
 from tidegate.orchestrator.core.weight_content import Change, replace_all
-from tidegate.orchestrator.core.weight_control import PublishWait, Reserved, WeightControl
+from tidegate.orchestrator.core.weight_control import WeightControl
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
 from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
@@ -80,7 +81,7 @@ class EngineControl:
         memory = None
         if hello is not None:
             memory = wc.EngineMemory(hello.sleep_levels, hello.asleep, hello.needs_weights)
-            if self.state.asleep and self.state.sleep_level not in hello.sleep_levels:
+            if self.state.sleeps.asleep and self.state.sleeps.level not in hello.sleep_levels:
                 log.warning("engine=%s joined a sleeping run, but can't sleep at its level", engine)
         self._handle(wc.EngineConnected(engine, version, memory))
 
@@ -268,12 +269,11 @@ class EngineControl:
                 self._timers[timer] = loop.call_later(seconds, self._on_timer, timer)
             case wc.StopTimer(timer=timer):
                 self._stop_timer(timer)
-            case wc.ReportWhenDurable():
-                run.when_safe(lambda: self._handle(wc.VersionsDurable()))
             case wc.RecordSwap(engine=engine, message=message):
                 engines.swapped(engine, message)
             case wc.ReleaseVersion(version=version):
                 run.handle(ev.VersionPublished(version))
+                run.when_safe(lambda: self._handle(wc.VersionDurable(version)))
             case wc.RetractVersions(first_bad=first_bad):
                 self._drains.cut()
                 run.handle(ev.VersionRetracted(first_bad))

@@ -49,7 +49,7 @@ class EnginePauses:
     @property
     def is_sleeping(self) -> bool:
         """Whether engines sleep or are paused: vLLM reports paused engines as sleeping, too."""
-        return self.is_paused or bool(self._control.state.asleep)
+        return self.is_paused or bool(self._control.state.sleeps.asleep)
 
     def refuse_if_paused(self) -> None:
         """Raise ApiError if new requests are refused now."""
@@ -143,7 +143,7 @@ class EnginePauses:
         if named is None or named:
             async with self._one_at_a_time:
                 await self._control.wake(named)
-        if self._control.state.asleep:
+        if self._control.state.sleeps.asleep:
             return False
         if resumes:
             await self.resume()

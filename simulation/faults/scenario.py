@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.core.control_events import PublishWait
 from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX
-from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import (
     BoundedStaleness,

@@ -27,13 +27,13 @@ from tidegate.errors import (
 )
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.control_events import PublishWait
 from tidegate.orchestrator.core.weight_content import (
     Change,
     patch_elements,
     replace_all,
     replace_some,
 )
-from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler

@@ -1,6 +1,6 @@
 """Bugs in streams and weights; see :mod:`mutations`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -10,16 +10,14 @@ from tests.simulation.mutations import MUTATIONS, mutation
 from tidegate.errors import WeightsRefused
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import provenance, rollout
+from tidegate.orchestrator.core.control_events import PublishWait
+from tidegate.orchestrator.core.control_state import ControlledEngine
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionRun, VersionSpan
 from tidegate.orchestrator.core.step_checks import step_arrived
+from tidegate.orchestrator.core.target_versions import WeightUpdate
 from tidegate.orchestrator.core.weight_content import Change, replace_all
-from tidegate.orchestrator.core.weight_control import (
-    Outgoing,
-    PublishWait,
-    WeightControl,
-    WeightUpdate,
-    _Engine,
-)
+from tidegate.orchestrator.core.weight_control import WeightControl
+from tidegate.orchestrator.core.weight_versions import WeightVersions
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.fleet import Fleet, Received
 from tidegate.orchestrator.weight_sync.control import EngineControl
@@ -104,55 +102,56 @@ def a_stream_begins_anew_with_each_reconnect(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=9)
 def a_late_joiner_gets_no_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "_catch_up", lambda self, engine=None: [])
+    patch.setattr(WeightVersions, "catch_up", lambda self, engine=None: None)
 
 
 @mutation(seed=9)
 def a_lost_engine_is_waited_for(patch: pytest.MonkeyPatch) -> None:
     def remove(self: WeightControl, engine: str) -> None:
-        self._engines.pop(engine, None)
-        self._unsettled_pauses.discard(engine)
+        self.shared.engines.pop(engine, None)
+        self.pauses.remove(engine)
 
     patch.setattr(WeightControl, "_remove", remove)
 
 
 @mutation(seed=104)
 def weights_that_late_joiners_need_are_overwritten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "kept_buffers", frozenset())
+    patch.setattr(WeightVersions, "kept_buffers", frozenset())
 
 
 @mutation(seed=9)
 def a_withdrawn_version_is_swapped_in_all_the_same(patch: pytest.MonkeyPatch) -> None:
-    right = WeightControl._withdraw
+    right = WeightVersions._withdraw
 
-    def withdraw(self: WeightControl) -> None:
+    def withdraw(self: WeightVersions) -> None:
         right(self)
         if self.update is not None:
             self.update.is_released, self.update.is_withdrawn = True, False
+            self.update.is_durable = True
 
-    patch.setattr(WeightControl, "_withdraw", withdraw)
+    patch.setattr(WeightVersions, "_withdraw", withdraw)
 
 
 @mutation(seed=0)
 def engines_swap_before_every_engine_has_staged(patch: pytest.MonkeyPatch) -> None:
-    right = WeightControl._stage
+    right = WeightVersions._stage
 
-    def stage(self: WeightControl, name: str, update: WeightUpdate) -> Outgoing:
-        update.is_released = True
-        return right(self, name, update)
+    def stage(self: WeightVersions, engines: Iterable[str], update: WeightUpdate) -> None:
+        update.is_released = update.is_durable = True
+        right(self, engines, update)
 
-    patch.setattr(WeightControl, "_stage", stage)
+    patch.setattr(WeightVersions, "_stage", stage)
 
 
 @mutation(seed=13)
 def refused_weights_are_published_all_the_same(patch: pytest.MonkeyPatch) -> None:
-    def on_refused(self: WeightControl, name: str, version: int, why: str) -> bool:
-        if (update := self._update_of(version)) is not None:
-            update.remove(name)
-            self._engines[name].version = version  # so it is not asked again
+    def on_refused(self: WeightVersions, engine: str, version: int, why: str) -> bool:
+        if (update := self.update_of(version)) is not None:
+            update.remove(engine)
+            self._state.engines[engine].version = version  # so it is not asked again
         return False
 
-    patch.setattr(WeightControl, "_on_refused", on_refused)
+    patch.setattr(WeightVersions, "on_refused", on_refused)
 
 
 @mutation(seed=20)
@@ -177,21 +176,20 @@ def a_failed_version_reserves_its_number_for_ever(patch: pytest.MonkeyPatch) -> 
 
 @mutation(seed=2)
 def an_engine_is_sent_finish_before_it_has_staged(patch: pytest.MonkeyPatch) -> None:
-    right = WeightControl._stage
+    right = WeightVersions._stage
 
-    def stage(self: WeightControl, name: str, update: WeightUpdate) -> Outgoing:
-        outgoing = right(self, name, update)
-        update.is_released = True
-        update.staging.discard(name)
-        update.staged.add(name)
-        return outgoing
+    def stage(self: WeightVersions, engines: Iterable[str], update: WeightUpdate) -> None:
+        right(self, engines, update)
+        update.is_released = update.is_durable = True
+        update.staged |= update.staging
+        update.staging.clear()
 
-    patch.setattr(WeightControl, "_stage", stage)
+    patch.setattr(WeightVersions, "_stage", stage)
 
 
 @mutation(seed=1043)
 def an_answer_to_an_earlier_start_of_a_version_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Engine, "is_outdated", lambda self, version: False)
+    patch.setattr(ControlledEngine, "is_outdated", lambda self, version: False)
 
 
 @mutation(seed=158)

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, RunLost, TidegateError
 from tidegate.orchestrator.batches.tasks import NO_MORE
-from tidegate.orchestrator.core.weight_control import PublishWait
+from tidegate.orchestrator.core.control_events import PublishWait
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows

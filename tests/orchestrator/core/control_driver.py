@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from tidegate.orchestrator.core import weight_control as wc
+from tidegate.orchestrator.core import control_events as wc
+from tidegate.orchestrator.core.control_events import Outgoing, Reserved
 from tidegate.orchestrator.core.weight_content import Change, replace_all
-from tidegate.orchestrator.core.weight_control import Outgoing, Reserved, WeightControl
+from tidegate.orchestrator.core.weight_control import WeightControl
 from tidegate.transport.messages import (
     FinishWeightUpdate,
     InitWeights,
@@ -81,10 +82,10 @@ class ControlDriver:
                     self.timers[timer] = seconds
                 case wc.StopTimer(timer=timer):
                     self.timers.pop(timer, None)
-                case wc.ReportWhenDurable() if self.is_safe:
-                    self._handle(wc.VersionsDurable(), woken)
                 case wc.ReleaseVersion(version=version):
                     self.released.append(version)
+                    if self.is_safe:
+                        self._handle(wc.VersionDurable(version), woken)
                 case wc.RetractVersions(first_bad=first_bad):
                     self.retracted.append(first_bad)
                 case wc.HoldBatches(is_held=is_held):
@@ -169,7 +170,7 @@ class ControlDriver:
             self.staged(engine, version)
         for engine in engines:
             self.live(engine, version)
-        assert self.state.is_settled
+        assert self.state.weights.is_settled
 
     def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> int:
         return self.ask(wc.PauseRequested, mode, clear_cache)

@@ -11,8 +11,8 @@ from tests.orchestrator.core.control_driver import (
     staging,
 )
 from tidegate.errors import ConfigError, EngineLagging, PublishDropped, SleepFailed, WeightsRefused
-from tidegate.orchestrator.core import weight_control as wc
-from tidegate.orchestrator.core.weight_control import LaggingEngines
+from tidegate.orchestrator.core import control_events as wc
+from tidegate.orchestrator.core.target_versions import LaggingEngines
 from tidegate.transport.messages import (
     Asleep,
     Awake,
@@ -44,18 +44,18 @@ def test_no_engine_swaps_before_every_engine_has_staged() -> None:
 
 def test_lagging_engines_are_known_by_version_and_phase_at_any_time() -> None:
     run = ControlDriver("a", "b", "c")
-    assert run.state.lagging_engines == []
+    assert run.state.weights.lagging_engines == []
     run.reserve()
     run.publish(1)
     run.staged("c", 1)
-    assert run.state.lagging_engines == [
+    assert run.state.weights.lagging_engines == [
         LaggingEngines(1, "staging", ("a", "b")),
         LaggingEngines(1, "staged", ("c",)),
     ]
     run.staged("a", 1)
     run.staged("b", 1)
-    assert run.state.lagging_engines == [LaggingEngines(1, "swapping", ("a", "b", "c"))]
-    assert str(run.state.lagging_engines[0]) == "v1 is swapping on a, b, c"
+    assert run.state.weights.lagging_engines == [LaggingEngines(1, "swapping", ("a", "b", "c"))]
+    assert str(run.state.weights.lagging_engines[0]) == "v1 is swapping on a, b, c"
 
 
 def test_engines_are_sent_finish_only_once_no_crash_can_forget_the_version() -> None:
@@ -64,8 +64,8 @@ def test_engines_are_sent_finish_only_once_no_crash_can_forget_the_version() -> 
     run.publish(1)
     assert run.staged("a", 1) == []
     assert run.released == [1]
-    assert run.do(wc.VersionsDurable()) == finish("a", 1)
-    assert run.do(wc.VersionsDurable()) == []
+    assert run.do(wc.VersionDurable(1)) == finish("a", 1)
+    assert run.do(wc.VersionDurable(1)) == []
 
 
 def test_a_word_to_swap_that_comes_after_a_reconnect_is_not_said() -> None:
@@ -74,9 +74,8 @@ def test_a_word_to_swap_that_comes_after_a_reconnect_is_not_said() -> None:
     run.publish(1)
     run.staged("a", 1)
     assert run.join("a") == [("a", INIT), *staging("a", 1)]
-    assert run.do(wc.VersionsDurable()) == []  # what it had staged is gone with its connection
-    run.staged("a", 1)
-    assert run.do(wc.VersionsDurable()) == finish("a", 1)
+    assert run.do(wc.VersionDurable(1)) == []  # what it had staged is gone with its connection
+    assert run.staged("a", 1) == finish("a", 1)
 
 
 def test_a_late_joiner_gets_the_newest_version_and_swaps_at_once() -> None:
@@ -115,7 +114,7 @@ def test_a_refusal_is_raised_with_its_reason_and_no_engine_swaps() -> None:
     assert run.fails("b", 1) == []  # it would refuse again
     with pytest.raises(WeightsRefused, match="engine 'b' refused weights v1: wrong shape"):
         run.result(run.call)
-    assert run.state.is_settled
+    assert run.state.weights.is_settled
     assert run.released == []
     assert run.join("c") == [("c", INIT)]  # none was ever released: all serve the first
 
@@ -126,11 +125,11 @@ def test_a_late_joiner_gets_the_version_released_last_whatever_became_of_those_s
     assert run.reserve().keep == {1}
     run.publish(2)
     run.fails("a", 2)
-    assert run.state.kept_buffers == {1}
+    assert run.state.weights.kept_buffers == {1}
     assert run.join("late") == [("late", INIT), *staging("late", 1)]
     assert run.staged("late", 1) == finish("late", 1)
     run.live("late", 1)
-    assert run.state.is_settled
+    assert run.state.weights.is_settled
 
 
 def test_so_does_one_that_joins_while_the_next_version_is_written_or_that_waited_for_it() -> None:
@@ -138,7 +137,7 @@ def test_so_does_one_that_joins_while_the_next_version_is_written_or_that_waited
     run.bring(1, "a")
     assert run.reserve().version == 2
     assert run.join("late") == [("late", INIT), *staging("late", 1)]
-    assert run.state.is_writable
+    assert run.state.weights.is_writable
     assert run.publish(2) == [*staging("a", 2), *staging("late", 2)]
     assert run.staged("late", 1) == []  # from before the engine learned of the newer one
     assert run.staged("late", 2) == []
@@ -151,7 +150,7 @@ def test_a_publish_given_up_while_engines_copy_it_waits_for_them_to_let_go() -> 
     run.publish(1)
     run.staged("a", 1)
     assert run.do(wc.CallCancelled(run.call)) == []
-    assert run.state.lagging_engines == [LaggingEngines(1, "staging", ("b",))]
+    assert run.state.weights.lagging_engines == [LaggingEngines(1, "staging", ("b",))]
     waiting = run.ask(wc.ReserveRequested, 1)
     assert waiting not in run.ended
     assert run.staged("b", 1) == []
@@ -184,7 +183,7 @@ def test_answers_about_another_version_change_nothing() -> None:
     run.reserve()
     run.publish(1)
     assert [*run.staged("a", 0), *run.live("a", 0), *run.fails("a", 0)] == []
-    assert run.state.lagging_engines == [LaggingEngines(1, "staging", ("a",))]
+    assert run.state.weights.lagging_engines == [LaggingEngines(1, "staging", ("a",))]
 
 
 def test_a_second_swap_asked_of_an_engine_that_has_just_swapped_is_no_refusal() -> None:
@@ -209,7 +208,7 @@ def test_an_answer_to_an_earlier_start_of_a_version_says_nothing_of_the_newest()
     assert run.fails("a", 2, "given up, for v3 was started") == []
     run.reserve()
     assert run.publish(3) == staging("a", 3)
-    assert run.state.lagging_engines == [LaggingEngines(3, "staging", ("a",))]
+    assert run.state.weights.lagging_engines == [LaggingEngines(3, "staging", ("a",))]
     assert run.staged("a", 3) == finish("a", 3)
 
 
@@ -228,7 +227,7 @@ def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_an
     assert run.fails("late", 3, "given up, for v1 was started") == []
     assert run.fails("late", 1, "given up, for v3 was started") == []
     assert run.refused == {}
-    assert run.state.lagging_engines == [LaggingEngines(3, "staging", ("a", "late"))]
+    assert run.state.weights.lagging_engines == [LaggingEngines(3, "staging", ("a", "late"))]
 
 
 # ---------------------------------------------------------------- waves, and a newer publish
@@ -402,7 +401,7 @@ def test_after_a_rollback_that_came_to_nothing_the_next_whole_version_resumes_en
     if is_cancelled:
         run.do(wc.CallCancelled(publishing))
     run.fails("a", 2)
-    run.state.take_failure()
+    run.state.shared.take_failure()
     reserved = run.reserve()
     run.ask(wc.PublishRequested, reserved.version, [chunk(reserved.version)], "none")
     run.staged("a", reserved.version)
@@ -415,7 +414,7 @@ def test_a_rollback_takes_up_the_number_of_a_version_that_was_given_up() -> None
     assert run.reserve().version == 2
     run.ask(wc.PublishRequested, 2, [chunk(2)])
     run.fails("a", 2)
-    run.state.take_failure()
+    run.state.shared.take_failure()
     reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     assert run.result(reserving).version == 2
@@ -553,7 +552,7 @@ def test_engines_sleep_once_they_are_paused_and_no_weights_are_on_their_way() ->
     assert run.live("a", 1) == [("a", Sleep(request_id=0, level=1, tags=["kv_cache"]))]
     run.hear("a", Asleep(request_id=0, tags=["kv_cache"], freed_bytes=7))
     assert run.result(call) == 7
-    assert run.state.asleep == ("kv_cache",)
+    assert run.state.sleeps.asleep == ("kv_cache",)
 
 
 def test_a_publish_waits_until_engines_sleep() -> None:

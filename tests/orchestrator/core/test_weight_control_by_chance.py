@@ -8,7 +8,8 @@ weights.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +27,13 @@ from hypothesis.stateful import (
 
 from tests.orchestrator.core.control_driver import ControlDriver
 from tidegate.errors import TidegateError
-from tidegate.orchestrator.core import weight_control as wc
-from tidegate.orchestrator.core.weight_control import (
-    Outgoing,
-    Reserved,
-    WeightControl,
-    _CallQueue,
-    _Engine,
-)
+from tidegate.orchestrator.core import control_events as wc
+from tidegate.orchestrator.core.control_events import Outgoing, Reserved
+from tidegate.orchestrator.core.control_state import ControlledEngine, Steps, Turns, Wait
+from tidegate.orchestrator.core.pause_control import PauseControl
+from tidegate.orchestrator.core.sleep_control import SleepControl
+from tidegate.orchestrator.core.target_versions import TargetVersions
+from tidegate.orchestrator.core.weight_versions import WeightVersions
 from tidegate.transport.messages import (
     Asleep,
     Awake,
@@ -446,13 +446,15 @@ class Trainer(RuleBasedStateMachine):
         if self.writing is not None:
             self.fail_to_write()
         self.settle()
-        assert self.calls == {}, f"{self.calls} wait for ever: {self.run.state.lagging_engines}"
-        if self.run.state.pause_mode is None:
+        assert self.calls == {}, (
+            f"{self.calls} wait for ever: {self.run.state.weights.lagging_engines}"
+        )
+        if self.run.state.pauses.mode is None:
             for name, engine in self.engines.items():
                 assert engine.version == self.newest, f"{name} is left with v{engine.version}"
         if not self.engines:
             self.join()
-        self.run.state.take_failure()
+        self.run.state.shared.take_failure()
         self.is_eager = True
         self.reserve()
         self.settle()
@@ -483,36 +485,47 @@ TestTrainer.settings = settings(
 
 
 def no_wave_is_full(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "_swaps_available", ENGINES_MAX)
+    patch.setattr(WeightVersions, "_swaps_available", ENGINES_MAX)
 
 
 def the_buffer_is_overwritten_while_engines_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "is_writable", True)
+    patch.setattr(WeightVersions, "is_writable", True)
 
 
 def weights_that_late_joiners_need_are_overwritten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "kept_buffers", frozenset())
+    patch.setattr(WeightVersions, "kept_buffers", frozenset())
 
 
 def a_late_joiner_gets_no_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "_catch_up", lambda self, engine=None: [])
+    patch.setattr(TargetVersions, "catch_up", lambda self, engine=None: None)
 
 
 def engines_swap_in_the_midst_of_a_pause(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "_begin_pause", WeightControl._send_pause)
+    def apply(self: PauseControl, *, clear_cache: bool = False) -> Steps[None]:
+        with self._turns.queued() as turn:
+            yield turn
+            yield from self._change(self.users_mode, clear_cache)
+
+    patch.setattr(PauseControl, "apply", apply)
 
 
 def engines_sleep_while_weights_are_on_their_way(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "_may_sleep", lambda self, name: True)
+    patch.setattr(SleepControl, "_may_sleep", lambda self, name: True)
 
 
 def a_pause_that_ends_lets_no_other_pause_begin(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_CallQueue, "leave", lambda self, call_id: [])
+    @contextmanager
+    def queued(self: Turns) -> Iterator[Wait]:
+        call = object()
+        self._calls.append(call)
+        yield Wait(lambda: self._calls[0] is call)
+
+    patch.setattr(Turns, "queued", queued)
 
 
 def a_resume_that_is_not_answered_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     none_due = property(lambda self: 0, lambda self, value: None)
-    patch.setattr(_Engine, "resumes_due", none_due)
+    patch.setattr(ControlledEngine, "resumes_due", none_due)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ async def test_however_many_tensors_change_in_turns_few_versions_are_kept(
     state = {f"expert {n}": torch.zeros(4) for n in range(40)}
     kept, sent = [], []
     async with tidegate_serve(weight_deltas=True) as rollouts:
-        weights = (await rollouts._requests.do(_scheduler)).control.state
+        weights = (await rollouts._requests.do(_scheduler)).control.state.weights
         for number in range(40):
             state[f"expert {number}"] += 1.0
             state[f"expert {(number + 1) % 40}"] += 1.0

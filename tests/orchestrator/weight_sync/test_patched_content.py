@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.orchestrator.core.control_driver import ControlDriver
+from tidegate.orchestrator.core.control_events import Outgoing
 from tidegate.orchestrator.core.weight_content import (
     PATCHES_MAX,
     UNKNOWN,
@@ -19,7 +20,6 @@ from tidegate.orchestrator.core.weight_content import (
     replace_all,
     replace_some,
 )
-from tidegate.orchestrator.core.weight_control import Outgoing
 from tidegate.transport.messages import (
     BaseVersions,
     FinishWeightUpdate,
@@ -124,7 +124,7 @@ def test_every_engine_has_the_newest_weights_whenever_it_joins_and_whatever_fail
         else:
             fleet.refusing = "engine-0" if word == "refused" else ""
             fleet.publish()
-        newest = fleet.control.state.base_version
+        newest = fleet.control.state.weights.base_version
         assert {engine.weights for engine in fleet.engines.values()} == {newest}
 
 
@@ -134,7 +134,7 @@ def test_a_whole_set_comes_first_and_again_after_so_many_patches() -> None:
     for _ in range(2 * PATCHES_MAX + 2):
         fleet.publish()
     assert fleet.wholes == 2
-    assert len(fleet.control.state.kept_buffers) == PATCHES_MAX + 1
+    assert len(fleet.control.state.weights.kept_buffers) == PATCHES_MAX + 1
 
 
 def part(version: int, nbytes: int, *, is_patch: bool) -> UpdateWeights:

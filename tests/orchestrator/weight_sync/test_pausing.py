@@ -116,7 +116,7 @@ async def test_a_pause_waits_for_the_engines_that_swap_and_the_next_wave_waits_f
     ) as rollouts:
         scheduler = rollouts.simulated.scheduler
         assert scheduler is not None
-        weights = scheduler.control.state
+        weights = scheduler.control.state.weights
         evaluation = asyncio.create_task(rollouts.evaluate(range(2), episode=asked.solve))
         await until(lambda: all(engine.tokens >= 5 for engine in engines))
         publish = asyncio.create_task(rollouts.publish({}))

@@ -15,7 +15,7 @@ from tidegate.errors import (
     PublishNeeded,
     WeightsRefused,
 )
-from tidegate.orchestrator.core.weight_control import WeightControl
+from tidegate.orchestrator.core.weight_versions import WeightVersions
 from tidegate.simulation.run.serve import SimulatedRollouts
 from tidegate.testing import ScriptedEngine, ServeInTests
 from tidegate.transport import limits
@@ -32,10 +32,10 @@ async def one_turn(episode: tidegate.Episode, task: Any) -> float:
     return 1.0
 
 
-def weights_of(rollouts: SimulatedRollouts) -> WeightControl:
+def weights_of(rollouts: SimulatedRollouts) -> WeightVersions:
     scheduler = rollouts.simulated.scheduler
     assert scheduler is not None
-    return scheduler.control.state
+    return scheduler.control.state.weights
 
 
 def swapping(rollouts: SimulatedRollouts) -> list[str]:

@@ -7,9 +7,9 @@ import pytest
 
 from tests.orchestrator.core.control_driver import ControlDriver
 from tidegate.errors import WeightsRefused
-from tidegate.orchestrator.core import weight_control as wc
+from tidegate.orchestrator.core import control_events as wc
+from tidegate.orchestrator.core.control_events import Outgoing
 from tidegate.orchestrator.core.weight_content import LAYERS_MAX, UNKNOWN, replace_all, replace_some
-from tidegate.orchestrator.core.weight_control import Outgoing
 from tidegate.transport.messages import (
     BaseVersions,
     FinishWeightUpdate,
@@ -111,14 +111,14 @@ def test_parts_add_up_and_late_engines_get_all_of_them() -> None:
     assert fleet.serves("a") == fleet.serves("late") == ("directory", "v3", "v2")
     assert fleet.buffers >= {2, 3}
     fleet.publish(4, "norm")
-    assert fleet.control.state.kept_buffers == {3, 4}
+    assert fleet.control.state.weights.kept_buffers == {3, 4}
 
 
 def test_parts_of_a_whole_set_bring_it_to_the_engines_that_lack_it_and_only_to_them() -> None:
     fleet = Fleet("a")
     fleet.publish(1, *NAMES)
     fleet.publish(2, "norm")
-    update = fleet.control.state.update
+    update = fleet.control.state.weights.update
     assert update is not None
     [part] = update.content.messages(2, live=1)
     assert (part.base_versions, [spec.name for spec in part.tensors]) == (
@@ -208,4 +208,4 @@ def test_a_whole_set_takes_the_place_of_all_parts() -> None:
     fleet.publish(2, *NAMES)
     fleet.publish(3, "layer")
     assert fleet.serves("a") == ("v2", "v3", "v2")
-    assert fleet.control.state.kept_buffers == {2, 3}
+    assert fleet.control.state.weights.kept_buffers == {2, 3}

@@ -75,7 +75,7 @@ def patches_over_whole(run: tidegate.Rollouts) -> int:
     """Return how many sets of patches a late engine gets after the whole set."""
     scheduler = run._running.scheduler
     assert scheduler is not None
-    base = scheduler.control.state._base
+    base = scheduler.control.state.weights._base
     assert base is not None
     return len(base.content.patches)
 
