@@ -23,13 +23,13 @@ A sampled token's way from an engine's decode step to the trainer's ``Batch``, m
 The way of weights from ``publish()`` to an engine's swap:
 
 1. Call: ``trainer/rollouts.py``, ``trainer/weight_updates.py``. The version is reserved by
-   ``core/weight_control.py``, whose commands ``weight_sync/control.py`` carries out; then
+   ``core/weight_versions.py``, whose commands ``weight_sync/control.py`` carries out; then
    ``weight_sync/state_dict.py`` and ``transport/weight_channels/`` write the tensors.
 2. Messages ``start`` and ``update``: ``core/weight_content.py``, ``scheduler/engine_side.py``,
    ``fleet/fleet.py``, and the wire to ``engine/link.py`` and ``engine/loop.py``.
 3. Staging, in a thread of the engine: ``engine/weights/staging.py``,
    ``engine/weights/weight_store.py``.
-4. Release, once all engines have staged: ``core/weight_control.py``, ``core/core.py``.
+4. Release, once all engines have staged: ``core/target_versions.py``, ``core/core.py``.
 5. Swap, after ``finish``: ``engine/scheduling/pauses.py`` says when, ``engine/loop.py`` and
    ``engine/execution/runner.py`` swap.
 """

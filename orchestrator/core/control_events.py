@@ -1,7 +1,8 @@
 """Events and commands of weight control: versions, pauses and sleep of all engines.
 
 :class:`tidegate.orchestrator.core.weight_control.WeightControl` takes the events and returns the
-commands.
+commands. An event or command with an ``adapter`` is about the versions of that adapter, which has
+weight versions of its own; if the name is empty, it is about the run's weights.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,13 @@ from tidegate.errors import TidegateError
 from tidegate.orchestrator.core.weight_content import Change, replace_all
 from tidegate.transport import sleep_messages
 from tidegate.transport.messages import (
+    AdapterFailed,
+    AdapterLive,
+    AdapterLoaded,
+    AdapterNeeded,
     Asleep,
     Awake,
+    HeldAdapter,
     KvPolicy,
     Message,
     PauseMode,
@@ -27,9 +33,6 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
-UPDATES_TIMER = -1
-"""Id of the timer of all versions under way; every other timer has the id of its call."""
-
 PublishWait = Literal["live", "staged", "none"]
 """When a publish returns.
 
@@ -38,8 +41,14 @@ so none can refuse it any more. ``none``: the version is in the channel's buffer
 change its tensors.
 """
 
+Timer = int | str
+"""Id of a call, or name of the adapter (empty: the run's weights) whose versions are under way."""
+
 Outgoing = list[tuple[str, Message]]
 """(engine, message) pairs in sending order."""
+
+AdapterReply = AdapterLoaded | AdapterFailed | AdapterLive | AdapterNeeded
+"""Messages from engines about adapters with versions of their own."""
 
 ControlReply = (
     WeightsStaged
@@ -50,8 +59,9 @@ ControlReply = (
     | Asleep
     | Awake
     | sleep_messages.SleepRequestFailed
+    | AdapterReply
 )
-"""Messages from engines about weights, pauses and sleep."""
+"""Messages from engines about weights, adapters, pauses and sleep."""
 
 
 # ---------------------------------------------------------------- events
@@ -68,6 +78,15 @@ class EngineMemory(Struct, frozen=True):
     """Whether the engine has dropped its weights."""
 
 
+class AdapterMemory(Struct, frozen=True):
+    """Adapters that an engine reports in its hello message."""
+
+    adapters_max: int
+    """Number of adapter versions that it holds; 0 if it serves no such adapters."""
+    held: Sequence[HeldAdapter] = ()
+    """Live versions that it has kept."""
+
+
 class EngineConnected(Struct, frozen=True):
     """An engine joined or reconnected, serving ``version``."""
 
@@ -75,12 +94,16 @@ class EngineConnected(Struct, frozen=True):
     version: int
     memory: EngineMemory | None
     """The engine's sleep state; None if the engine has left again."""
+    adapters: AdapterMemory | None = None
+    """The engine's adapters; None if it has left again, or has served them all the time."""
 
 
 class EngineRemoved(Struct, frozen=True):
     """An engine left, or was removed."""
 
     engine: str
+    keeps_adapters: bool = False
+    """Whether the engine only leaves the run's weights, pauses and sleep, and serves adapters."""
 
 
 class ControlReplyReceived(Struct, frozen=True):
@@ -103,6 +126,7 @@ class ReserveRequested(Struct, frozen=True):
     first_bad: int | None = None
     """For a rollback: versions from this one on are bad. Engines are aborted and paused first, and
     stay paused until good weights are live. None for other publishes."""
+    adapter: str = ""
 
 
 class PublishRequested(Struct, frozen=True):
@@ -114,10 +138,29 @@ class PublishRequested(Struct, frozen=True):
     wait: PublishWait = "live"
     change: Change = replace_all
     """Computes the version's content from the base version's content and the written tensors."""
+    adapter: str = ""
+    scale: float = 1.0
+    """Factor of the adapter's product."""
 
 
 class ReserveAbandoned(Struct, frozen=True):
     """The reserved buffer is freed without a publish."""
+
+    adapter: str = ""
+
+
+class PinChanged(Struct, frozen=True):
+    """An adapter's version is pinned (kept for turns that name it), or unpinned."""
+
+    adapter: str
+    version: int
+    is_pinned: bool
+
+
+class UnloadRequested(Struct, frozen=True):
+    """An adapter is dropped by all engines, and its turns are refused."""
+
+    adapter: str
 
 
 class PauseRequested(Struct, frozen=True):
@@ -166,15 +209,16 @@ class CallCancelled(Struct, frozen=True):
 
 
 class TimerFired(Struct, frozen=True):
-    """The timer of a call, or of the versions under way (:data:`UPDATES_TIMER`), has expired."""
+    """A timer has expired."""
 
-    timer: int
+    timer: Timer
 
 
 class VersionDurable(Struct, frozen=True):
     """No crash can undo the release of a version, so engines may swap to it."""
 
     version: int
+    adapter: str = ""
 
 
 class KvPolicyChosen(Struct, frozen=True):
@@ -190,6 +234,8 @@ Event = (
     | ReserveRequested
     | PublishRequested
     | ReserveAbandoned
+    | PinChanged
+    | UnloadRequested
     | PauseRequested
     | EngineHaltRequested
     | SleepRequested
@@ -229,14 +275,14 @@ class WakeCall(Struct, frozen=True):
 class SetTimer(Struct, frozen=True):
     """Deliver :class:`TimerFired` after ``seconds``; replaces the timer's earlier setting."""
 
-    timer: int
+    timer: Timer
     seconds: float
 
 
 class StopTimer(Struct, frozen=True):
     """Cancel a timer; harmless if it is not set."""
 
-    timer: int
+    timer: Timer
 
 
 class GiveUp(Struct, frozen=True):
@@ -254,10 +300,10 @@ class RefuseEngine(Struct, frozen=True):
 
 
 class RecordSwap(Struct, frozen=True):
-    """Record that an engine serves other weights from now on."""
+    """Record that an engine serves another version from now on."""
 
     engine: str
-    message: WeightsLive
+    message: WeightsLive | AdapterLive
 
 
 class ReleaseVersion(Struct, frozen=True):
@@ -265,6 +311,7 @@ class ReleaseVersion(Struct, frozen=True):
     :class:`VersionDurable` once no crash can undo that."""
 
     version: int
+    adapter: str = ""
 
 
 class RetractVersions(Struct, frozen=True):

@@ -132,9 +132,9 @@ class ControlState:
         """Called with the name of each engine that :meth:`give_up` removes."""
         self.next_version = 1
         """Number after the newest released version, as of the call that continues now."""
-        self.is_reserved = False
-        """Whether the weight channel is reserved for a new version, or engines are being put to
-        sleep."""
+        self.reserved_for: str | None = None
+        """Target of the version that the weight channel is reserved for, or the run's weights while
+        engines are put to sleep; None if the channel is free."""
         self.failure: TidegateError | None = None
         """Error of a call whose caller had returned already, until another call raises it."""
         self._commands: list[Command] = []

@@ -90,8 +90,8 @@ class SleepControl:
             yield turn
             self._pauses.sleeping_mode = event.mode
             yield from self._pauses.apply()
-            yield Wait(lambda: versions.is_settled and not state.is_reserved)
-            state.is_reserved = True  # no publish begins meanwhile
+            yield Wait(lambda: versions.is_settled and state.reserved_for is None)
+            state.reserved_for = versions.name  # no publish begins meanwhile
             try:
                 self._slept_version = versions.newest_version
                 is_deeper = "weights" in self._tags and self.level > event.level
@@ -102,7 +102,7 @@ class SleepControl:
                     engine.freed_bytes, engine.has_new_weights = 0, False
                 yield from self._request("sleep")
             finally:
-                state.is_reserved = False
+                state.reserved_for = None
         return sum(engine.freed_bytes for engine in state.engines.values())
 
     def _refusal(self, event: SleepRequested) -> str | None:

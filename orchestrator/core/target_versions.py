@@ -18,7 +18,6 @@ from msgspec import Struct
 
 from tidegate.errors import EngineLagging, TidegateError, WeightsRefused
 from tidegate.orchestrator.core.control_events import (
-    UPDATES_TIMER,
     PublishRequested,
     PublishWait,
     ReleaseVersion,
@@ -36,7 +35,7 @@ UpdatePhase = Literal["staging", "staged", "swapping"]
 class WeightUpdate:
     """Progress of one version. An engine is in at most one of the sets, of at most one update."""
 
-    version: int
+    request: PublishRequested
     content: WeightContent
     staging: set[str] = field(default_factory=set)
     """Engines that copy the version's tensors."""
@@ -52,6 +51,11 @@ class WeightUpdate:
     """Whether engines may no longer swap to the version."""
     refusals: dict[str, str] = field(default_factory=dict)
     """Engine -> reason for which it refused the version."""
+
+    @property
+    def version(self) -> int:
+        """Number of the version."""
+        return self.request.version
 
     @property
     def phases(self) -> dict[UpdatePhase, set[str]]:
@@ -74,9 +78,11 @@ class LaggingEngines(Struct, frozen=True):
     version: int
     phase: UpdatePhase
     engines: tuple[str, ...]
+    adapter: str = ""
 
     def __str__(self) -> str:
-        return f"v{self.version} is {self.phase} on {', '.join(self.engines)}"
+        whose = f"adapter {self.adapter!r} " if self.adapter else ""
+        return f"{whose}v{self.version} is {self.phase} on {', '.join(self.engines)}"
 
 
 @dataclass(slots=True)
@@ -94,10 +100,17 @@ class TargetVersions(ABC):
     """Versions of one target, of all engines that serve it."""
 
     def __init__(
-        self, state: ControlState, *, timeout_s: float, wave_engines: int | None = None
+        self,
+        state: ControlState,
+        *,
+        timeout_s: float,
+        name: str = "",
+        wave_engines: int | None = None,
     ) -> None:
-        """``timeout_s``: time for all engines to stage a version and swap to it. ``wave_engines``:
-        number of engines that swap at a time; None for all at once."""
+        """``name``: the adapter's; empty for the run's weights. ``timeout_s``: time for all engines
+        to stage a version and swap to it. ``wave_engines``: number of engines that swap at a time;
+        None for all at once."""
+        self.name = name
         self._state = state
         self._wave_engines = wave_engines
         self._timeout_s = timeout_s
@@ -157,6 +170,12 @@ class TargetVersions(ABC):
         return not any(u.staging or u.staged or u.swapping for u in self._updates)
 
     @property
+    def is_over(self) -> bool:
+        """Whether no version is under way, and no crash can undo the newest one."""
+        is_durable = self.kept is None or self.kept.is_durable
+        return self.is_settled and not self.is_undecided and is_durable
+
+    @property
     def is_swapping(self) -> bool:
         """Whether an engine was ordered to swap and has not confirmed."""
         return any(update.swapping for update in self._updates)
@@ -165,11 +184,16 @@ class TargetVersions(ABC):
     def lagging_engines(self) -> list[LaggingEngines]:
         """Engines that do not serve a version under way yet, by version and phase."""
         return [
-            LaggingEngines(update.version, phase, tuple(sorted(engines)))
+            LaggingEngines(update.version, phase, tuple(sorted(engines)), self.name)
             for update in self._updates
             for phase, engines in update.phases.items()
             if engines
         ]
+
+    @property
+    def buffers(self) -> set[int]:
+        """Buffers of the weight channel that hold versions which engines may read."""
+        return {b for each in self._updates for b in (each.version, *each.content.buffers)}
 
     @property
     def staging_version(self) -> int | None:
@@ -199,8 +223,8 @@ class TargetVersions(ABC):
         """
         publish = Publish(event.call, event.version, event.wait)
         self._publishes.append(publish)
-        self._state.is_reserved = False
-        self.update = WeightUpdate(event.version, self._content_of(event))
+        self._state.reserved_for = None
+        self.update = WeightUpdate(event, self._content_of(event))
         self._stage([n for n in self._engines if self._lacks(n, self.update)], self.update)
         if event.wait == "none":
             self._assigned_version = event.version
@@ -259,15 +283,14 @@ class TargetVersions(ABC):
         if update is not None and self.is_undecided and not update.staging:
             self._decide(update)
         self._swap()
-        is_durable = self.kept is None or self.kept.is_durable
-        if self.is_settled and not self.is_undecided and is_durable:
+        if self.is_over:
             self._stop_timer()
             for each in [p for p in self._publishes if p.version <= self.newest_version]:
                 self._end(each)
 
     def _decide(self, update: WeightUpdate) -> None:
         for engine, why in update.refusals.items():
-            error = f"engine {engine!r} refused {self._name(update.version)}: {why}"
+            error = f"engine {engine!r} refused {self._title(update.version)}: {why}"
             self._fail(WeightsRefused(error))
             return
         self.newest_version = update.version
@@ -276,7 +299,7 @@ class TargetVersions(ABC):
         for each in self._publishes:
             if each.wait == "staged" and each.version <= update.version:
                 self._resolve(each)
-        self._state.command(ReleaseVersion(update.version))
+        self._state.command(ReleaseVersion(update.version, self.name))
 
     def on_durable(self, version: int) -> None:
         """Record that no crash can undo the release of a version."""
@@ -303,12 +326,12 @@ class TargetVersions(ABC):
 
     def _set_timer(self) -> None:
         self._is_timer_set = True
-        self._state.command(SetTimer(UPDATES_TIMER, self._timeout_s))
+        self._state.command(SetTimer(self.name, self._timeout_s))
 
     def _stop_timer(self) -> None:
         if self._is_timer_set:
             self._is_timer_set = False
-            self._state.command(StopTimer(UPDATES_TIMER))
+            self._state.command(StopTimer(self.name))
 
     def on_timer(self) -> None:
         """Give up the engines that have not staged a version in time, or not swapped."""
@@ -332,8 +355,8 @@ class TargetVersions(ABC):
             where="; ".join(map(str, self.lagging_engines)),
         )
 
-    def _name(self, version: int) -> str:
-        return f"weights v{version}"
+    def _title(self, version: int) -> str:
+        return f"adapter {self.name!r} v{version}" if self.name else f"weights v{version}"
 
     # ------------------------------------------------------------ engines
 
@@ -358,6 +381,12 @@ class TargetVersions(ABC):
             update.staging.add(engine)
             messages = self._stage_messages(engine, update)
             self._state.send([(engine, message) for message in messages])
+
+    def join(self, engine: str) -> None:
+        """Bring an engine that joins, and any other that lacks it, the newest version."""
+        for update in self._updates:
+            update.refusals.pop(engine, None)  # a restarted engine may accept it
+        self.catch_up()
 
     def remove(self, engine: str) -> None:
         """Wait for an engine no longer."""

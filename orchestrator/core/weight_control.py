@@ -6,8 +6,10 @@ messages, resolve a call, set a timer, remove an engine). The state machine does
 clock. Its parts decide on versions, pauses and sleep; they share one :class:`ControlState`.
 """
 
+from collections.abc import Mapping
+
+from tidegate.orchestrator.core.adapter_versions import Adapters
 from tidegate.orchestrator.core.control_events import (
-    UPDATES_TIMER,
     CallCancelled,
     CallWoken,
     Command,
@@ -20,6 +22,7 @@ from tidegate.orchestrator.core.control_events import (
     HoldBatches,
     KvPolicyChosen,
     PauseRequested,
+    PinChanged,
     PublishRequested,
     RecordSwap,
     RefuseEngine,
@@ -27,14 +30,20 @@ from tidegate.orchestrator.core.control_events import (
     ReserveRequested,
     SleepRequested,
     TimerFired,
+    UnloadRequested,
     VersionDurable,
     WakeRequested,
 )
 from tidegate.orchestrator.core.control_state import ControlledEngine, ControlState
 from tidegate.orchestrator.core.pause_control import PauseControl
 from tidegate.orchestrator.core.sleep_control import SleepControl
+from tidegate.orchestrator.core.target_versions import TargetVersions
 from tidegate.orchestrator.core.weight_versions import WeightVersions
 from tidegate.transport.messages import (
+    AdapterFailed,
+    AdapterLive,
+    AdapterLoaded,
+    AdapterNeeded,
     InitWeights,
     KvPolicy,
     PauseMode,
@@ -59,10 +68,12 @@ class WeightControl:
         wave_engines: int | None = None,
         weight_update_timeout_s: float = 60.0,
         pause_timeout_s: float = 60.0,
+        released_adapters: Mapping[str, int] | None = None,
     ) -> None:
         """``wave_engines``: number of engines that swap at a time; None for all at once.
         ``weight_update_timeout_s``: time limit of a version, a sleep or a wake;
-        ``pause_timeout_s``: of a pause or resume."""
+        ``pause_timeout_s``: of a pause or resume. ``released_adapters``: the run's newest version
+        of each adapter with versions of its own."""
         self._init = init
         self.shared = state = ControlState()
         state.on_given_up = self._remove
@@ -81,6 +92,18 @@ class WeightControl:
             state, self.pauses, self.weights, timeout_s=weight_update_timeout_s
         )
 
+        self.adapters = Adapters(
+            state,
+            self.weights,
+            pause_mode=pause_mode,
+            kv_policy=kv_policy,
+            timeout_s=weight_update_timeout_s,
+            released=released_adapters if released_adapters is not None else {},
+        )
+
+    def _of(self, adapter: str) -> TargetVersions | None:
+        return self.adapters.get(adapter) if adapter else self.weights
+
     def handle(self, event: Event) -> list[Command]:
         """Apply one event and return the commands that follow from it, in order."""
         only: str | None = None
@@ -91,15 +114,17 @@ class WeightControl:
             case EngineConnected(engine=engine):
                 only = engine
                 self._on_connected(event)
-            case EngineRemoved(engine=engine):
+            case EngineRemoved(engine=engine, keeps_adapters=keeps_adapters):
                 only = engine
-                self._remove(engine)
-            case VersionDurable(version=version):
-                self.weights.on_durable(version)
-            case TimerFired(timer=timer) if timer == UPDATES_TIMER:
-                self.weights.on_timer()
-            case TimerFired(timer=timer):
-                self.shared.on_timer(timer)
+                self._remove(engine, keeps_adapters=keeps_adapters)
+            case VersionDurable(version=version, adapter=adapter):
+                if (versions := self._of(adapter)) is not None:
+                    versions.on_durable(version)
+            case TimerFired(timer=int() as call):
+                self.shared.on_timer(call)
+            case TimerFired(timer=str() as adapter):
+                if (versions := self._of(adapter)) is not None:
+                    versions.on_timer()
             case KvPolicyChosen(kv_policy=kv_policy):
                 self.weights.kv_policy = kv_policy
             case _:
@@ -116,15 +141,26 @@ class WeightControl:
                 state.next_version = next_version
                 state.continue_call(call)
             case CallCancelled(call=call):
-                if not state.cancel(call):
-                    self.weights.cancel(call)
-            case ReserveRequested(call=call, next_version=next_version):
-                state.next_version = next_version
+                if not (state.cancel(call) or self.weights.cancel(call)):
+                    self.adapters.cancel(call)
+            case ReserveRequested(call=call, adapter=""):
+                state.next_version = event.next_version
                 state.begin(call, self.weights.reserve(event))
-            case PublishRequested():
+            case ReserveRequested(call=call):
+                state.begin(call, self.adapters.reserve(event))
+            case PublishRequested(adapter=""):
                 self.weights.publish(event)
-            case ReserveAbandoned():
+            case PublishRequested():
+                self.adapters.publish(event)
+            case ReserveAbandoned(adapter=""):
                 self.weights.unreserve()
+            case ReserveAbandoned():
+                state.reserved_for = None
+            case PinChanged(adapter=name, version=version, is_pinned=is_pinned):
+                if (adapter := self.adapters.get(name)) is not None:
+                    adapter.pin(version, is_pinned)
+            case UnloadRequested(adapter=name):
+                self.adapters.unload(name)
             case PauseRequested(call=call, mode=mode, clear_cache=clear_cache):
                 pauses.users_mode = mode
                 state.begin(call, pauses.apply(clear_cache=clear_cache))
@@ -140,7 +176,9 @@ class WeightControl:
         """Send everything that is due; ``only``: the only engine whose state has changed."""
         self.sleeps.send_requests(only)
         self.weights.advance()
-        self.shared.command(HoldBatches(self.shared.is_reserved or self.weights.is_undecided))
+        self.adapters.advance()
+        is_reserved = self.shared.reserved_for == self.weights.name
+        self.shared.command(HoldBatches(is_reserved or self.weights.is_undecided))
 
     def may_leave(self, engine: str) -> bool:
         """Whether an engine is in no version, pause or sleep, so that it can leave and rejoin."""
@@ -152,23 +190,30 @@ class WeightControl:
 
     def _on_connected(self, event: EngineConnected) -> None:
         name, memory = event.engine, event.memory
-        self._remove(name)
+        self._remove(name, keeps_adapters=True)
         engine = self.shared.engines[name] = ControlledEngine(event.version)
         if memory is not None:
             engine.levels, engine.asleep = memory.levels, set(memory.asleep)
             engine.needs_weights = memory.needs_weights
         self.shared.send([*self.pauses.join(name), (name, self._init)])
         self.weights.join(name)
+        if event.adapters is not None:
+            self.adapters.join(name, event.adapters)
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, *, keeps_adapters: bool = False) -> None:
         self.shared.engines.pop(name, None)
         self.pauses.remove(name)
         self.weights.remove(name)
         self.sleeps.forget_weights_target()
+        if not keeps_adapters:
+            self.adapters.remove(name)
 
     def _on_reply(self, name: str, message: ControlReply) -> None:
         state, weights = self.shared, self.weights
         match message:
+            case AdapterLoaded() | AdapterFailed() | AdapterLive() | AdapterNeeded():
+                self.adapters.on_reply(name, message)
+                return
             case WeightsStaged(version=version):
                 weights.on_staged(name, version)
             case WeightsLive(version=version):

@@ -141,8 +141,8 @@ class WeightVersions(TargetVersions):
             raise failure
         if event.first_bad is not None:
             yield from self._retract(event.call, event.first_bad)
-        yield Wait(lambda: not state.is_reserved, is_deferred=event.first_bad is not None)
-        state.is_reserved = True
+        yield Wait(lambda: state.reserved_for is None, is_deferred=event.first_bad is not None)
+        state.reserved_for = self.name
         version = self._supersede()
         try:
             is_late = yield Wait(lambda: self.is_writable, self._timeout_s)
@@ -214,7 +214,7 @@ class WeightVersions(TargetVersions):
 
     def unreserve(self) -> None:
         """Free the reserved buffer; a version that was abandoned for it stays abandoned."""
-        self._state.is_reserved = False
+        self._state.reserved_for = None
         if self.update is not None and self.update.is_withdrawn:
             self._base = self.kept
         if not self.is_undecided:
@@ -250,12 +250,6 @@ class WeightVersions(TargetVersions):
         yield from self._pauses.apply()
 
     # ------------------------------------------------------------ engines
-
-    def join(self, engine: str) -> None:
-        """Bring an engine that joins, and any other that lacks it, the newest version."""
-        for update in self._updates:
-            update.refusals.pop(engine, None)  # a restarted engine may accept it
-        self.catch_up()
 
     def _is_outdated(self, engine: str, version: int) -> bool:
         known = self._state.engines.get(engine)

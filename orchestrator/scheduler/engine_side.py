@@ -82,13 +82,7 @@ class EngineSide:
         )
         self._pending = pending
         self.adapters = AdapterManager(
-            settings.weights,
-            init_weights.channel,
-            pending,
-            self.control.state,
-            run,
-            self,
-            archive=self._archive_adapter,
+            init_weights.channel, self.control, run, archive=self._archive_adapter
         )
         self.outbox = Outbox(
             self.fleet.send,
@@ -157,8 +151,6 @@ class EngineSide:
                 self.drains.received(item.engine, item.message)
             elif isinstance(item.message, ScoreResult | ScoreFailed):
                 self.scores.received(item.engine, item.message)
-            elif self.adapters.receive(item.engine, item.message):
-                pass
             elif not self.control.receive(item.engine, item.message):
                 log.warning("engine=%s sent an unexpected message: %s", item.engine, item.message)
             elif isinstance(item.message, TurnsPaused | TurnsResumed):
@@ -242,7 +234,6 @@ class EngineSide:
             self._lent.discard(engine)
             hello = self._hello_of(engine)
             self.control.joined(engine, event.weight_version, hello)
-            self.adapters.joined(engine, hello)
             self.scores.joined(engine)
             self.sessions.joined(engine, hello)
             return
@@ -254,7 +245,6 @@ class EngineSide:
         self._pins.pop(engine, None)
         self._lent.discard(engine)
         self.control.left(engine)
-        self.adapters.left(engine)
         self.scores.left(engine)
         self.sessions.left(engine)
         self.drains.left(engine)
@@ -309,7 +299,7 @@ class EngineSide:
             raise VersionUnavailable(version, sorted(self._versions_served()))
         for name in names:
             if not self._pins.get(name):
-                self.control.left(name)
+                self.control.left(name, keeps_adapters=True)
                 if not self._core.turns.engines[name].is_for_evaluation:
                     self._lent.add(name)
                     self._run.handle(ev.EvaluationEngineChosen(name, True))
@@ -328,7 +318,8 @@ class EngineSide:
             engine = self._core.turns.engines.get(name)
             if engine is None or engine.is_draining:
                 continue
-            self.control.joined(name, engine.weight_version, self._hello_of(name))
+            hello = self._hello_of(name)
+            self.control.joined(name, engine.weight_version, hello, kept_adapters=True)
             if name in self._lent:
                 self._lent.discard(name)
                 self._run.handle(ev.EvaluationEngineChosen(name, False))
@@ -376,7 +367,6 @@ class EngineSide:
     def exclude(self, engine: str) -> None:
         """Leave a draining engine out of weight updates, pauses, sleep, adapters and scoring."""
         self.control.left(engine)
-        self.adapters.left(engine)
         self.scores.joined(engine)  # its requests are sent to others, and count no loss
         self._record(engine, "draining")
 

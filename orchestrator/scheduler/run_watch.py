@@ -270,7 +270,7 @@ class RunWatch:
             name = f"v{late.version} {late.phase}"
             if watchdog.is_stuck("publish", name, late.engines):
                 watchdog.report("publish", name, str(late))
-        if self._weights.shared.is_reserved and weights.is_writable:
+        if self._weights.shared.reserved_for == "" and weights.is_writable:
             newest = weights.update.version if weights.update is not None else None
             if watchdog.is_stuck("publish", "the next version", newest):
                 where = "it is still being written where engines copy it from"

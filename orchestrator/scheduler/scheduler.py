@@ -185,7 +185,6 @@ class Scheduler:
             for trainer in self.trainers.values():
                 trainer.tasks.close()
             self.engines.drains.close()
-            self.engines.adapters.close()
             self._group = None
             self._router.detach()
 

@@ -31,6 +31,7 @@ from tidegate.orchestrator.core.weight_content import (
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.run import Run, WrittenByRanks
 from tidegate.orchestrator.weight_sync.adapter_files import checked_name, load_adapter
+from tidegate.orchestrator.weight_sync.control import finish_write
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, WeightParts
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers, named_tensors, tensors_of
@@ -141,14 +142,7 @@ class WeightPublish:
 
     async def _write_in_thread(self, reserved: Reserved) -> list[UpdateWeights]:
         """Write the weights to the channel, in a thread; return messages that locate them."""
-        loop = asyncio.get_running_loop()
-        writing = loop.run_in_executor(None, self._write, reserved)
-        try:
-            return await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                await writing
-            raise
+        return await finish_write(asyncio.to_thread(self._write, reserved))
 
     def _write(self, reserved: Reserved) -> list[UpdateWeights]:
         version = reserved.version

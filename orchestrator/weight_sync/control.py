@@ -5,10 +5,11 @@ returns to each caller when its call is resolved.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar, cast
 
 from tidegate.errors import WeightsRefused
 from tidegate.orchestrator.core import control_events as wc
@@ -22,12 +23,14 @@ from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 from tidegate.transport.messages import (
+    AdapterLive,
     FromEngine,
     Hello,
     InitWeights,
     KvPolicy,
     PauseMode,
     UpdateWeights,
+    WeightsLive,
     WeightsStaged,
     encode,
 )
@@ -35,9 +38,11 @@ from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
 log = logging.getLogger("tidegate")
 
+Result = TypeVar("Result")
 
-HEADER_BYTES = 256
-"""Bytes reserved in a weights message for each engine's own fields: its possible base versions."""
+HEADER_BYTES = 4096
+"""Bytes reserved in a message for the fields besides the chunks: an adapter's name, or the versions
+that an engine may have."""
 
 
 class EngineControl:
@@ -62,7 +67,7 @@ class EngineControl:
         self._call_ids = itertools.count()
         self._outcomes: dict[int, wc.Resolve] = {}
         """Results of ended calls, until their coroutines read them."""
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._timers: dict[wc.Timer, asyncio.TimerHandle] = {}
         self.state = WeightControl(
             init_weights,
             pause_mode=settings.pause_mode,
@@ -70,24 +75,29 @@ class EngineControl:
             wave_engines=settings.engines_per_update_wave,
             weight_update_timeout_s=settings.weight_update_timeout_s,
             pause_timeout_s=pause_timeout_s,
+            released_adapters=run.core.adapters,
         )
         """The state machine. Other code may read it, but only this class feeds it events."""
 
     # ------------------------------------------------------------ engines
 
-    def joined(self, engine: str, version: int, hello: Hello | None) -> None:
+    def joined(
+        self, engine: str, version: int, hello: Hello | None, *, kept_adapters: bool = False
+    ) -> None:
         """Handle an engine that has joined, serving ``version``; without ``hello`` it has left
-        again."""
-        memory = None
+        again. ``kept_adapters``: it has served adapters all the time."""
+        memory = adapters = None
         if hello is not None:
+            if not kept_adapters:
+                adapters = wc.AdapterMemory(hello.adapters_max, hello.adapters)
             memory = wc.EngineMemory(hello.sleep_levels, hello.asleep, hello.needs_weights)
             if self.state.sleeps.asleep and self.state.sleeps.level not in hello.sleep_levels:
                 log.warning("engine=%s joined a sleeping run, but can't sleep at its level", engine)
-        self._handle(wc.EngineConnected(engine, version, memory))
+        self.handle(wc.EngineConnected(engine, version, memory, adapters))
 
-    def left(self, engine: str) -> None:
-        """Handle an engine that has gone."""
-        self._handle(wc.EngineRemoved(engine))
+    def left(self, engine: str, *, keeps_adapters: bool = False) -> None:
+        """Handle an engine that has gone, or that only serves adapters from now on."""
+        self.handle(wc.EngineRemoved(engine, keeps_adapters))
 
     def receive(self, engine: str, message: FromEngine) -> bool:
         """Handle an engine's message; return False if the state machine does not use its kind."""
@@ -95,7 +105,7 @@ class EngineControl:
             return False
         if isinstance(message, SleepRequestFailed):
             log.warning("engine=%s can't sleep or wake: %s", engine, message.message)
-        self._handle(wc.ControlReplyReceived(engine, message))
+        self.handle(wc.ControlReplyReceived(engine, message))
         if isinstance(message, WeightsStaged):
             self._engines.staged(engine, message.version)
         return True
@@ -103,14 +113,21 @@ class EngineControl:
     # ------------------------------------------------------------ weights
 
     async def reserve(
-        self, *, is_part: bool = False, has_deltas: bool = False, first_bad: int | None = None
+        self,
+        *,
+        is_part: bool = False,
+        has_deltas: bool = False,
+        first_bad: int | None = None,
+        adapter: str = "",
+        next_version: int | None = None,
     ) -> Reserved:
         """Wait until the weight channel's buffer may be overwritten; return what to write there.
 
         Call :meth:`publish` or :meth:`release` afterwards. A version that is still being staged is
         abandoned for this one. ``is_part``: only some tensors, or an adapter, will be written;
         ``has_deltas``: unchanged tensors may be omitted. ``first_bad``: versions from this one on
-        are bad, and engines are paused first (rollback).
+        are bad, and engines are paused first (rollback). ``adapter``, ``next_version``: the adapter
+        whose version is written, and the number after its newest released one.
 
         Raises:
             EngineLagging: an engine still read the buffer after ``weight_update_timeout_s``. It is
@@ -119,13 +136,15 @@ class EngineControl:
             TidegateError: an earlier publish failed after its call had returned.
         """
         call_id = next(self._call_ids)
-        next_version = self._run.core.next_version
-        request = wc.ReserveRequested(call_id, next_version, is_part, has_deltas, first_bad)
+        next_version = next_version or self._run.core.next_version
+        request = wc.ReserveRequested(
+            call_id, next_version, is_part, has_deltas, first_bad, adapter
+        )
         return cast(Reserved, await self._run_call(request))
 
-    def release(self) -> None:
+    def release(self, adapter: str = "") -> None:
         """Free the reserved buffer; the version that was abandoned for it stays abandoned."""
-        self._handle(wc.ReserveAbandoned())
+        self.handle(wc.ReserveAbandoned(adapter))
 
     async def publish(
         self,
@@ -133,6 +152,9 @@ class EngineControl:
         chunks: list[UpdateWeights],
         wait: PublishWait = "live",
         change: Change = replace_all,
+        *,
+        adapter: str = "",
+        scale: float = 1.0,
     ) -> None:
         """Have every engine stage and swap to version ``version``, which ``chunks`` describe.
 
@@ -153,17 +175,18 @@ class EngineControl:
             PublishDropped: a newer publish replaced this one, and its write failed.
         """
         try:
-            for chunk in chunks:
-                _refuse_too_large(chunk)
+            _refuse_too_large(chunks, is_adapter=bool(adapter))
         except WeightsRefused:
-            self.release()
+            self.release(adapter)
             raise
         call_id = next(self._call_ids)
-        await self._run_call(wc.PublishRequested(call_id, version, chunks, wait, change))
+        await self._run_call(
+            wc.PublishRequested(call_id, version, chunks, wait, change, adapter, scale)
+        )
 
     def choose_kv_policy(self, kv_policy: KvPolicy) -> None:
         """Set what the next swap does to the KV of kept turns."""
-        self._handle(wc.KvPolicyChosen(kv_policy))
+        self.handle(wc.KvPolicyChosen(kv_policy))
 
     # ------------------------------------------------------------ pauses and sleep
 
@@ -232,7 +255,7 @@ class EngineControl:
                 # Created first, because handling the event may wake the call at once.
                 woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._pending.calls[call_id] = woken
-                self._handle(event)
+                self.handle(event)
                 if call_id not in self._outcomes:
                     await woken
                 event = wc.CallWoken(call_id, self._run.core.next_version)
@@ -240,13 +263,14 @@ class EngineControl:
             self._pending.calls.pop(call_id, None)
             outcome = self._outcomes.pop(call_id, None)
             if outcome is None:
-                self._handle(wc.CallCancelled(call_id))
+                self.handle(wc.CallCancelled(call_id))
         assert outcome is not None
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
 
-    def _handle(self, event: wc.Event) -> None:
+    def handle(self, event: wc.Event) -> None:
+        """Feed an event to the state machine, and carry out its commands."""
         for command in self.state.handle(event):
             self._carry_out(command)
 
@@ -269,11 +293,17 @@ class EngineControl:
                 self._timers[timer] = loop.call_later(seconds, self._on_timer, timer)
             case wc.StopTimer(timer=timer):
                 self._stop_timer(timer)
-            case wc.RecordSwap(engine=engine, message=message):
-                engines.swapped(engine, message)
-            case wc.ReleaseVersion(version=version):
-                run.handle(ev.VersionPublished(version))
-                run.when_safe(lambda: self._handle(wc.VersionDurable(version)))
+            case wc.RecordSwap(engine=engine, message=AdapterLive() as live):
+                engines.adapter_live(engine, live)
+            case wc.RecordSwap(engine=engine, message=WeightsLive() as live):
+                engines.swapped(engine, live)
+            case wc.ReleaseVersion(version=version, adapter=adapter):
+                if adapter:
+                    run.handle(ev.AdapterReleased(adapter, version))
+                    run.hold_batches(False, adapter)
+                else:
+                    run.handle(ev.VersionPublished(version))
+                run.when_safe(lambda: self.handle(wc.VersionDurable(version, adapter)))
             case wc.RetractVersions(first_bad=first_bad):
                 self._drains.cut()
                 run.handle(ev.VersionRetracted(first_bad))
@@ -284,21 +314,36 @@ class EngineControl:
             case wc.RefuseEngine(engine=engine, why=why):
                 engines.refuse_engine(engine, why)
 
-    def _on_timer(self, timer: int) -> None:
+    def _on_timer(self, timer: wc.Timer) -> None:
         del self._timers[timer]
-        self._handle(wc.TimerFired(timer))
+        self.handle(wc.TimerFired(timer))
 
-    def _stop_timer(self, timer: int) -> None:
+    def _stop_timer(self, timer: wc.Timer) -> None:
         if (handle := self._timers.pop(timer, None)) is not None:
             handle.cancel()
 
 
-def _refuse_too_large(chunk: UpdateWeights) -> None:
-    """Refuse weights whose message would exceed the frame limit, before any engine gets one."""
-    bytes_max = FRAME_BYTES_MAX_BY_KIND["update_weights"] - HEADER_BYTES
-    if len(encode(chunk)) > bytes_max:
+async def finish_write(writing: Awaitable[Result]) -> Result:
+    """Await a write to the weight channel; if cancelled, raise once it has ended, because the
+    channel has one writer at a time."""
+    task = asyncio.ensure_future(writing)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):
+            await task
+        raise
+
+
+def _refuse_too_large(chunks: Sequence[UpdateWeights], *, is_adapter: bool) -> None:
+    """Refuse weights whose message would exceed the frame limit, before any engine gets one: an
+    adapter's chunks are in one message."""
+    kind = "load_adapter" if is_adapter else "update_weights"
+    bytes_max = FRAME_BYTES_MAX_BY_KIND[kind] - HEADER_BYTES
+    sizes = [len(encode(chunk)) for chunk in chunks]
+    if (size := sum(sizes) if is_adapter else max(sizes, default=0)) > bytes_max:
+        tensors = sum(len(chunk.tensors) for chunk in chunks)
         raise WeightsRefused(
-            f"the names and offsets of {len(chunk.tensors)} tensors take {len(encode(chunk))} "
-            f"bytes of one message, which may have {bytes_max}; publish fewer tensors, or "
-            f"shorter names"
+            f"the names and offsets of {tensors} tensors take {size} bytes of one message, which "
+            f"may have {bytes_max}; publish fewer tensors, or shorter names"
         )

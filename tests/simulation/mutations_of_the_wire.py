@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -164,9 +165,10 @@ def a_failed_version_reserves_its_number_for_ever(patch: pytest.MonkeyPatch) -> 
         chunks: list[UpdateWeights],
         wait: PublishWait = "live",
         change: Change = replace_all,
+        **of_adapter: Any,
     ) -> None:
         try:
-            await right(self, version, chunks, wait, change)
+            await right(self, version, chunks, wait, change, **of_adapter)
         except WeightsRefused:
             self._run.handle(ev.VersionPublished(version))
             raise

@@ -6,17 +6,19 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from tests.cli.test_cli import status_of
-from tidegate.orchestrator.core import adapter_control as ac
+from tidegate.orchestrator.core import control_events as wc
 from tidegate.orchestrator.core import core as core_module
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import snapshot_codec
-from tidegate.orchestrator.core.adapter_control import AdapterControl
+from tidegate.orchestrator.core.adapter_versions import Adapters
+from tidegate.orchestrator.core.control_events import AdapterMemory
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.snapshot_codec import SavedCore
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.weight_sync.adapters import AdapterManager
+from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.simulation.checks.coverage import ADAPTER_MARKS
 from tidegate.simulation.faults.scenario import read_scenario
 from tidegate.simulation.run.adapter_runs import (
@@ -106,25 +108,25 @@ def a_resume_counts_evaluations_once_for_each_adapter(patch: pytest.MonkeyPatch)
 
 @mutation(seed=0)
 def the_buffers_of_other_adapters_are_overwritten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AdapterControl, "buffers", property(lambda self: frozenset()))
+    patch.setattr(Adapters, "buffers", property(lambda self: frozenset()))
 
 
 @mutation(seed=202)
 def adapters_are_swapped_before_their_number_is_safe(patch: pytest.MonkeyPatch) -> None:
-    right = AdapterManager._carry_out
+    right = EngineControl._carry_out
 
-    def carry_out(self: AdapterManager, command: ac.Command) -> None:
+    def carry_out(self: EngineControl, command: wc.Command) -> None:
         right(self, command)
-        if isinstance(command, ac.ReleaseAdapter):
-            self._handle(ac.ReleaseDurable(command.name, command.version))
+        if isinstance(command, wc.ReleaseVersion):
+            self.handle(wc.VersionDurable(command.version, command.adapter))
 
-    patch.setattr(AdapterManager, "_carry_out", carry_out)
+    patch.setattr(EngineControl, "_carry_out", carry_out)
 
 
 @mutation(seed=4)
 def a_restarted_process_numbers_an_adapters_versions_anew(patch: pytest.MonkeyPatch) -> None:
     def next_version(self: AdapterManager, name: str) -> int:
-        return self._assigned.get(name, 0) + 1
+        return 1
 
     patch.setattr(AdapterManager, "_next_version", next_version)
 
@@ -146,13 +148,14 @@ def a_rejoined_engine_is_said_to_hold_the_newest_version(patch: pytest.MonkeyPat
 
 @mutation(seed=186)
 def engines_that_missed_a_publish_are_not_brought_up_to_date(patch: pytest.MonkeyPatch) -> None:
-    right = AdapterControl._on_connected
+    right = Adapters.join
 
-    def connected(self: AdapterControl, event: ac.AdapterEngineConnected) -> None:
-        held = [HeldAdapter(each.name, self.version(each.name) or 1) for each in event.held]
-        right(self, ac.AdapterEngineConnected(event.engine, event.adapters_max, held))
+    def join(self: Adapters, engine: str, memory: AdapterMemory) -> None:
+        loaded = [(each.name, self.get(each.name)) for each in memory.held]
+        held = [HeldAdapter(name, (own and own.newest_version) or 1) for name, own in loaded]
+        right(self, engine, AdapterMemory(memory.adapters_max, held))
 
-    patch.setattr(AdapterControl, "_on_connected", connected)
+    patch.setattr(Adapters, "join", join)
 
 
 @mutation(seed=0)

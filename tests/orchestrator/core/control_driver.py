@@ -49,7 +49,7 @@ class ControlDriver:
         self.is_safe = is_safe
         self.sent: Outgoing = []
         self.ended: dict[int, wc.Resolve] = {}
-        self.timers: dict[int, float] = {}
+        self.timers: dict[wc.Timer, float] = {}
         self.given_up: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.released: list[int] = []
@@ -123,7 +123,7 @@ class ControlDriver:
     def fails(self, engine: str, version: int, why: str = "wrong shape") -> Outgoing:
         return self.hear(engine, WeightsFailed(version=version, message=why))
 
-    def fire(self, timer: int) -> Outgoing:
+    def fire(self, timer: wc.Timer) -> Outgoing:
         del self.timers[timer]
         return self.do(wc.TimerFired(timer))
 

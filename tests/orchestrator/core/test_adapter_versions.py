@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tidegate.errors import EngineLagging, WeightsRefused
-from tidegate.orchestrator.core import adapter_control as ac
+from tidegate.orchestrator.core import control_events as wc
+from tidegate.orchestrator.core.weight_control import WeightControl
 from tidegate.transport.messages import (
     AdapterFailed,
     AdapterLive,
     AdapterLoaded,
     AdapterNeeded,
     HeldAdapter,
+    InitWeights,
     LoadAdapter,
     SwapAdapter,
     UnloadAdapter,
@@ -31,9 +33,13 @@ class Driver:
 
     def __init__(self) -> None:
         self.released: dict[str, int] = {}
-        self.control = ac.AdapterControl(
-            pause_mode="keep", kv_policy="recompute", released=self.released
+        control = WeightControl(
+            InitWeights(channel="shm"),
+            pause_mode="keep",
+            kv_policy="recompute",
+            released_adapters=self.released,
         )
+        self.handle, self.adapters = control.handle, control.adapters
         self.inboxes: dict[str, list[Any]] = {}
         self.live: dict[str, dict[str, int]] = {}
         self.outcomes: dict[int, Any] = {}
@@ -41,54 +47,68 @@ class Driver:
         self.durable: set[tuple[str, int]] = set()
         self.reading: dict[tuple[str, str, int], int] = {}
         self.calls = 0
-        self.newest: dict[str, int] = {}
+        self.reserving: dict[int, str] = {}
 
-    def feed(self, event: ac.Event) -> None:
-        for command in self.control.handle(event):
+    def feed(self, event: wc.Event) -> None:
+        for command in self.handle(event):
             match command:
-                case ac.SendAdapterMessage(engine=engine, message=message):
-                    if isinstance(message, SwapAdapter):
-                        assert (message.name, message.version) in self.durable
-                    if isinstance(message, LoadAdapter):
-                        is_durable = (message.name, message.version) in self.durable
-                        assert is_durable or not message.is_live
-                        key = (engine, message.name, message.version)
-                        self.reading[key] = message.chunks[0].version
-                    self.inboxes[engine].append(message)
-                case ac.ResolveAdapterPublish(call=call, error=error):
+                case wc.Send(outgoing=outgoing):
+                    for engine, message in outgoing:
+                        self.take(engine, message)
+                case wc.WakeCall(call=call):
+                    self.feed(wc.CallWoken(call, 1))
+                case wc.Resolve(call=call, value=wc.Reserved(version=version)):
+                    self.write(call, self.reserving.pop(call), version)
+                case wc.Resolve(call=call, error=error):
                     assert call not in self.outcomes
                     self.outcomes[call] = error
-                case ac.ReleaseAdapter(name=name, version=version):
+                case wc.ReleaseVersion(adapter=name, version=version):
                     assert version > self.released.get(name, 0)
                     self.released[name] = version
                     self.durable_due.append((name, version))
-                case ac.GiveUpAdapterEngine(engine=engine):
+                case wc.GiveUp(engine=engine):
                     self.leave(engine)
+
+    def take(self, engine: str, message: Any) -> None:
+        """Put a message about adapters into an engine's inbox."""
+        if isinstance(message, InitWeights):
+            return
+        if isinstance(message, SwapAdapter):
+            assert (message.name, message.version) in self.durable
+        if isinstance(message, LoadAdapter):
+            assert (message.name, message.version) in self.durable or not message.is_live
+            self.reading[engine, message.name, message.version] = message.chunks[0].version
+        self.inboxes[engine].append(message)
 
     def join(self, engine: str, adapters_max: int = 4) -> None:
         self.inboxes[engine] = []
         self.reading = {key: b for key, b in self.reading.items() if key[0] != engine}
         held = [HeldAdapter(*pair) for pair in self.live.setdefault(engine, {}).items()]
-        self.feed(ac.AdapterEngineConnected(engine, adapters_max, held))
+        self.feed(wc.EngineConnected(engine, 0, None, wc.AdapterMemory(adapters_max, held)))
 
     def leave(self, engine: str) -> None:
         self.inboxes.pop(engine, None)
         self.live.pop(engine, None)
         self.reading = {key: b for key, b in self.reading.items() if key[0] != engine}
-        self.feed(ac.AdapterEngineRemoved(engine))
+        self.feed(wc.EngineRemoved(engine))
 
     def publish(self, name: str) -> int:
         self.calls += 1
-        version = self.newest[name] = self.newest.get(name, 0) + 1
-        chunks = [UpdateWeights(version=self.calls, location="x", tensors=[])]
-        self.feed(ac.AdapterPublishRequested(self.calls, name, version, 1.0, chunks, self.calls))
+        self.reserving[self.calls] = name
+        next_version = self.released.get(name, 0) + 1
+        self.feed(wc.ReserveRequested(self.calls, next_version, adapter=name))
         return self.calls
+
+    def write(self, call: int, name: str, version: int) -> None:
+        """Publish a version that may be written now; its buffer has the number of its call."""
+        chunks = [UpdateWeights(version=call, location="x", tensors=[])]
+        self.feed(wc.PublishRequested(call, version, chunks, adapter=name))
 
     def answer(self, engine: str, *, refuses: bool = False) -> None:
         """Have an engine handle the oldest message in its inbox."""
         message = self.inboxes[engine].pop(0)
         live = self.live[engine]
-        reply: ac.AdapterReply | None = None
+        reply: wc.AdapterReply | None = None
         match message:
             case LoadAdapter(name=name, version=version, is_live=is_live):
                 if refuses and not is_live:
@@ -105,12 +125,16 @@ class Driver:
                 if version in (None, live.get(name)):
                     live.pop(name, None)
         if reply is not None:
-            self.feed(ac.ReplyReceived(engine, reply))
+            self.feed(wc.ControlReplyReceived(engine, reply))
 
     def commit(self) -> None:
         name, version = self.durable_due.pop(0)
         self.durable.add((name, version))
-        self.feed(ac.ReleaseDurable(name, version))
+        self.feed(wc.VersionDurable(version, name))
+
+    def live_version(self, name: str) -> int:
+        adapter = self.adapters.get(name)
+        return 0 if adapter is None else adapter.newest_version
 
     def settle(self) -> None:
         for _ in range(1000):
@@ -153,7 +177,7 @@ def test_one_engines_refusal_leaves_the_old_version_live_everywhere() -> None:
     assert isinstance(driver.outcomes[call], WeightsRefused)
     driver.settle()
     assert driver.live == {"e0": {"a": 1}, "e1": {"a": 1}}
-    assert driver.control.buffers == {1}
+    assert driver.adapters.buffers == {1}
 
 
 def test_an_engine_that_never_loads_a_version_is_removed_and_the_publish_fails() -> None:
@@ -162,7 +186,7 @@ def test_an_engine_that_never_loads_a_version_is_removed_and_the_publish_fails()
     driver.join("e1")
     call = driver.publish("a")
     driver.answer("e0")
-    driver.feed(ac.PublishTimerFired(call))
+    driver.feed(wc.TimerFired("a"))
     assert isinstance(driver.outcomes[call], EngineLagging)
     assert driver.inboxes.keys() == {"e0"}
 
@@ -185,12 +209,12 @@ def test_an_engine_that_missed_a_swap_while_away_gets_it_when_it_reconnects() ->
 
 def test_a_resumed_run_waits_for_its_trainer_before_it_answers_for_an_adapter() -> None:
     driver = Driver()
-    driver.released["a"] = driver.newest["a"] = 3
+    driver.released["a"] = 3
     driver.durable.add(("a", 3))
     driver.live["e0"] = {"a": 3}
     driver.join("e0")
-    driver.feed(ac.ReplyReceived("e0", AdapterNeeded(name="a")))
-    driver.feed(ac.ReplyReceived("e0", AdapterNeeded(name="b")))
+    driver.feed(wc.ControlReplyReceived("e0", AdapterNeeded(name="a")))
+    driver.feed(wc.ControlReplyReceived("e0", AdapterNeeded(name="b")))
     assert driver.inboxes["e0"] == [UnloadAdapter(name="b")]
     driver.publish("a")
     driver.settle()
@@ -202,12 +226,12 @@ def test_a_publish_after_a_cancelled_one_that_is_released_waits_for_its_end() ->
     driver.join("e0")
     first = driver.publish("a")
     driver.answer("e0")  # has loaded it, so it is released
-    driver.feed(ac.AdapterCallCancelled(first))
+    driver.feed(wc.CallCancelled(first))
     second = driver.publish("a")
     assert driver.inboxes["e0"] == []
     driver.settle()
     assert driver.live["e0"] == {"a": 2}
-    assert driver.outcomes == {first: None, second: None}
+    assert driver.outcomes == {second: None}  # the caller of the first is gone
 
 
 def test_an_engine_gets_no_version_to_serve_before_its_number_is_durable() -> None:
@@ -215,7 +239,7 @@ def test_an_engine_gets_no_version_to_serve_before_its_number_is_durable() -> No
     driver.join("e0")
     driver.publish("a")
     driver.answer("e0")
-    driver.feed(ac.ReplyReceived("e0", AdapterNeeded(name="a")))
+    driver.feed(wc.ControlReplyReceived("e0", AdapterNeeded(name="a")))
     assert driver.inboxes["e0"] == []  # a crash could give its number to other weights
     driver.commit()
     assert [type(message) for message in driver.inboxes["e0"]] == [SwapAdapter]
@@ -246,18 +270,18 @@ class AdapterPublishes(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"))
     def unload(self, name: str) -> None:
         if self.open.get(name) is None or self.open[name] in self.driver.outcomes:
-            self.driver.feed(ac.UnloadRequested(name))
+            self.driver.feed(wc.UnloadRequested(name))
 
     @rule(name=st.sampled_from("abc"), is_pinned=st.booleans())
     def pin(self, name: str, is_pinned: bool) -> None:
-        self.driver.feed(ac.PinChanged(name, self.driver.control.version(name), is_pinned))
+        self.driver.feed(wc.PinChanged(name, self.driver.live_version(name), is_pinned))
 
     @rule(name=st.sampled_from("abc"))
     def time_out_or_cancel(self, name: str) -> None:
         if (call := self.open.get(name)) is not None and call % 2:
-            self.driver.feed(ac.PublishTimerFired(call))
+            self.driver.feed(wc.TimerFired(name))
         elif call is not None:
-            self.driver.feed(ac.AdapterCallCancelled(call))
+            self.driver.feed(wc.CallCancelled(call))
             del self.open[name]  # a released one runs to its end, and the next waits for it
 
     @precondition(lambda self: self.driver.durable_due)
@@ -269,7 +293,7 @@ class AdapterPublishes(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from("abc"))
     def need(self, data: Any, name: str) -> None:
         engine = data.draw(st.sampled_from(sorted(self.driver.inboxes)))
-        self.driver.feed(ac.ReplyReceived(engine, AdapterNeeded(name=name)))
+        self.driver.feed(wc.ControlReplyReceived(engine, AdapterNeeded(name=name)))
 
     @rule(data=st.data(), refuses=st.booleans())
     def answer(self, data: Any, refuses: bool) -> None:
@@ -279,7 +303,7 @@ class AdapterPublishes(RuleBasedStateMachine):
 
     @invariant()
     def no_buffer_is_freed_while_it_is_read(self) -> None:
-        assert set(self.driver.reading.values()) <= self.driver.control.buffers
+        assert set(self.driver.reading.values()) <= self.driver.adapters.buffers
 
     def teardown(self) -> None:
         """Once all have replied, publishes have outcomes and no engine serves an old version."""
@@ -287,7 +311,7 @@ class AdapterPublishes(RuleBasedStateMachine):
         assert all(call in self.driver.outcomes for call in self.open.values())
         for engine in self.driver.inboxes:
             for name, version in self.driver.live[engine].items():
-                assert version == self.driver.control.version(name)
+                assert version == self.driver.live_version(name)
 
 
 TestAdapterPublishes = AdapterPublishes.TestCase
