@@ -7,7 +7,7 @@ requests the adapter, so nothing here tracks what engines have in memory.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from typing_extensions import override
 
@@ -20,7 +20,7 @@ from tidegate.orchestrator.core.control_events import (
     Reserved,
     ReserveRequested,
 )
-from tidegate.orchestrator.core.control_state import ControlState, Steps, Wait
+from tidegate.orchestrator.core.control_state import ControlState, NextVersion, Steps, Wait
 from tidegate.orchestrator.core.target_versions import TargetVersions, WeightUpdate
 from tidegate.orchestrator.core.weight_content import WeightContent
 from tidegate.orchestrator.core.weight_versions import WeightVersions
@@ -193,11 +193,12 @@ class Adapters:
         pause_mode: PauseMode,
         kv_policy: KvPolicy,
         timeout_s: float,
-        released: Mapping[str, int],
+        next_version: NextVersion,
+        released: Collection[str],
     ) -> None:
-        """``released``: the run's newest version of each adapter, which after a resume includes
-        those that the trainer has not published again."""
-        self.state, self._weights, self._released = state, weights, released
+        """The arguments are those of :class:`WeightControl`."""
+        self.state, self._weights = state, weights
+        self._next_version, self._released = next_version, released
         self.pause_mode: PauseMode = pause_mode
         self.kv_policy: KvPolicy = kv_policy
         """What a swap does to the KV of the adapter's kept turns."""
@@ -255,8 +256,10 @@ class Adapters:
 
         yield Wait(lambda: state.reserved_for is None and is_over())
         state.reserved_for = name
-        version = self._assigned[name] = max(event.next_version, self._assigned.get(name, 0) + 1)
-        return Reserved(version, self.buffers | self._weights.buffers, None, None)
+        version = self._assigned[name] = max(
+            self._next_version(name), self._assigned.get(name, 0) + 1
+        )
+        return Reserved(version, self.buffers | self._weights.buffers, None, None, name)
 
     def publish(self, event: PublishRequested) -> None:
         """Bring a version that was written to all engines."""

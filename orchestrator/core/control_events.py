@@ -117,8 +117,6 @@ class ReserveRequested(Struct, frozen=True):
     """A publish asks for the channel's buffer. Resolved with :class:`Reserved`."""
 
     call: int
-    next_version: int
-    """Number after the newest released version."""
     is_part: bool = False
     """Whether only some tensors, or an adapter, will be written."""
     has_deltas: bool = False
@@ -195,13 +193,6 @@ class WakeRequested(Struct, frozen=True):
     tags: Sequence[MemoryTag]
 
 
-class CallWoken(Struct, frozen=True):
-    """A call continues after :class:`WakeCall`."""
-
-    call: int
-    next_version: int
-
-
 class CallCancelled(Struct, frozen=True):
     """The caller of a call was cancelled."""
 
@@ -221,29 +212,38 @@ class VersionDurable(Struct, frozen=True):
     adapter: str = ""
 
 
+class VersionsRetracted(Struct, frozen=True):
+    """The groups of :class:`RetractVersions` are discarded."""
+
+
 class KvPolicyChosen(Struct, frozen=True):
     """The user changed what the next swap does to the KV of kept turns."""
 
     kv_policy: KvPolicy
 
 
-Event = (
-    EngineConnected
-    | EngineRemoved
-    | ControlReplyReceived
-    | ReserveRequested
+Call = (
+    ReserveRequested
     | PublishRequested
-    | ReserveAbandoned
-    | PinChanged
-    | UnloadRequested
     | PauseRequested
     | EngineHaltRequested
     | SleepRequested
     | WakeRequested
-    | CallWoken
+)
+"""Events that begin a trainer's call."""
+
+Event = (
+    Call
+    | EngineConnected
+    | EngineRemoved
+    | ControlReplyReceived
+    | ReserveAbandoned
+    | PinChanged
+    | UnloadRequested
     | CallCancelled
     | TimerFired
     | VersionDurable
+    | VersionsRetracted
     | KvPolicyChosen
 )
 
@@ -264,12 +264,6 @@ class Resolve(Struct, frozen=True):
     call: int
     value: object = None
     error: TidegateError | None = None
-
-
-class WakeCall(Struct, frozen=True):
-    """A call's condition holds: continue it (:class:`CallWoken`) in the loop's next iteration."""
-
-    call: int
 
 
 class SetTimer(Struct, frozen=True):
@@ -329,7 +323,7 @@ class SuspendDeadlines(Struct, frozen=True):
 class HoldBatches(Struct, frozen=True):
     """Hold batches while the trainer's version is undecided, or hand them over again.
 
-    Sent after every change that a waiting call may depend on.
+    Sent after every event, because other parts may wait for the change.
     """
 
     is_held: bool
@@ -338,7 +332,6 @@ class HoldBatches(Struct, frozen=True):
 Command = (
     Send
     | Resolve
-    | WakeCall
     | SetTimer
     | StopTimer
     | GiveUp
@@ -362,3 +355,4 @@ class Reserved(Struct, frozen=True):
     delta_base_version: int | None
     """Version relative to which unchanged tensors may be omitted; None if all tensors must be
     written."""
+    adapter: str = ""

@@ -19,12 +19,15 @@ from tidegate.orchestrator.core.control_events import (
     Send,
     SetTimer,
     StopTimer,
-    WakeCall,
 )
 from tidegate.transport.messages import StartWeightUpdate
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 Result = TypeVar("Result")
+
+NextVersion = Callable[[str], int]
+"""Returns the number after the newest released version of an adapter, or (empty name) of the run's
+weights, as of the commands that were carried out."""
 
 NO_VERSION = -1
 """Served version of an engine that has dropped its weights."""
@@ -97,9 +100,6 @@ class Wait:
 
     is_met: Callable[[], bool]
     timeout_s: float | None = None
-    is_deferred: bool = False
-    """Whether the call continues only once the commands so far are carried out, even if the
-    condition holds already."""
 
 
 Steps = Generator[Wait, bool, Result]
@@ -114,12 +114,9 @@ class _Call:
     steps: Steps[object]
     is_shielded: bool
     """Whether the call goes on if its caller is cancelled."""
-    wait: Wait | None = None
-    is_alone: bool = False
+    is_alone: bool
     """Whether the caller has returned or is gone."""
-    is_woken: bool = False
-    """Whether the caller was told to continue the call, and has not yet."""
-    is_late: bool = False
+    wait: Wait | None = None
 
 
 class ControlState:
@@ -130,8 +127,6 @@ class ControlState:
         """Engines by name, in the order in which they joined."""
         self.on_given_up: Callable[[str], None] = lambda engine: None
         """Called with the name of each engine that :meth:`give_up` removes."""
-        self.next_version = 1
-        """Number after the newest released version, as of the call that continues now."""
         self.reserved_for: str | None = None
         """Target of the version that the weight channel is reserved for, or the run's weights while
         engines are put to sleep; None if the channel is free."""
@@ -139,8 +134,7 @@ class ControlState:
         """Error of a call whose caller had returned already, until another call raises it."""
         self._commands: list[Command] = []
         self._calls: dict[int, _Call] = {}
-        self._waiting: dict[int, None] = {}
-        """Calls whose condition does not hold yet, in the order in which they began to wait."""
+        """Calls that wait, in the order in which they began to."""
 
     # ------------------------------------------------------------ commands
 
@@ -181,95 +175,60 @@ class ControlState:
     ) -> None:
         """Begin a call. ``is_shielded``: it goes on if its caller is cancelled; ``is_alone``: it
         has no caller."""
-        call = self._calls[call_id] = _Call(call_id, steps, is_shielded, is_alone=is_alone)
-        self._run(call)
+        self._run(_Call(call_id, steps, is_shielded, is_alone))
 
     def end(self, call_id: int, value: object = None, error: TidegateError | None = None) -> None:
         """Return to a call's caller."""
         self.command(Resolve(call_id, value, error))
 
-    def continue_call(self, call_id: int) -> None:
-        """Continue a call that was woken."""
-        call = self._calls.get(call_id)
-        if call is None or call.wait is None:
-            return
-        call.is_woken = False
-        if not call.is_late and not call.wait.is_met():
-            self._waiting[call_id] = None  # another call was woken first
-            return
-        if call.wait.timeout_s is not None:
-            self.command(StopTimer(call_id))
-        self._run(call)
+    def continue_ready_call(self) -> bool:
+        """Continue the first call whose condition holds now; return False if there is none."""
+        for call in self._calls.values():
+            if call.wait is not None and call.wait.is_met():
+                self._run(self._take(call))
+                return True
+        return False
 
-    def _run(self, call: _Call) -> None:
-        """Continue a call until it waits or ends."""
-        is_late, call.is_late = call.is_late, False
-        try:
-            wait = next(call.steps) if call.wait is None else call.steps.send(is_late)
-            while wait.is_met() and not wait.is_deferred:
-                wait = call.steps.send(False)
-        except StopIteration as ended:
-            self._end(call, value=ended.value)
-        except TidegateError as error:
-            self._end(call, error=error)
-        else:
-            call.wait = wait
-            self._waiting[call.call_id] = None
-            if wait.timeout_s is not None:
-                self.command(SetTimer(call.call_id, wait.timeout_s))
-
-    def _end(self, call: _Call, value: object = None, error: TidegateError | None = None) -> None:
-        del self._calls[call.call_id]
-        if not call.is_alone:
-            self.end(call.call_id, value, error)
-        elif error is not None:
-            self.failure = error
+    def on_timer(self, call_id: int) -> None:
+        """Continue a call whose time limit has passed."""
+        if (call := self._calls.get(call_id)) is not None:
+            self._run(self._take(call), is_late=True)
 
     def cancel(self, call_id: int) -> bool:
         """End a call whose caller was cancelled, unless it is shielded; False if there is none."""
         call = self._calls.get(call_id)
         if call is None:
             return False
-        if call.is_shielded:
-            call.is_alone = True
-            if call.is_woken:
-                self.continue_call(call_id)
-            return True
-        del self._calls[call_id]
-        self._waiting.pop(call_id, None)
-        if call.wait is not None and call.wait.timeout_s is not None:
-            self.command(StopTimer(call_id))
-        call.steps.close()
+        call.is_alone = True
+        if not call.is_shielded:
+            self._take(call).steps.close()
         return True
 
-    def on_timer(self, call_id: int) -> None:
-        """Wake a call whose time limit has passed."""
-        if call_id in self._waiting:
-            self._calls[call_id].is_late = True
-            self._wake(call_id)
+    def _take(self, call: _Call) -> _Call:
+        del self._calls[call.call_id]
+        if call.wait is not None and call.wait.timeout_s is not None:
+            self.command(StopTimer(call.call_id))
+        return call
 
-    def wake_ready_calls(self) -> bool:
-        """Wake the calls whose condition holds now; return whether one continued without its
-        caller, so that others may be ready."""
-        has_continued = False
-        for call_id in [each for each in self._waiting if self._is_ready(each)]:
-            if call_id in self._waiting:
-                has_continued |= self._wake(call_id)
-        return has_continued
-
-    def _is_ready(self, call_id: int) -> bool:
-        wait = self._calls[call_id].wait
-        return wait is not None and wait.is_met()
-
-    def _wake(self, call_id: int) -> bool:
-        del self._waiting[call_id]
-        call = self._calls[call_id]
-        if call.is_alone:
-            self.continue_call(call_id)
-            return True
-        call.is_woken = True
-        self.command(WakeCall(call_id))
-        return False
+    def _run(self, call: _Call, *, is_late: bool = False) -> None:
+        """Continue a call until it waits or ends."""
+        try:
+            wait = next(call.steps) if call.wait is None else call.steps.send(is_late)
+            while wait.is_met():
+                wait = call.steps.send(False)
+        except StopIteration as ended:
+            if not call.is_alone:
+                self.end(call.call_id, ended.value)
+        except TidegateError as error:
+            if call.is_alone:
+                self.failure = error
+            else:
+                self.end(call.call_id, error=error)
+        else:
+            call.wait = wait
+            self._calls[call.call_id] = call
+            if wait.timeout_s is not None:
+                self.command(SetTimer(call.call_id, wait.timeout_s))
 
 
 class Turns:

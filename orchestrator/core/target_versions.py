@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from tidegate.errors import EngineLagging, TidegateError, WeightsRefused
 from tidegate.orchestrator.core.control_events import (
+    Outgoing,
     PublishRequested,
     PublishWait,
     ReleaseVersion,
@@ -225,7 +226,11 @@ class TargetVersions(ABC):
         self._publishes.append(publish)
         self._state.reserved_for = None
         self.update = WeightUpdate(event, self._content_of(event))
-        self._stage([n for n in self._engines if self._lacks(n, self.update)], self.update)
+        behind = [name for name in self._engines if self._lacks(name, self.update)]
+        for engine in behind:
+            for each in self._updates:
+                each.remove(engine)  # it stages this version in place of an older one
+        self._stage(behind, self.update)
         if event.wait == "none":
             self._assigned_version = event.version
             self._resolve(publish)
@@ -289,7 +294,8 @@ class TargetVersions(ABC):
                 self._end(each)
 
     def _decide(self, update: WeightUpdate) -> None:
-        for engine, why in update.refusals.items():
+        if update.refusals:
+            engine, why = next(iter(update.refusals.items()))
             error = f"engine {engine!r} refused {self._title(update.version)}: {why}"
             self._fail(WeightsRefused(error))
             return
@@ -309,11 +315,12 @@ class TargetVersions(ABC):
 
     def _swap(self) -> None:
         """Have engines swap to a released version that they have staged, once each."""
-        outgoing: list[tuple[str, Message]] = []
+        outgoing: Outgoing = []
         for update in self._updates:
-            if not update.is_durable:
-                continue  # a crash would forget it, and its number would be given to other weights
-            wave = sorted(update.staged)[: max(0, self._swaps_available)]
+            # Else a crash would forget the version, and its number would be given to other weights.
+            if not update.is_durable or self._swaps_available <= 0:
+                continue
+            wave = sorted(update.staged)[: self._swaps_available]
             outgoing += [(engine, self._swap_message(engine, update)) for engine in wave]
             update.swapping.update(wave)
             update.staged.difference_update(wave)
@@ -376,11 +383,11 @@ class TargetVersions(ABC):
         self._stage([name for name in behind if not self.is_pending_on(name)], target)
 
     def _stage(self, engines: Iterable[str], update: WeightUpdate) -> None:
+        outgoing: Outgoing = []
         for engine in engines:
-            self.remove(engine)
             update.staging.add(engine)
-            messages = self._stage_messages(engine, update)
-            self._state.send([(engine, message) for message in messages])
+            outgoing += [(engine, each) for each in self._stage_messages(engine, update)]
+        self._state.send(outgoing)
 
     def join(self, engine: str) -> None:
         """Bring an engine that joins, and any other that lacks it, the newest version."""

@@ -6,12 +6,11 @@ messages, resolve a call, set a timer, remove an engine). The state machine does
 clock. Its parts decide on versions, pauses and sleep; they share one :class:`ControlState`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from tidegate.orchestrator.core.adapter_versions import Adapters
 from tidegate.orchestrator.core.control_events import (
     CallCancelled,
-    CallWoken,
     Command,
     ControlReply,
     ControlReplyReceived,
@@ -32,9 +31,10 @@ from tidegate.orchestrator.core.control_events import (
     TimerFired,
     UnloadRequested,
     VersionDurable,
+    VersionsRetracted,
     WakeRequested,
 )
-from tidegate.orchestrator.core.control_state import ControlledEngine, ControlState
+from tidegate.orchestrator.core.control_state import ControlledEngine, ControlState, NextVersion
 from tidegate.orchestrator.core.pause_control import PauseControl
 from tidegate.orchestrator.core.sleep_control import SleepControl
 from tidegate.orchestrator.core.target_versions import TargetVersions
@@ -68,12 +68,13 @@ class WeightControl:
         wave_engines: int | None = None,
         weight_update_timeout_s: float = 60.0,
         pause_timeout_s: float = 60.0,
-        released_adapters: Mapping[str, int] | None = None,
+        next_version: NextVersion,
+        released_adapters: Collection[str] = (),
     ) -> None:
         """``wave_engines``: number of engines that swap at a time; None for all at once.
         ``weight_update_timeout_s``: time limit of a version, a sleep or a wake;
-        ``pause_timeout_s``: of a pause or resume. ``released_adapters``: the run's newest version
-        of each adapter with versions of its own."""
+        ``pause_timeout_s``: of a pause or resume. ``released_adapters``: adapters of which the run
+        has versions, which after a resume includes those not published again."""
         self._init = init
         self.shared = state = ControlState()
         state.on_given_up = self._remove
@@ -87,6 +88,7 @@ class WeightControl:
             kv_policy=kv_policy,
             wave_engines=wave_engines,
             timeout_s=weight_update_timeout_s,
+            next_version=next_version,
         )
         self.sleeps = SleepControl(
             state, self.pauses, self.weights, timeout_s=weight_update_timeout_s
@@ -98,7 +100,8 @@ class WeightControl:
             pause_mode=pause_mode,
             kv_policy=kv_policy,
             timeout_s=weight_update_timeout_s,
-            released=released_adapters if released_adapters is not None else {},
+            next_version=next_version,
+            released=released_adapters,
         )
 
     def _of(self, adapter: str) -> TargetVersions | None:
@@ -125,26 +128,24 @@ class WeightControl:
             case TimerFired(timer=str() as adapter):
                 if (versions := self._of(adapter)) is not None:
                     versions.on_timer()
+            case VersionsRetracted():
+                self.weights.on_retracted()
             case KvPolicyChosen(kv_policy=kv_policy):
                 self.weights.kv_policy = kv_policy
             case _:
                 self._on_call(event)
         self._advance(only)
-        while self.shared.wake_ready_calls():
+        while self.shared.continue_ready_call():
             self._advance()
         return self.shared.take_commands()
 
     def _on_call(self, event: Event) -> None:
         state, pauses = self.shared, self.pauses
         match event:
-            case CallWoken(call=call, next_version=next_version):
-                state.next_version = next_version
-                state.continue_call(call)
             case CallCancelled(call=call):
                 if not (state.cancel(call) or self.weights.cancel(call)):
                     self.adapters.cancel(call)
             case ReserveRequested(call=call, adapter=""):
-                state.next_version = event.next_version
                 state.begin(call, self.weights.reserve(event))
             case ReserveRequested(call=call):
                 state.begin(call, self.adapters.reserve(event))

@@ -18,7 +18,7 @@ from tidegate.orchestrator.core.control_events import (
     ReserveRequested,
     RetractVersions,
 )
-from tidegate.orchestrator.core.control_state import ControlState, Steps, Wait
+from tidegate.orchestrator.core.control_state import ControlState, NextVersion, Steps, Wait
 from tidegate.orchestrator.core.pause_control import PauseControl
 from tidegate.orchestrator.core.target_versions import Publish, TargetVersions, WeightUpdate
 from tidegate.orchestrator.core.weight_content import (
@@ -48,10 +48,13 @@ class WeightVersions(TargetVersions):
         kv_policy: KvPolicy,
         wave_engines: int | None,
         timeout_s: float,
+        next_version: NextVersion,
     ) -> None:
         """The arguments are those of :class:`WeightControl`."""
         super().__init__(state, timeout_s=timeout_s, wave_engines=wave_engines)
         self._pauses = pauses
+        self._next_version = next_version
+        self._is_retracted = False
         self._pause_mode: PauseMode = pause_mode
         self.kv_policy: KvPolicy = kv_policy
         """What the next swap does to the KV of kept turns."""
@@ -134,14 +137,14 @@ class WeightVersions(TargetVersions):
     def reserve(self, event: ReserveRequested) -> Steps[Reserved]:
         """Reserve the buffer for the next version, and abandon a version still being staged."""
         state = self._state
-        is_known = self.newest_version >= 0 or event.next_version <= 1
+        is_known = self.newest_version >= 0 or self._next_version("") <= 1
         if event.is_part and not is_known:
             raise WeightsRefused(UNKNOWN_BASE)
         if (failure := state.take_failure()) is not None:
             raise failure
         if event.first_bad is not None:
             yield from self._retract(event.call, event.first_bad)
-        yield Wait(lambda: state.reserved_for is None, is_deferred=event.first_bad is not None)
+        yield Wait(lambda: state.reserved_for is None)
         state.reserved_for = self.name
         version = self._supersede()
         try:
@@ -168,7 +171,13 @@ class WeightVersions(TargetVersions):
             state.begin(call_id, pauses.apply(), is_alone=True)
             raise
         pauses.bad_until = self._newest_assigned
+        self._is_retracted = False
         state.command(RetractVersions(first_bad))
+        yield Wait(lambda: self._is_retracted)
+
+    def on_retracted(self) -> None:
+        """Record that the groups of the retracted versions are discarded."""
+        self._is_retracted = True
 
     @property
     def _newest_assigned(self) -> int:
@@ -188,7 +197,7 @@ class WeightVersions(TargetVersions):
         if update is not None and self.is_undecided:
             self._assigned_version = update.version
             self._stop_timer()
-        version = max(self._state.next_version, self._assigned_version + 1)
+        version = max(self._next_version(""), self._assigned_version + 1)
         if update is not None and not update.is_released:
             self._withdraw()
             self._base = before  # it has not failed, so the newer version contains its tensors
@@ -245,7 +254,6 @@ class WeightVersions(TargetVersions):
 
     def _resume(self) -> Steps[None]:
         """Have engines resume after a rollback, because good weights are live on all of them."""
-        yield Wait(lambda: True, is_deferred=True)
         self._pauses.bad_until = None
         yield from self._pauses.apply()
 

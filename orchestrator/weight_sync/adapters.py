@@ -75,9 +75,7 @@ class AdapterManager:
             try:
                 if name_batches is not None:
                     name_batches()
-                reserved = await control.reserve(
-                    adapter=name, next_version=self._next_version(name)
-                )
+                reserved = await control.reserve(adapter=name)
                 try:
                     writing = asyncio.to_thread(write, next(self._buffers), reserved.keep)
                     chunks = await finish_write(writing)
@@ -90,12 +88,6 @@ class AdapterManager:
             finally:
                 run.hold_batches(False, name)
         return reserved.version
-
-    def _next_version(self, name: str) -> int:
-        """Return the number after an adapter's newest released version."""
-        core = self._run.core
-        trained = core.trained_adapters.get(name)
-        return core.adapters.get(name, 0) + 1 if trained is None else trained.next_version
 
     def publishing(self, name: str) -> asyncio.Lock:
         """Return the lock that publishes of an adapter hold."""

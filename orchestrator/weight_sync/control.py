@@ -75,6 +75,7 @@ class EngineControl:
             wave_engines=settings.engines_per_update_wave,
             weight_update_timeout_s=settings.weight_update_timeout_s,
             pause_timeout_s=pause_timeout_s,
+            next_version=self._next_version,
             released_adapters=run.core.adapters,
         )
         """The state machine. Other code may read it, but only this class feeds it events."""
@@ -119,15 +120,14 @@ class EngineControl:
         has_deltas: bool = False,
         first_bad: int | None = None,
         adapter: str = "",
-        next_version: int | None = None,
     ) -> Reserved:
         """Wait until the weight channel's buffer may be overwritten; return what to write there.
 
         Call :meth:`publish` or :meth:`release` afterwards. A version that is still being staged is
         abandoned for this one. ``is_part``: only some tensors, or an adapter, will be written;
         ``has_deltas``: unchanged tensors may be omitted. ``first_bad``: versions from this one on
-        are bad, and engines are paused first (rollback). ``adapter``, ``next_version``: the adapter
-        whose version is written, and the number after its newest released one.
+        are bad, and engines are paused first (rollback). ``adapter``: adapter whose version is
+        written.
 
         Raises:
             EngineLagging: an engine still read the buffer after ``weight_update_timeout_s``. It is
@@ -136,11 +136,13 @@ class EngineControl:
             TidegateError: an earlier publish failed after its call had returned.
         """
         call_id = next(self._call_ids)
-        next_version = next_version or self._run.core.next_version
-        request = wc.ReserveRequested(
-            call_id, next_version, is_part, has_deltas, first_bad, adapter
-        )
+        request = wc.ReserveRequested(call_id, is_part, has_deltas, first_bad, adapter)
         return cast(Reserved, await self._run_call(request))
+
+    def _next_version(self, adapter: str) -> int:
+        core = self._run.core
+        trained = core.trained_adapters.get(adapter) if adapter else core
+        return core.adapters.get(adapter, 0) + 1 if trained is None else trained.next_version
 
     def release(self, adapter: str = "") -> None:
         """Free the reserved buffer; the version that was abandoned for it stays abandoned."""
@@ -239,32 +241,23 @@ class EngineControl:
 
     # ------------------------------------------------------------ calls
 
-    async def _run_call(
-        self,
-        request: wc.ReserveRequested
-        | wc.PublishRequested
-        | wc.PauseRequested
-        | wc.EngineHaltRequested
-        | wc.SleepRequested
-        | wc.WakeRequested,
-    ) -> object:
-        """Begin a call in the state machine, and continue it when woken, until it is resolved."""
-        call_id, event = request.call, cast(wc.Event, request)
+    async def _run_call(self, request: wc.Call) -> object:
+        """Begin a call in the state machine, and wait until it is resolved."""
+        calls, call_id = self._pending.calls, request.call
+        resolved = calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            while call_id not in self._outcomes:
-                # Created first, because handling the event may wake the call at once.
-                woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._pending.calls[call_id] = woken
-                self.handle(event)
-                if call_id not in self._outcomes:
-                    await woken
-                event = wc.CallWoken(call_id, self._run.core.next_version)
-        finally:
-            self._pending.calls.pop(call_id, None)
-            outcome = self._outcomes.pop(call_id, None)
-            if outcome is None:
+            self.handle(request)
+            await resolved
+        except BaseException:
+            ended = self._outcomes.pop(call_id, None)
+            if ended is None:
                 self.handle(wc.CallCancelled(call_id))
-        assert outcome is not None
+            elif isinstance(ended.value, Reserved):
+                self.release(ended.value.adapter)  # nobody else would
+            raise
+        finally:
+            del calls[call_id]
+        outcome = self._outcomes.pop(call_id)
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
@@ -282,8 +275,6 @@ class EngineControl:
             case wc.HoldBatches(is_held=is_held):
                 run.hold_batches(is_held)
                 self._pending.notify()
-            case wc.WakeCall(call=call):
-                resolve(self._pending.calls.get(call), None)
             case wc.Resolve(call=call):
                 self._outcomes[call] = command
                 resolve(self._pending.calls.get(call), None)
@@ -307,6 +298,7 @@ class EngineControl:
             case wc.RetractVersions(first_bad=first_bad):
                 self._drains.cut()
                 run.handle(ev.VersionRetracted(first_bad))
+                self.handle(wc.VersionsRetracted())
             case wc.SuspendDeadlines(is_halted=is_halted):
                 run.suspend_deadlines(is_halted)
             case wc.GiveUp(engine=engine, why=why):

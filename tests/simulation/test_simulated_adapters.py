@@ -17,7 +17,6 @@ from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.snapshot_codec import SavedCore
 from tidegate.orchestrator.core.turns import TurnTracker
-from tidegate.orchestrator.weight_sync.adapters import AdapterManager
 from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.simulation.checks.coverage import ADAPTER_MARKS
 from tidegate.simulation.faults.scenario import read_scenario
@@ -125,10 +124,12 @@ def adapters_are_swapped_before_their_number_is_safe(patch: pytest.MonkeyPatch) 
 
 @mutation(seed=4)
 def a_restarted_process_numbers_an_adapters_versions_anew(patch: pytest.MonkeyPatch) -> None:
-    def next_version(self: AdapterManager, name: str) -> int:
-        return 1
+    right = EngineControl._next_version
 
-    patch.setattr(AdapterManager, "_next_version", next_version)
+    def next_version(self: EngineControl, adapter: str) -> int:
+        return 1 if adapter else right(self, adapter)
+
+    patch.setattr(EngineControl, "_next_version", next_version)
 
 
 @mutation(seed=186)

@@ -38,12 +38,14 @@ def finish(engine: str, version: int) -> Outgoing:
 
 
 class ControlDriver:
-    """Shell of the state machine; a woken call continues before the next event."""
+    """Shell of the state machine."""
 
     def __init__(self, *engines: str, is_safe: bool = True, **settings: Any) -> None:
         """``is_safe``: whether decisions are committed at once."""
         self.state = WeightControl(
-            INIT, **{"pause_mode": "keep", "kv_policy": "recompute"} | settings
+            INIT,
+            next_version=lambda _: self.next_version,
+            **{"pause_mode": "keep", "kv_policy": "recompute"} | settings,
         )
         self.numbers = itertools.count()
         self.is_safe = is_safe
@@ -61,23 +63,16 @@ class ControlDriver:
     def do(self, event: wc.Event) -> Outgoing:
         """Handle one event and all that follows from it; return the messages sent."""
         before = len(self.sent)
-        woken: list[int] = []
-        self._handle(event, woken)
-        while woken:
-            number = woken.pop(0)
-            if number not in self.ended:
-                self._handle(wc.CallWoken(number, self.next_version), woken)
+        self._handle(event)
         return self.sent[before:]
 
-    def _handle(self, event: wc.Event, woken: list[int]) -> None:
+    def _handle(self, event: wc.Event) -> None:
         for command in self.state.handle(event):
             match command:
                 case wc.Send(outgoing=outgoing):
                     self.sent += outgoing
                 case wc.Resolve(call=call):
                     self.ended[call] = command
-                case wc.WakeCall(call=call):
-                    woken.append(call)
                 case wc.SetTimer(timer=timer, seconds=seconds):
                     self.timers[timer] = seconds
                 case wc.StopTimer(timer=timer):
@@ -85,17 +80,18 @@ class ControlDriver:
                 case wc.ReleaseVersion(version=version):
                     self.released.append(version)
                     if self.is_safe:
-                        self._handle(wc.VersionDurable(version), woken)
+                        self._handle(wc.VersionDurable(version))
                 case wc.RetractVersions(first_bad=first_bad):
                     self.retracted.append(first_bad)
+                    self._handle(wc.VersionsRetracted())
                 case wc.HoldBatches(is_held=is_held):
                     self.is_held = is_held
                 case wc.GiveUp(engine=engine, why=why):
                     self.given_up[engine] = why
-                    self._handle(wc.EngineRemoved(engine), woken)
+                    self._handle(wc.EngineRemoved(engine))
                 case wc.RefuseEngine(engine=engine, why=why):
                     self.refused[engine] = why
-                    self._handle(wc.EngineRemoved(engine), woken)
+                    self._handle(wc.EngineRemoved(engine))
 
     @property
     def next_version(self) -> int:
@@ -144,7 +140,7 @@ class ControlDriver:
 
     def reserve(self, **asked: bool) -> Reserved:
         """Reserve the buffer, which no engine reads."""
-        reserved = self.result(self.ask(wc.ReserveRequested, self.next_version, **asked))
+        reserved = self.result(self.ask(wc.ReserveRequested, **asked))
         assert isinstance(reserved, Reserved)
         return reserved
 

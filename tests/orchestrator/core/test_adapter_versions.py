@@ -37,6 +37,7 @@ class Driver:
             InitWeights(channel="shm"),
             pause_mode="keep",
             kv_policy="recompute",
+            next_version=lambda name: self.released.get(name, 0) + 1,
             released_adapters=self.released,
         )
         self.handle, self.adapters = control.handle, control.adapters
@@ -55,8 +56,6 @@ class Driver:
                 case wc.Send(outgoing=outgoing):
                     for engine, message in outgoing:
                         self.take(engine, message)
-                case wc.WakeCall(call=call):
-                    self.feed(wc.CallWoken(call, 1))
                 case wc.Resolve(call=call, value=wc.Reserved(version=version)):
                     self.write(call, self.reserving.pop(call), version)
                 case wc.Resolve(call=call, error=error):
@@ -95,8 +94,7 @@ class Driver:
     def publish(self, name: str) -> int:
         self.calls += 1
         self.reserving[self.calls] = name
-        next_version = self.released.get(name, 0) + 1
-        self.feed(wc.ReserveRequested(self.calls, next_version, adapter=name))
+        self.feed(wc.ReserveRequested(self.calls, adapter=name))
         return self.calls
 
     def write(self, call: int, name: str, version: int) -> None:

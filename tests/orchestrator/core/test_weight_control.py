@@ -151,7 +151,7 @@ def test_a_publish_given_up_while_engines_copy_it_waits_for_them_to_let_go() -> 
     run.staged("a", 1)
     assert run.do(wc.CallCancelled(run.call)) == []
     assert run.state.weights.lagging_engines == [LaggingEngines(1, "staging", ("b",))]
-    waiting = run.ask(wc.ReserveRequested, 1)
+    waiting = run.ask(wc.ReserveRequested)
     assert waiting not in run.ended
     assert run.staged("b", 1) == []
     assert run.result(waiting).version == 1
@@ -202,7 +202,7 @@ def test_an_answer_to_an_earlier_start_of_a_version_says_nothing_of_the_newest()
     run.bring(1, "a")
     run.reserve()
     run.publish(2)
-    waiting = run.ask(wc.ReserveRequested, 2)
+    waiting = run.ask(wc.ReserveRequested)
     assert run.sent[-1] == ("a", StartWeightUpdate(version=3))
     run.do(wc.CallCancelled(waiting))  # the writing fails; v1 serves on
     assert run.fails("a", 2, "given up, for v3 was started") == []
@@ -218,7 +218,7 @@ def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_an
     run.join("late")  # it stages v1
     run.reserve()
     run.publish(2)
-    waiting = run.ask(wc.ReserveRequested, 2)  # all get v3, and with it the request to stop
+    waiting = run.ask(wc.ReserveRequested)  # all get v3, and with it the request to stop
     run.fails("late", 1, "given up, for v2 was started")
     assert run.fails("late", 2, "given up, for v3 was started") == staging("late", 1)
     run.fails("a", 2, "given up, for v3 was started")
@@ -264,7 +264,7 @@ def test_a_newer_version_stops_copies_of_the_older_one_and_waits_for_the_replies
     run.publish(1)
     first = run.call
     run.staged("a", 1)
-    waiting = run.ask(wc.ReserveRequested, 1)
+    waiting = run.ask(wc.ReserveRequested)
     assert run.sent[-1] == ("b", StartWeightUpdate(version=2))
     assert waiting not in run.ended
     run.fails("b", 1, "given up, for v2 was started")
@@ -289,7 +289,7 @@ def test_a_version_whose_successor_could_not_be_written_is_dropped() -> None:
     run = ControlDriver("a")
     run.reserve()
     run.publish(1)
-    waiting = run.ask(wc.ReserveRequested, 1)
+    waiting = run.ask(wc.ReserveRequested)
     run.fails("a", 1, "given up, for v2 was started")
     assert run.result(waiting).version == 2
     run.do(wc.ReserveAbandoned())
@@ -344,7 +344,7 @@ def test_a_part_of_unknown_weights_is_refused() -> None:
 def test_a_rollback_pauses_engines_and_has_them_continue_under_good_weights() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, first_bad=1)
     assert run.sent[-1] == ("a", Pause(mode="abort"))
     assert (run.retracted, reserving in run.ended) == ([], False)
     run.hear("a", TurnsPaused(mode="abort"))
@@ -362,7 +362,7 @@ def test_a_rollback_pauses_engines_and_has_them_continue_under_good_weights() ->
 def test_the_end_of_a_policys_pause_resumes_no_engine_with_bad_weights() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     reserved = run.result(reserving)
     ending = run.ask(wc.EngineHaltRequested, False)
@@ -377,7 +377,7 @@ def test_the_end_of_a_policys_pause_resumes_no_engine_with_bad_weights() -> None
 def test_a_rollback_whose_weights_are_refused_leaves_engines_paused_for_the_next_one() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     assert run.result(reserving).version == 2
     publishing = run.ask(wc.PublishRequested, 2, [chunk(2)])
@@ -394,7 +394,7 @@ def test_after_a_rollback_that_came_to_nothing_the_next_whole_version_resumes_en
 ) -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     assert run.result(reserving).version == 2
     publishing = run.ask(wc.PublishRequested, 2, [chunk(2)])
@@ -415,7 +415,7 @@ def test_a_rollback_takes_up_the_number_of_a_version_that_was_given_up() -> None
     run.ask(wc.PublishRequested, 2, [chunk(2)])
     run.fails("a", 2)
     run.state.shared.take_failure()
-    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     assert run.result(reserving).version == 2
     run.ask(wc.PublishRequested, 2, [chunk(2)])
@@ -426,7 +426,7 @@ def test_a_rollback_takes_up_the_number_of_a_version_that_was_given_up() -> None
 def test_a_rollback_that_is_cancelled_before_versions_are_taken_back_resumes_engines() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, first_bad=1)
     run.do(wc.CallCancelled(reserving))
     assert run.retracted == []
     assert run.sent[-1] == ("a", Resume())
@@ -435,11 +435,11 @@ def test_a_rollback_that_is_cancelled_before_versions_are_taken_back_resumes_eng
 def test_a_cancelled_rollback_resumes_no_engine_that_an_earlier_one_left_with_bad_weights() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     assert run.result(reserving).version == 2
     run.do(wc.ReserveAbandoned())  # its write has failed
-    again = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    again = run.ask(wc.ReserveRequested, first_bad=1)
     run.do(wc.CallCancelled(again))
     assert Resume() not in [message for _, message in run.sent]
 
@@ -447,7 +447,7 @@ def test_a_cancelled_rollback_resumes_no_engine_that_an_earlier_one_left_with_ba
 def test_engines_resume_after_a_rollback_whose_caller_is_gone_once_its_version_is_live() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     reserved = run.result(reserving)
     publishing = run.ask(wc.PublishRequested, reserved.version, [chunk(reserved.version)])
@@ -559,7 +559,7 @@ def test_a_publish_waits_until_engines_sleep() -> None:
     run = ControlDriver("a")
     call = run.sleep(1, ["kv_cache"])
     run.hear("a", TurnsPaused(mode="abort"))
-    waiting = run.ask(wc.ReserveRequested, 1)
+    waiting = run.ask(wc.ReserveRequested)
     assert (call in run.ended, waiting in run.ended) == (False, False)
     run.hear("a", Asleep(request_id=0, tags=["kv_cache"], freed_bytes=7))
     assert run.result(waiting).version == 1

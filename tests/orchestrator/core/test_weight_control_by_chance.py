@@ -348,7 +348,7 @@ class Trainer(RuleBasedStateMachine):
     def reserve(self, first_bad: int | None = None) -> None:
         call = self.reserving = next(self.run.numbers)
         self.calls[call] = "ReserveRequested"
-        self.do(wc.ReserveRequested(call, self.run.next_version, first_bad=first_bad))
+        self.do(wc.ReserveRequested(call, first_bad=first_bad))
 
     @precondition(lambda self: self.writing is not None)
     @rule(wait=st.sampled_from(["live", "live", "staged", "none"]))

@@ -413,3 +413,20 @@ async def test_weights_that_no_message_holds_are_refused_to_their_caller_and_the
         assert await rollouts.publish({}) == 2
         assert versions(engines) == [2, 2]
         assert (await rollouts.evaluate(range(4), episode=one_turn)).failures == 0
+
+
+async def test_a_reservation_whose_caller_is_cancelled_as_it_gets_it_is_free_for_the_next(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    async with tidegate_serve(engines=[tidegate_engine()], says=LONG, **SMALL) as rollouts:
+        assert rollouts.simulated.scheduler is not None
+        control = rollouts.simulated.scheduler.control
+        await control.reserve()
+        waiting = asyncio.create_task(control.reserve())
+        await asyncio.sleep(0)
+        control.release()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await control.reserve()).version == 1
+        control.release()

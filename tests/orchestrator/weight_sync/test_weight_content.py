@@ -133,7 +133,7 @@ def test_a_part_that_gave_way_to_another_part_is_in_it() -> None:
     fleet = Fleet("a")
     fleet.publish(1, *NAMES)
     fleet.begin(2, "layer")  # no engine has staged it yet
-    waiting = fleet.control.ask(wc.ReserveRequested, 2, is_part=True)
+    waiting = fleet.control.ask(wc.ReserveRequested, is_part=True)
     fleet.let_go("a", 2)
     assert fleet.control.result(waiting) == wc.Reserved(3, frozenset({1, 2}), 2, None)
     fleet.control.do(wc.ReserveAbandoned())
@@ -143,7 +143,7 @@ def test_a_part_that_gave_way_to_another_is_served_with_it() -> None:
     fleet = Fleet("a")
     fleet.publish(1, *NAMES)
     fleet.begin(2, "layer")
-    waiting = fleet.control.ask(wc.ReserveRequested, 2, is_part=True)
+    waiting = fleet.control.ask(wc.ReserveRequested, is_part=True)
     fleet.let_go("a", 2)
     assert fleet.control.result(waiting).version == 3
     fleet.buffers.add(3)
@@ -168,7 +168,7 @@ def test_a_part_whose_successor_was_never_written_is_not_in_the_next_one() -> No
     fleet = Fleet("a")
     fleet.publish(1, "embedding")
     fleet.begin(2, "layer")
-    waiting = fleet.control.ask(wc.ReserveRequested, 2)
+    waiting = fleet.control.ask(wc.ReserveRequested)
     fleet.let_go("a", 2)
     assert fleet.control.result(waiting).version == 3
     fleet.control.do(wc.ReserveAbandoned())
