@@ -13,9 +13,7 @@ with whole answers, which suffice for a batch trainer, and with streams token by
 crash loses nothing. The run's adapter reads streams of ``--stream-interval-tokens``.
 
 On a busy machine, wall time includes other work. So for a server that it starts, the server's CPU
-seconds and vLLM's steps are reported as well, which show what each way makes the server do, and the
-CPU seconds of whoever reads the answers. They are counted over the same time; what the server
-spends when an adapter joins it comes once, and is reported apart.
+seconds and vLLM's steps are reported as well, which show what each way makes the server do.
 """
 
 import argparse
@@ -126,10 +124,6 @@ class Round:
     took_s: float
     server_cpu_s: float
     """CPU time of all server processes; 0 if they are not ours."""
-    reader_cpu_s: float
-    """CPU time of this process and its adapter."""
-    joining_cpu_s: float
-    """The server's CPU time before the first request."""
     steps: int
     """Steps of the server's engine; 0 if it does not report them."""
 
@@ -141,8 +135,8 @@ class Meter:
         self._session = session
         self._made = self._begun = self._ended = self._now()
 
-    def _now(self) -> tuple[float, float, float]:
-        return time.perf_counter(), cpu_s(self._session), reader_cpu_s()
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), cpu_s(self._session)
 
     def begin(self) -> None:
         """Set the begin. Later calls have no effect."""
@@ -155,11 +149,8 @@ class Meter:
 
     def round(self, steps: int) -> Round:
         """Return what was measured."""
-        took_s, server_cpu_s, reader_s = (
-            end - begin for begin, end in zip(self._begun, self._ended, strict=True)
-        )
-        joining_cpu_s = self._begun[1] - self._made[1]
-        return Round(took_s, server_cpu_s, reader_s, joining_cpu_s, steps)
+        took_s, cpu_s = (end - begin for begin, end in zip(self._begun, self._ended, strict=True))
+        return Round(took_s, cpu_s, steps)
 
 
 def main() -> None:
@@ -245,22 +236,12 @@ def rows(
         yield Row(name, ours, "tokens/s", theirs, statistics.median(ratios))
         yield Row("  lowest of the rounds' ratios", min(ratios), "")
         yield Row("  highest", max(ratios), "")
-    for way in WAYS:
-        speeds = [tokens / each[way].took_s for each in rounds]
-        spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
-        yield Row(f"  spread of {way}: (max - min) / median", spread, "")
-    for field, unit in (
-        ("server_cpu_s", "CPU s of the server"),
-        ("reader_cpu_s", "CPU s of the reader"),
-        ("steps", "steps of the engine"),
-    ):
+    for field, unit in (("server_cpu_s", "CPU s of the server"), ("steps", "steps of the engine")):
         for way in WAYS[1:]:
             if all(getattr(each[way], field) for each in rounds):
                 yield from paired(
                     f"  {unit}, through tidegate / {way} directly", unit, field, way, rounds
                 )
-    joining_s = statistics.median(each["tidegate"].joining_cpu_s for each in rounds)
-    yield Row("  CPU s of the server as the adapter joins", joining_s, "CPU s of the server")
 
 
 def paired(
@@ -286,25 +267,12 @@ def one_round(
 
 
 def cpu_s(session: int | None) -> float:
-    """Return the CPU time of a session's processes so far."""
-    return _cpu_s(lambda fields: int(fields[3]) == session)
-
-
-def reader_cpu_s() -> float:
-    """Return the CPU time so far of this process and of its children in the same session."""
-    session, parent = os.getsid(0), os.getpid()
-    adapters_s = _cpu_s(lambda fields: (int(fields[1]), int(fields[3])) == (parent, session))
-    return time.process_time() + adapters_s
-
-
-def _cpu_s(counts: Callable[[Sequence[str]], bool]) -> float:
-    """Return the CPU time so far of the processes whose fields of /proc/PID/stat are counted:
-    state, parent, group, session and so on."""
+    """Return the CPU time of a session's processes so far, from their /proc/PID/stat."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended
             fields = stat.read_text().rpartition(")")[2].split()
-            if counts(fields):
+            if int(fields[3]) == session:
                 ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 

@@ -1,13 +1,11 @@
-"""Parity and speed of the engine on a GPU, in stages that together end within half an hour.
+"""Speed of the engine on a GPU, with an audit, in stages that together end within half an hour.
 
 ``python -m benchmarks.device [--json]`` runs the stages in order, each in a process of its own with
 a time limit. Rows are printed, and appended to ``--rows FILE``, as they are measured, so a run that
 is cut off leaves what it has measured; the same command continues after the last stage that ended.
 
     machine: device, releases, and the rates of a copy and of a large matrix product
-    parity: tests of every kernel, and of steps on the device against steps on the CPU
     runs: runs with weight updates, audited token by token
-    ipc: weights from another process's memory on the device
     kernels: each kernel against torch and the roofline
     engine: tokens/s at 32, 128 and 512 requests, beside ``transformers`` continuous batching, and
         without CUDA graphs
@@ -76,10 +74,6 @@ class Size:
     dtype: str
     concurrent: Sequence[int]
     """Numbers of requests, at least 4 each: a quarter of them warm an engine up."""
-    parity: Sequence[str]
-    """Arguments of pytest."""
-    ipc: Sequence[str]
-    """Arguments of pytest."""
     tasks: int
     """Tasks of an audited run."""
     peer_timeout_s: float
@@ -90,8 +84,6 @@ SIZES = {
         models=LARGE,
         dtype="bfloat16",
         concurrent=(32, 128, 512),
-        parity=("tests/kernels", "tests/engine/test_on_a_gpu.py", "-k", "not cuda_ipc"),
-        ipc=("tests/engine/test_on_a_gpu.py", "-k", "cuda_ipc"),
         tasks=48,
         peer_timeout_s=150.0,
     ),
@@ -99,8 +91,6 @@ SIZES = {
         models={"tiny": Shape("Qwen3", SHAPES["tiny"].fields, median_tokens=8, longest_tokens=16)},
         dtype="float32",
         concurrent=(4,),
-        parity=("tests/kernels/test_residual_norm.py", "-k", "heads or cpu or refused"),
-        ipc=("tests/engine/weights/test_cuda_ipc_staging.py", "-k", "let_go_of or another_way"),
         tasks=12,
         peer_timeout_s=150.0,
     ),
@@ -155,50 +145,6 @@ def machine(bench: Bench) -> Iterator[Row]:
     measured = rates(bench.device, getattr(torch, bench.size.dtype))
     yield _row("copy", measured.bytes_per_us / 1e3, "GB/s")
     yield _row("matrix_product", measured.flops_per_us / 1e6, "TFLOP/s")
-
-
-def parity(bench: Bench) -> Iterator[Row]:
-    """Yield the tests' results, in the order in which they end."""
-    yield from _tests(bench.size.parity)
-
-
-def ipc(bench: Bench) -> Iterator[Row]:
-    """Yield the results of the tests of CUDA IPC."""
-    yield from _tests(bench.size.ipc)
-
-
-def _tests(arguments: Sequence[str]) -> Iterator[Row]:
-    """Run tests in another process, whose rows come one after another through a pipe."""
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.device", *arguments]
-    environment = os.environ | {"TIDEGATE_DEVICE_ROWS_FD": str(write)}
-    tests = subprocess.Popen(
-        command, cwd=ROOT, env=environment, pass_fds=[write], stdout=sys.stderr.fileno()
-    )
-    os.close(write)
-    with open(read) as lines:
-        results = []
-        for line in lines:
-            results.append(json.loads(line))
-            yield results[-1]
-    status = tests.wait()
-    for outcome in ("passed", "failed", "skipped"):
-        yield _row(outcome, sum(one["unit"] == outcome for one in results), "tests")
-    if status not in (0, 1):
-        raise RuntimeError(f"pytest {' '.join(arguments)} ended with status {status}")
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    """Write a row for each test; pytest calls it, because this module is one of its plugins."""
-    if report.when != "call" and not (report.failed or report.skipped):
-        return
-    row = _row(report.nodeid, round(report.duration, 3), report.outcome)
-    if report.failed:
-        row["error"] = str(report.longrepr)[-ERROR_CHARACTERS:]
-    elif report.skipped:
-        row["error"] = str(report.longrepr[-1])
-    if (write := os.environ.get("TIDEGATE_DEVICE_ROWS_FD")) is not None:
-        os.write(int(write), (json.dumps(row) + "\n").encode())
 
 
 def runs(bench: Bench) -> Iterator[Row]:
@@ -329,9 +275,7 @@ class Stage:
 
 STAGES = {
     "machine": Stage(machine, 90),
-    "parity": Stage(parity, 360),
     "runs": Stage(runs, 150),
-    "ipc": Stage(ipc, 120),
     "kernels": Stage(kernels, 180),
     "engine": Stage(engine, 600),
     "stall": Stage(stall, 300),

@@ -1,4 +1,4 @@
-"""Time to bring a version to many engines: by relay, one by one, gloo, or Ray's object store.
+"""Time to bring a version to many engines: by relay, or one by one.
 
 `python -m benchmarks.weights` measures, with real processes:
 
@@ -10,21 +10,17 @@
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from benchmarks.table import Row, compared, sample, show
+from benchmarks.table import Row, compared, show
 from benchmarks.transport.weight_end import HOME, End
 from tests.namespaces import Network, are_allowed
 from tidegate.transport.messages import encode
@@ -38,13 +34,6 @@ LOCAL_BYTES = 64 * 1024 * 1024
 LINK_MBIT_PER_S = 200
 LINK_BYTES = 16 * 1024 * 1024
 REPEATS = 3
-
-GLOO_MAX = 8
-"""Maximum number of engines with gloo, each of which loads torch."""
-
-RAY_MAX = 8
-
-RAY_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,70 +85,17 @@ def local_rows(counts: list[int]) -> Iterator[Row]:
     for count in counts:
         naive = measured(sender("zmq", address=HOME), local(count, 1), LOCAL_BYTES)
         what = f"{count} engines, {LOCAL_BYTES >> 20} MiB"
-        relays = {}
         for hosts in (1, 4):
             if count % hosts == 0:
-                relays[hosts] = measured(
-                    sender("relay", address=HOME), local(count, hosts), LOCAL_BYTES
-                )
+                relay = measured(sender("relay", address=HOME), local(count, hosts), LOCAL_BYTES)
                 line = f"{what}: relay, {hosts} hosts; peer: one by one"
-                yield compared(line, "s", relays[hosts].wall_s, naive.wall_s)
-                yield compared(line, "CPU-s", relays[hosts].cpu_s, naive.cpu_s)
-        if count <= GLOO_MAX:
-            gloo = measured(sender("collective", address=HOME), local(count, 1), LOCAL_BYTES)
-            for hosts, ours in relays.items():
-                line = f"{what}: relay, {hosts} hosts; peer: gloo"
-                yield compared(line, "s", ours.wall_s, gloo.wall_s)
-        ray_s = by_ray(count) if count <= RAY_MAX else None
-        if ray_s is not None:
-            line = f"{what}: relay, 1 hosts; peer: Ray's object store"
-            yield compared(line, "s", relays[1].wall_s, ray_s)
+                yield compared(line, "s", relay.wall_s, naive.wall_s)
+                yield compared(line, "CPU-s", relay.cpu_s, naive.cpu_s)
 
 
 def local(count: int, hosts: int) -> list[Callable[[], End]]:
     """Return engines to start, spread over this many simulated hosts."""
-    return [partial(End, "copy", HOME, f"host{index % hosts}") for index in range(count)]
-
-
-def by_ray(count: int) -> float | None:
-    """Measure Ray's object store in its own process, which may fail; None without Ray."""
-    if find_spec("ray") is None:
-        return None
-    command = [sys.executable, "-m", "benchmarks.weights", "--ray-store", str(count)]
-    try:
-        return sample(command, RAY_TIMEOUT_S)["wall_s"]
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        print(f"Ray's object store, {count} engines: {error}", file=sys.stderr)
-        return None
-
-
-def ray_store_s(count: int) -> float:
-    """Return the median seconds to put weights into Ray's object store and copy them out by
-    actors."""
-    import ray
-
-    ray.init(
-        num_cpus=count,
-        object_store_memory=8 * LOCAL_BYTES,
-        log_to_driver=False,
-        include_dashboard=False,
-    )
-
-    class Engine:
-        def copy(self, weights: Any) -> int:
-            return int(weights.copy()[0])
-
-    actors = [ray.remote(Engine).options(num_cpus=1).remote() for _ in range(count)]
-    data = np.random.default_rng(0).integers(0, 255, LOCAL_BYTES, np.uint8)
-
-    def fan_out_s() -> float:
-        begun_s = time.monotonic()
-        reference = ray.put(data)
-        ray.get([actor.copy.remote(reference) for actor in actors])
-        return time.monotonic() - begun_s
-
-    fan_out_s()
-    return median(fan_out_s() for _ in range(REPEATS))
+    return [partial(End, HOME, f"host{index % hosts}") for index in range(count)]
 
 
 def network_rows(counts: list[int]) -> Iterator[Row]:
@@ -193,8 +129,7 @@ def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender])
     address = f"tcp://{network.address}:5555"
     keys = [engine.public.decode(), engine.secret.decode(), engine.orchestrator.decode()]
     started = [
-        partial(End, "copy", address, "", *keys, prefix=network.command(host))
-        for host in range(hosts)
+        partial(End, address, "", *keys, prefix=network.command(host)) for host in range(hosts)
     ]
     return measured(make(address, orchestrator), started, LINK_BYTES)
 
@@ -206,11 +141,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--deltas", action="store_true", help="patches of elements (5 minutes)")
-    parser.add_argument("--ray-store", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.ray_store is not None:
-        print(json.dumps({"wall_s": ray_store_s(arguments.ray_store)}))
-        return
     if arguments.deltas:
         from benchmarks import weight_deltas
 

@@ -1,6 +1,6 @@
-"""Throughput of messages, tokens and weights, against other transports.
+"""Throughput of messages and tokens, against zmq.asyncio.
 
-``python -m benchmarks.transport [--json] [messages] [tokens] [weights]`` prints ``name, value,
+``python -m benchmarks.transport [--json] [messages] [tokens]`` prints ``name, value,
 unit, peer, ratio``, with the peer's name and the spread of ours. Figures per core use the CPU time
 of the receiving process, its I/O threads included, because the machine may be busy otherwise.
 """
@@ -8,9 +8,9 @@ of the receiving process, its I/O threads included, because the machine may be b
 import argparse
 
 from benchmarks.table import show
-from benchmarks.transport import messages, tokens, weights
+from benchmarks.transport import messages, tokens
 
-SECTIONS = {"messages": messages.rows, "tokens": tokens.rows, "weights": weights.rows}
+SECTIONS = {"messages": messages.rows, "tokens": tokens.rows}
 
 
 def main() -> None:

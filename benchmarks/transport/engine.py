@@ -1,15 +1,12 @@
-"""Sending process that streams an engine's step messages over ZeroMQ, gRPC or HTTP.
+"""Sending process that streams an engine's step messages over ZeroMQ.
 
-``python -m benchmarks.transport.engine zmq|grpc|http ADDRESS --tokens T …`` is the other end of
-:mod:`benchmarks.transport.tokens`. The frames are the same for each transport.
+``python -m benchmarks.transport.engine ADDRESS --tokens T …`` is the other end of
+:mod:`benchmarks.transport.tokens`.
 """
 
 import argparse
-import socket
 import time
 from array import array
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
@@ -26,7 +23,6 @@ from tidegate.transport.streams import SendWindow
 NAME = "engine"
 VOCAB_SIZE = 32_768
 TOKENS_PER_VERSION = 512
-GRPC_METHOD = "/engine/steps"
 IDLE_S = 0.1
 
 
@@ -76,7 +72,7 @@ def frames(work: argparse.Namespace) -> list[bytes]:
     return [encode(step) for step in steps]
 
 
-def over_zmq(work: argparse.Namespace) -> None:
+def send(work: argparse.Namespace) -> None:
     """Send over the real socket, with credits and acknowledgements, as an engine does."""
     steps = frames(work)
     dealer = DealerSocket(work.address, NAME.encode())
@@ -101,54 +97,16 @@ def over_zmq(work: argparse.Namespace) -> None:
     dealer.close()
 
 
-def over_http(work: argparse.Namespace) -> None:
-    """Send one chunked response whose chunks are the frames, as engines stream tokens over HTTP."""
-    steps = frames(work)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(work.address)
-        listener.listen()
-        peer, _ = listener.accept()
-        with peer:
-            while not peer.recv(4096).endswith(b"\r\n\r\n"):
-                pass
-            peer.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-            for frame in steps:
-                peer.sendall(b"%x\r\n%b\r\n" % (len(frame), frame))
-            peer.sendall(b"0\r\n\r\n")
-
-
-def over_grpc(work: argparse.Namespace) -> None:
-    """Send one gRPC stream whose messages are the frames."""
-    import grpc
-
-    frames_sent = frames(work)
-
-    def steps(request: bytes, context: "grpc.ServicerContext") -> Iterator[bytes]:
-        return iter(frames_sent)
-
-    _, service, method = GRPC_METHOD.split("/")
-    handler = grpc.unary_stream_rpc_method_handler(steps)
-    server = grpc.server(ThreadPoolExecutor(1))
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler(service, {method: handler})]
-    )
-    server.add_insecure_port(f"unix:{work.address}")
-    server.start()
-    server.wait_for_termination()
-
-
 def main() -> None:
     """Serve one receiver."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("transport", choices=["zmq", "http", "grpc"])
     parser.add_argument("address")
     parser.add_argument("--turns", type=int, required=True, help="rows per step")
     parser.add_argument("--tokens", type=int, required=True, help="per row and step")
     parser.add_argument("--steps", type=int, required=True, help="per wave of turns")
     parser.add_argument("--waves", type=int, required=True)
     parser.add_argument("--steps-per-s", type=float, default=0.0, help="0: as fast as they go")
-    work = parser.parse_args()
-    {"zmq": over_zmq, "http": over_http, "grpc": over_grpc}[work.transport](work)
+    send(parser.parse_args())
 
 
 if __name__ == "__main__":

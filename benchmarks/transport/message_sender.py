@@ -1,7 +1,6 @@
-"""Sending process of the message benchmark: a ZeroMQ DEALER, or the cheapest possible sender.
+"""Sending process of the message benchmark: the cheapest possible sender.
 
-``python -m benchmarks.transport.message_sender dealer ADDRESS COUNT BYTES [KEYS]`` sends with
-pyzmq, with or without CURVE keys. ``… flood PATH COUNT BYTES`` writes ZMTP 3.0
+``python -m benchmarks.transport.message_sender PATH COUNT BYTES`` writes ZMTP 3.0
 (https://rfc.zeromq.org/spec/23/) to a Unix socket, a thousand messages per system call, so that
 only the receiver is measured.
 """
@@ -9,29 +8,9 @@ only the receiver is measured.
 import socket
 import struct
 import sys
-from collections.abc import Callable
-from pathlib import Path
-
-import zmq
-
-from tidegate.transport.security import read_engine_keys, secure_connector
 
 MESSAGES_PER_WRITE = 1000
 GREETING_BYTES = 64
-
-
-def dealer(address: str, count: int, size: int, *keys: str) -> None:
-    """Send all messages, and return once they are sent."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as sending:
-        sending.setsockopt(zmq.IDENTITY, b"engine")
-        # bounded for large messages, so that their memory is reused
-        sending.sndhwm = 64 if size > 4096 else 0
-        if keys:
-            secure_connector(sending, read_engine_keys(Path(keys[0])))
-        sending.connect(address)
-        payload = bytes(size)
-        for _ in range(count):
-            sending.send(payload)
 
 
 def flood(path: str, count: int, size: int) -> None:
@@ -64,7 +43,5 @@ def _property(name: str, value: str) -> bytes:
     return bytes([len(name)]) + name.encode() + struct.pack(">I", len(value)) + value.encode()
 
 
-SENDERS: dict[str, Callable[..., None]] = {"dealer": dealer, "flood": flood}
-
 if __name__ == "__main__":
-    SENDERS[sys.argv[1]](sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
+    flood(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Receive rate of messages, against zmq.asyncio, and the cost of CURVE encryption.
+"""Receive rate of messages, against zmq.asyncio.
 
 ``python -m benchmarks.transport messages`` calls :func:`rows`. Receives with the run's own
 ``RouterSocket``; ``message_sender.py`` sends.
@@ -10,8 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 
 import uvloop
 import zmq
@@ -19,15 +17,11 @@ import zmq.asyncio
 
 from benchmarks.table import Figures, Row, by_turns, spread_row
 from tidegate.transport.router import RouterSocket
-from tidegate.transport.security import ENGINE_DEFAULT, make_keys, read_orchestrator_keys
 
 SMALL_BYTES = 200
 SMALL_MESSAGES = 400_000
 PEER_MESSAGES = 40_000
 """Number of the peer's messages; it is an order of magnitude slower."""
-CURVE_MESSAGES = 100_000
-CHUNK_BYTES = 1024 * 1024
-CHUNKS = 400
 TIMEOUT_S = 120.0
 
 
@@ -56,22 +50,18 @@ class Meter:
             )
 
 
-def sender(kind: str, address: str, count: int, size: int, keys: Path | None = None) -> list[str]:
+def sender(path: str, count: int) -> list[str]:
     """Return the command of a sending process."""
-    command = [sys.executable, "-m", "benchmarks.transport.message_sender", kind]
-    return [*command, address, str(count), str(size), *([str(keys)] if keys else [])]
+    command = [sys.executable, "-m", "benchmarks.transport.message_sender"]
+    return [*command, path, str(count), str(SMALL_BYTES)]
 
 
-async def receive_ours(
-    count: int, size: int = SMALL_BYTES, *, by: str = "dealer", keys: Path | None = None
-) -> Figures:
+async def receive_ours(count: int) -> Figures:
     """Receive with a run's own socket."""
-    own_keys = read_orchestrator_keys(keys) if keys else None
-    router = RouterSocket(None, name="benchmark", keys=own_keys)
+    router = RouterSocket(None, name="benchmark")
     meter = Meter(count)
     router.attach(asyncio.get_running_loop(), lambda batch: meter.add(len(batch)))
-    address = router.address if by == "dealer" else router.address.removeprefix("ipc://")
-    command = sender(by, address, count, size, keys and keys / ENGINE_DEFAULT)
+    command = sender(router.address.removeprefix("ipc://"), count)
     try:
         with subprocess.Popen(command):  # noqa: ASYNC220
             figures = await asyncio.wait_for(meter.done, TIMEOUT_S)
@@ -88,7 +78,7 @@ async def receive_with_zmq_asyncio(count: int) -> Figures:
         router.rcvhwm = 16_384  # same as ours
         router.bind(f"ipc://{directory}/s")
         meter = Meter(count)
-        command = sender("flood", f"{directory}/s", count, SMALL_BYTES)
+        command = sender(f"{directory}/s", count)
         with subprocess.Popen(command):  # noqa: ASYNC220
             for _ in range(count):
                 await router.recv_multipart()
@@ -99,49 +89,13 @@ async def receive_with_zmq_asyncio(count: int) -> Figures:
 
 
 def rows() -> Iterator[Row]:
-    """Compare 200-byte messages over ipc, both on uvloop; then the cost of encryption."""
+    """Compare 200-byte messages over ipc, both on uvloop."""
     figures = by_turns(
         {
-            "ours": lambda: uvloop.run(receive_ours(SMALL_MESSAGES, by="flood")),
+            "ours": lambda: uvloop.run(receive_ours(SMALL_MESSAGES)),
             "zmq.asyncio": lambda: uvloop.run(receive_with_zmq_asyncio(PEER_MESSAGES)),
         }
     )
     ours, peer = figures["ours"], figures["zmq.asyncio"]
-    yield spread_row("recv_msgs_per_s", "messages/s", ours["per_s"], peer["per_s"], "zmq.asyncio")
-    yield spread_row(
-        "recv_msgs_per_cpu_s",
-        "messages/s per core",
-        ours["per_cpu_s"],
-        peer["per_cpu_s"],
-        "zmq.asyncio",
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        make_keys(Path(directory) / "keys")
-        yield from _curve(Path(directory) / "keys")
-
-
-def _curve(keys: Path) -> Iterator[Row]:
-    """Compare ours with and without keys."""
-    figures = by_turns(
-        {
-            f"{what} {'with' if used else 'without'}": partial(_received, count, size, used)
-            for what, count, size in (
-                ("messages", CURVE_MESSAGES, SMALL_BYTES),
-                ("chunks", CHUNKS, CHUNK_BYTES),
-            )
-            for used in (keys, None)
-        }
-    )
-    for what, name, unit, unit_size in (
-        ("messages", "curve_recv_msgs_per_cpu_s", "messages/s per core", 1.0),
-        ("chunks", "curve_recv_gb_per_cpu_s", "GB/s per core, in MiB", CHUNK_BYTES / 1e9),
-    ):
-        ours, plain = (
-            [unit_size * figure for figure in figures[f"{what} {which}"]["per_cpu_s"]]
-            for which in ("with", "without")
-        )
-        yield spread_row(name, unit, ours, plain, "without keys")
-
-
-def _received(count: int, size: int, keys: Path | None) -> Figures:
-    return uvloop.run(receive_ours(count, size, keys=keys))
+    for name, unit in (("per_s", "messages/s"), ("per_cpu_s", "messages/s per core")):
+        yield spread_row(f"recv_msgs_{name}", unit, ours[name], peer[name], "zmq.asyncio")

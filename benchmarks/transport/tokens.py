@@ -1,14 +1,13 @@
-"""CPU cost of receiving tokens, from the socket to the rollout, against gRPC, HTTP and zmq.asyncio.
+"""CPU cost of receiving tokens, from the socket to the rollout, against zmq.asyncio.
 
 ``python -m benchmarks.transport tokens`` calls :func:`rows`; ``engine.py`` is the sender. The path
-is the run's own: socket, decode, checks, receive window, rollout lookup, append, version spans. A
+is the run's own: socket, decode, checks, receive window, rollout lookup, append, version spans. The
 peer's transport delivers the same frames to the same path. All CPU time of this process counts,
 except for starting a wave of turns.
 """
 
 import asyncio
 import contextlib
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,6 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.table import Figures, Row, by_turns, spread_row
-from benchmarks.transport.engine import GRPC_METHOD, NAME, hello
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rules import Rules
@@ -38,12 +36,6 @@ TURN_TOKENS = 1024
 GROUP_SIZE = 8
 CREDIT_STEPS = 256
 TIMEOUT_S = 120.0
-
-VERSUS = {"grpc.aio": "_vs_grpc", "aiohttp": "_vs_http"}
-"""Suffix of a peer's rows; the baseline, zmq.asyncio, has none."""
-
-PEERS = {"grpc.aio": "grpc", "aiohttp": "aiohttp"}
-"""Optional peers, with the module that each needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +137,7 @@ async def ours(work: Work, directory: Path) -> Figures:
     subject = Subject(work, router.send)
     router.attach(asyncio.get_running_loop(), subject.take)
     try:
-        async with engine("zmq", router.address, work):
+        async with engine(router.address, work):
             return await subject.done
     finally:
         router.close()
@@ -164,7 +156,7 @@ async def zmq_asyncio(work: Work, directory: Path) -> Figures:
             return True
 
         subject = Subject(work, send)
-        async with engine("zmq", address, work):
+        async with engine(address, work):
             while not subject.done.done():
                 peer, frame = await router.recv_multipart()
                 subject.take([(peer, frame)])
@@ -173,45 +165,8 @@ async def zmq_asyncio(work: Work, directory: Path) -> Figures:
             return subject.done.result()
 
 
-async def grpc_aio(work: Work, directory: Path) -> Figures:
-    """Receive a gRPC stream whose messages are the frames."""
-    import grpc.aio
-
-    subject = Subject(work, lambda peer, message: True)
-    subject.take([(NAME.encode(), encode(hello()))])
-    async with engine("grpc", f"{directory}/socket", work):
-        async with grpc.aio.insecure_channel(f"unix:{directory}/socket") as channel:
-            async for frame in channel.unary_stream(GRPC_METHOD)(b"", wait_for_ready=True):
-                subject.take([(NAME.encode(), frame)])
-        return subject.done.result()
-
-
-async def aiohttp_chunks(work: Work, directory: Path) -> Figures:
-    """Receive a chunked HTTP response whose chunks are the frames."""
-    import aiohttp
-
-    subject = Subject(work, lambda peer, message: True)
-    subject.take([(NAME.encode(), encode(hello()))])
-    path = directory / "socket"
-    async with engine("http", str(path), work):
-        while not path.exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        connector = aiohttp.UnixConnector(path=str(path))
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.get("http://engine/steps") as response,
-        ):
-            parts = b""
-            async for data, is_end in response.content.iter_chunks():
-                parts += data
-                if is_end:
-                    subject.take([(NAME.encode(), parts)])
-                    parts = b""
-        return subject.done.result()
-
-
 @contextlib.asynccontextmanager
-async def engine(transport: str, address: str, work: Work) -> AsyncIterator[None]:
+async def engine(address: str, work: Work) -> AsyncIterator[None]:
     """Start the sending process; exceeding the timeout is an error."""
     options = {
         "turns": TURNS,
@@ -220,7 +175,7 @@ async def engine(transport: str, address: str, work: Work) -> AsyncIterator[None
         "waves": work.waves,
         "steps-per-s": work.steps_per_s,
     }
-    command = [sys.executable, "-m", "benchmarks.transport.engine", transport, address]
+    command = [sys.executable, "-m", "benchmarks.transport.engine", address]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     with subprocess.Popen(command) as process:  # noqa: ASYNC220
         try:
@@ -240,48 +195,25 @@ def measured(transport: Callable[[Work, Path], Awaitable[Figures]], work: Work) 
     return uvloop.run(run())
 
 
-TRANSPORTS = {
-    "ours": ours,
-    "zmq.asyncio": zmq_asyncio,
-    "grpc.aio": grpc_aio,
-    "aiohttp": aiohttp_chunks,
-}
-
-
 def rows() -> Iterator[Row]:
     """Yield tokens per CPU-second for two chunk sizes, and the cost of a paced stream."""
-    names = []
-    for name in TRANSPORTS:
-        if importlib.util.find_spec(PEERS.get(name, "zmq")):
-            names.append(name)
-        else:
-            missing = f"{PEERS[name]} is not installed (pip install 'tidegate[bench]')"
-            print(f"# {name} is omitted: {missing}")
-    for suffix, work in (("", BULK), ("_single", SINGLE)):
-        figures = by_turns({name: partial(measured, TRANSPORTS[name], work) for name in names})
-        own = figures["ours"]
-        for peer in names[1:]:
-            yield spread_row(
-                f"tokens_per_s_end_to_end{suffix}{VERSUS.get(peer, '')}",
-                f"tokens/s per core, {work.tokens} per chunk",
-                own["tokens_per_cpu_s"],
-                figures[peer]["tokens_per_cpu_s"],
-                peer,
-            )
-        yield spread_row(
-            f"cpu_us_per_chunk{suffix}",
-            f"us, {work.tokens} tokens per chunk",
-            own["cpu_us_per_chunk"],
-            figures["zmq.asyncio"]["cpu_us_per_chunk"],
-            "zmq.asyncio",
+    for work, suffix in ((BULK, ""), (SINGLE, "_single"), (PACED, "")):
+        figures = by_turns(
+            {
+                "ours": partial(measured, ours, work),
+                "zmq.asyncio": partial(measured, zmq_asyncio, work),
+            }
         )
-    figures = by_turns(
-        {n: partial(measured, TRANSPORTS[n], PACED) for n in ("ours", "zmq.asyncio")}
-    )
-    yield spread_row(
-        "paced_core_share",
-        f"of a core, {PACED.steps_per_s:.0f} steps/s of {TURNS} tokens",
-        figures["ours"]["core_share"],
-        figures["zmq.asyncio"]["core_share"],
-        "zmq.asyncio",
-    )
+        wanted = {
+            "tokens_per_cpu_s": (
+                f"tokens_per_s_end_to_end{suffix}",
+                f"tokens/s per core, {work.tokens} per chunk",
+            ),
+            "cpu_us_per_chunk": (f"cpu_us_per_chunk{suffix}", f"us, {work.tokens} per chunk"),
+        }
+        if work is PACED:
+            pace = f"of a core, {PACED.steps_per_s:.0f} steps/s of {TURNS} tokens"
+            wanted = {"core_share": ("paced_core_share", pace)}
+        for figure, (name, unit) in wanted.items():
+            mine, theirs = figures["ours"][figure], figures["zmq.asyncio"][figure]
+            yield spread_row(name, unit, mine, theirs, "zmq.asyncio")
