@@ -109,7 +109,7 @@ def compare(
         for line in comparison.comparison_lines(found):
             echo(line)
     if picture is not None:
-        from tidegate.observability.reports.comparison_picture import draw_comparison
+        from tidegate.observability.reports.comparison import draw_comparison
 
         draw_comparison(picture, found)
 

@@ -32,8 +32,7 @@ from examples.calculator import long_tailed_tasks, solve, tasks
 from examples.compare_modes import comparison_text
 from examples.grpo import learn
 from examples.tiny_model import make_model
-from tidegate.observability.reports.comparison import read_runs
-from tidegate.observability.reports.comparison_picture import draw_comparison
+from tidegate.observability.reports.comparison import draw_comparison, read_runs
 from tidegate.observability.reports.report import write_report
 
 MODES = {"sync": 0, "one-step": 1, "async": 2}

@@ -1,9 +1,8 @@
 """Examination of an engine: identifies it, and measures it with about thirty short requests.
 
-findings.py judges the results. Probes are in :mod:`probes` and :mod:`updating`, log-probs to
-compare with in :mod:`reference`. Unless weight updates are requested, no request changes the
-engine: no pause, no cleared cache, and no token id outside the vocabulary, which would crash an
-SGLang server.
+findings.py judges the results. Probes are in :mod:`probes`, log-probs to compare with in
+:mod:`reference`. Unless weight updates are requested, no request changes the engine: no pause, no
+cleared cache, and no token id outside the vocabulary, which would crash an SGLang server.
 """
 
 import secrets
@@ -11,7 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.engine_doctor.examined import ExaminedEngine, ProbeRequest, ProbeResponse
+from tidegate.cli.engine_doctor.examined import (
+    ExaminedEngine,
+    ExaminedSglang,
+    ExaminedVllm,
+    ProbeRequest,
+    ProbeResponse,
+    identify_sglang,
+    identify_vllm,
+)
 from tidegate.cli.engine_doctor.findings import MEAN_ROUNDED_NATS
 from tidegate.cli.engine_doctor.http import Http
 from tidegate.cli.engine_doctor.measurements import (
@@ -25,10 +32,8 @@ from tidegate.cli.engine_doctor.probes import (
     logprob_mode,
     prefix_cache,
     repeats_of,
+    weight_update,
 )
-from tidegate.cli.engine_doctor.sglang import ExaminedSglang, identify_sglang
-from tidegate.cli.engine_doctor.updating import weight_update
-from tidegate.cli.engine_doctor.vllm import ExaminedVllm, identify_vllm
 from tidegate.errors import ConfigError, EngineLost
 
 if TYPE_CHECKING:
@@ -141,7 +146,7 @@ def _update(
     reference: "Reference",
     progress: Callable[[str], None],
 ) -> UpdateProbe:
-    from tidegate.cli.engine_doctor.altered import altered  # torch, too
+    from tidegate.cli.engine_doctor.reference import altered  # torch, too
 
     progress("altering the model's weights")
     with altered(model) as directory:

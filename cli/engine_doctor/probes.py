@@ -1,17 +1,32 @@
-"""Probes of an engine's behaviour: log-prob mode, repeatability, and prefix cache.
+"""Probes of an engine's behaviour: log-prob mode, repeatability, prefix cache, weight updates.
 
 :func:`measuring.measure` calls them. They send requests through :class:`ExaminedEngine` (HTTP), and
-compare the engine with itself; :mod:`reference` compares it with the model.
+compare the engine with itself; :mod:`reference` compares it with the model. Only
+:func:`weight_update` changes the engine.
 """
 
 import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import combinations
 from math import exp
+from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from tidegate.cli.engine_doctor.examined import ExaminedEngine, ProbeRequest, ProbeResponse
-from tidegate.cli.engine_doctor.measurements import LogprobMode, PrefixCache, Repeats
+from tidegate.cli.engine_doctor.measurements import (
+    Distance,
+    LogprobMode,
+    PrefixCache,
+    Repeats,
+    UpdateProbe,
+)
+from tidegate.errors import EngineLost
+
+if TYPE_CHECKING:
+    from tidegate.cli.engine_doctor.reference import Reference
 
 OUTPUT_TOKENS = 16
 """Enough for a difference to grow; at 20 ms each on the slowest server measured."""
@@ -135,3 +150,80 @@ def _next_token_difference(one: ProbeResponse, other: ProbeResponse) -> float:
         return _difference(one, other)
     least = min(other.top[0].values())
     return max(abs(p - other.top[0].get(token, least)) for token, p in one.top[0].items())
+
+
+# ---------------------------------------------------------------- weight updates
+
+
+def weight_update(
+    engine: ExaminedEngine,
+    prompt: tuple[int, ...],
+    *,
+    served: tuple[Path, "Reference"],
+    other: tuple[Path, "Reference"],
+    progress: Callable[[str], None],
+) -> UpdateProbe:
+    """Load ``other`` weights, then the ``served`` ones again, and send the prompt after each.
+
+    The first update clears the engine's cache and the second does not, to show what the cache does
+    by itself. Afterwards the engine has its original weights and an empty cache.
+
+    Raises:
+        EngineLost: the engine stopped responding, or could not be given its weights again.
+    """
+    # First the weights it already has: an engine that refuses updates then loses nothing.
+    if (refused := _load(engine, served[0])) is not None:
+        return UpdateProbe(refused=refused)
+    request = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
+    engine.generate(request)  # puts the prompt's KV into the cache, if there is one
+    try:
+        if (refused := _load(engine, other[0])) is not None:
+            return UpdateProbe(refused=refused)
+        progress("generating with other weights")
+        cleared = _distance(engine.generate(request), prompt, other[1], served[1])
+        _restore_weights(engine, served[0], clears_cache=False)
+        progress("generating with its own weights again")
+        kept = _distance(engine.generate(request), prompt, served[1], other[1])
+        salt = f"doctor-{secrets.token_hex(4)}"
+        salted = engine.generate(replace(request, cache_salt=salt))
+        return UpdateProbe(
+            cleared=cleared,
+            kept=kept,
+            salted=_distance(salted, prompt, served[1], other[1]),
+        )
+    finally:
+        _restore_weights(engine, served[0], clears_cache=True)
+
+
+def _load(engine: ExaminedEngine, directory: Path, *, clears_cache: bool = True) -> str | None:
+    """Return None, or why the engine refuses."""
+    return engine.load_weights(directory.resolve(), clears_cache=clears_cache)
+
+
+def _restore_weights(engine: ExaminedEngine, directory: Path, *, clears_cache: bool) -> None:
+    try:
+        why = _load(engine, directory, clears_cache=clears_cache)
+    except EngineLost as error:
+        why = str(error)
+    if why is not None:
+        raise EngineLost(
+            f"the engine did not get its own weights back from {directory.resolve()}: {why}. "
+            f"Restart it, because it serves other weights now"
+        )
+
+
+def _distance(
+    response: ProbeResponse, prompt: tuple[int, ...], now: "Reference", before: "Reference"
+) -> Distance:
+    """Compare on the engine's own tokens, teacher-forced in float32."""
+    of_now = now.logprobs(prompt, response.token_ids)
+    of_before = before.logprobs(prompt, response.token_ids)
+    return Distance(
+        from_new=_mean_difference(response.logprobs, of_now),
+        from_old=_mean_difference(response.logprobs, of_before),
+        between=_mean_difference(of_now, of_before),
+    )
+
+
+def _mean_difference(first: tuple[float, ...] | list[float], second: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(second)

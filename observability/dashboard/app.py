@@ -38,7 +38,7 @@ from tidegate.observability.dashboard.rollout_pages import rollout_page
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery, whole_number
 from tidegate.observability.dashboard.source import Source
 from tidegate.observability.dashboard.updates import TooManyViewers, Updates
-from tidegate.observability.metrics.prometheus import CONTENT_TYPE, exposition
+from tidegate.observability.metrics.catalogue import CONTENT_TYPE, exposition
 from tidegate.observability.reports.story import Subject
 from tidegate.serving.http.server import AccessGuard, AccessPolicy, Headers
 

@@ -7,8 +7,9 @@ receivers are in :mod:`nccl_receiver` and :mod:`ipc_receiver`. Independent of en
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,6 +105,40 @@ def unpacked(
     return copies
 
 
+def received(
+    announced: Sequence[AnnouncedTensor],
+    broadcast: "Callable[[torch.Tensor], None]",
+    leave: Callable[[], object],
+) -> "dict[str, torch.Tensor]":
+    """Return the announced tensors, which the trainer broadcasts one after another.
+
+    ``leave`` is called if one can't come, or the trainer would wait in a broadcast for long.
+
+    Raises:
+        UpdateError: they don't fit in memory, or the trainer sent no more.
+    """
+    import torch
+
+    try:
+        tensors = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in announced}
+    except (RuntimeError, TypeError) as error:
+        leave()
+        raise UpdateError(
+            f"no memory for the announced tensors: {error}. Send smaller chunks, or free memory of "
+            "the server"
+        ) from None
+    try:
+        for tensor in tensors.values():
+            broadcast(tensor)
+    except RuntimeError as error:
+        leave()
+        raise UpdateError(
+            f"the trainer's broadcast ended before all announced tensors came: {error}. See the "
+            "trainer's log"
+        ) from None
+    return tensors
+
+
 # ---------------------------------------------------------------- from files
 
 
@@ -193,33 +228,11 @@ class GlooUpdateReceiver:
 
     def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
         """Return the tensors that the trainer broadcasts, one after another."""
-        import torch
-
         if self._group is None:
             raise UpdateError("init_weight_transfer_engine must be called before update_weights.")
         _refuse_unknown(info, ("names", "dtype_names", "shapes", "packed"), "update_info")
         _refuse_packed(info)
-        announced = announced_tensors(info)
-        try:
-            tensors = {
-                tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in announced
-            }
-        except RuntimeError as error:
-            self.close()  # or the trainer would wait in a broadcast for long
-            raise UpdateError(
-                f"no memory for the announced tensors: {error}. Send smaller chunks, or free "
-                "memory of the server"
-            ) from None
-        try:
-            for tensor in tensors.values():
-                broadcast(self._group, tensor)
-        except RuntimeError as error:
-            self.close()
-            raise UpdateError(
-                f"the trainer's broadcast ended before all announced tensors came: {error}. See "
-                "the trainer's log"
-            ) from None
-        return tensors
+        return received(announced_tensors(info), partial(broadcast, self._group), self.close)
 
     def finished(self) -> None:
         """Keep the group for the next update."""

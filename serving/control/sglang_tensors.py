@@ -13,10 +13,11 @@ import pickletools
 import re
 import threading
 from collections.abc import Mapping
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from tidegate.serving.control.receivers import announced_tensors
+from tidegate.serving.control.receivers import announced_tensors, received
 from tidegate.serving.control.safe_unpickler import UnsafePickle, read_plain_pickle
 from tidegate.serving.http.errors import UpdateError
 
@@ -231,8 +232,6 @@ class UpdateGroups:
         Raises:
             UpdateError: there is no such group, or the trainer sent no more.
         """
-        import torch
-
         group = self._groups.get(name)
         if group is None:
             raise UpdateError(
@@ -244,21 +243,7 @@ class UpdateGroups:
             "dtype_names": [dtype.removeprefix("torch.") for dtype in dtypes],
             "shapes": shapes,
         }
-        announced = announced_tensors(columns)
-        try:
-            tensors = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in announced}
-        except (RuntimeError, TypeError) as error:
-            raise UpdateError(f"the announced tensors can't be allocated: {error}") from None
-        try:
-            for tensor in tensors.values():
-                group.broadcast(tensor)
-        except RuntimeError as error:
-            self.leave(name)
-            raise UpdateError(
-                f"the trainer's broadcast ended before all announced tensors came: {error}. See "
-                "the trainer's log"
-            ) from None
-        return tensors
+        return received(announced_tensors(columns), group.broadcast, partial(self.leave, name))
 
     def leave(self, name: str) -> bool:
         """Leave a group; return whether there was one of this name."""

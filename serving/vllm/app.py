@@ -33,7 +33,13 @@ from tidegate.serving.openai.anthropic_messages import (
     MessagesForm,
     MessagesRequest,
 )
-from tidegate.serving.openai.completions import BegunRequest, Streamable, answer
+from tidegate.serving.openai.completions import (
+    LATENCY_BOUNDS_S,
+    BegunRequest,
+    RequestCounts,
+    Streamable,
+    answer,
+)
 from tidegate.serving.openai.model_info import limits_of
 from tidegate.serving.openai.requests import (
     BatchChatRequest,
@@ -45,12 +51,12 @@ from tidegate.serving.openai.requests import (
 )
 from tidegate.serving.openai.response_bodies import ResponseBodies
 from tidegate.serving.openai.responses import ResponsesForm, ResponsesRequest
-from tidegate.serving.vllm import requests
-from tidegate.serving.vllm.metrics import metrics_text
 from tidegate.transport.messages import PAUSE_MODES, PauseMode
 
 if TYPE_CHECKING:
+    from tidegate.orchestrator.core.core import Core
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+    from tidegate.orchestrator.fleet.fleet import Fleet
 
 PATHS = Paths()
 """All paths of the API."""
@@ -68,6 +74,158 @@ LORA_RANK_MAX = 512
 
 LORAS_MAX = 1024
 """Adapters served side by side, as ``/server_info`` reports it. Only memory limits them."""
+
+
+# ---------------------------------------------------------------- request bodies
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /abort_requests``; without ids, of all."""
+
+    request_ids: list[str] | None = None
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/load_lora_adapter``; the server reads the directory."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str
+
+
+class UpdateRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /update_weights``: one piece for all, or a list with a piece per rank.
+
+    prime-rl's orchestrator sends ``weight_dir`` alone: a directory of all weights.
+    """
+
+    update_info: dict[str, Any] | list[dict[str, Any]] | None = None
+    weight_dir: str | None = None
+
+
+class InitRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /init_weight_transfer_engine``."""
+
+    init_info: dict[str, Any]
+
+
+class FinishRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /finish_weight_update``; its body may be empty."""
+
+    weight_version: str | None = None
+
+
+class ResetRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /reset_prefix_cache``, as SkyRL sends it; vLLM has the field in the query."""
+
+    reset_running_requests: bool = False
+
+
+class VersionRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /update_weight_version``: a name for what is served already."""
+
+    new_version: str
+    abort_all_requests: bool = False
+    """Field of SGLang's API, where it defaults to true; vLLM has no such field."""
+
+
+class CheckRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /weight_checker``."""
+
+    action: str
+    baseline: dict[str, str] | None = None
+
+
+class RpcRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /collective_rpc``."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+# ---------------------------------------------------------------- metrics, under vLLM's names
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+HELP = {
+    "num_requests_running": "Turns that engines generate now.",
+    "num_requests_waiting": "Turns that wait for a place on an engine.",
+    "engine_sleep_state": "1 while the engines are awake.",
+    "prefix_cache_queries_total": "Prompt tokens that were looked up in the prefix caches.",
+    "prefix_cache_hits_total": "Prompt tokens that were found in the prefix caches.",
+    "prompt_tokens_total": "Prompt tokens of requests that have ended.",
+    "generation_tokens_total": "Tokens generated.",
+    "request_success_total": "Choices that have ended, by finish reason.",
+}
+"""What each metric is, for its HELP line."""
+
+
+def metrics_text(
+    counts: RequestCounts,
+    core: "Core",
+    fleet: "Fleet",
+    *,
+    model: str,
+    is_sleeping: bool,
+    longest_block_s: float = 0.0,
+) -> str:
+    """Write the body of ``/metrics``."""
+    about = f'model_name="{model}"'
+    turns = core.turns
+    sent = [(len(e.submissions), e.max_running_turns) for e in turns.engines.values()]
+    running = sum(min(pair) for pair in sent)
+    waiting = sum(submitted for submitted, _ in sent) - running + len(turns.waiting)
+    generated = core.evaluation_ledger.generated
+    lines = [
+        *_metric("num_requests_running", "gauge", {about: running}),
+        *_metric("num_requests_waiting", "gauge", {about: waiting}),
+        *_metric("engine_sleep_state", "gauge", {f'{about},sleep_state="awake"': not is_sleeping}),
+        *_metric("prefix_cache_queries_total", "counter", {about: fleet.context_tokens}),
+        *_metric("prefix_cache_hits_total", "counter", {about: fleet.cached_context_tokens}),
+        *_metric("prompt_tokens_total", "counter", {about: counts.prompt_tokens}),
+        *_metric("generation_tokens_total", "counter", {about: generated}),
+        *_metric(
+            "request_success_total",
+            "counter",
+            {f'{about},finished_reason="{r}"': counts.finished[r] for r in FINISH_REASONS},
+        ),
+        *_latency(counts, about),
+        "# HELP tidegate_event_loop_longest_block_seconds Longest time for which the event loop "
+        "was blocked.",
+        "# TYPE tidegate_event_loop_longest_block_seconds gauge",
+        f"tidegate_event_loop_longest_block_seconds{{{about}}} {longest_block_s}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _metric(name: str, kind: str, values: dict[str, float]) -> list[str]:
+    rows = [f"vllm:{name}{{{labels}}} {float(value)}" for labels, value in values.items()]
+    return [f"# HELP vllm:{name} {HELP[name]}", f"# TYPE vllm:{name} {kind}", *rows]
+
+
+def _latency(counts: RequestCounts, about: str) -> list[str]:
+    name, seen = "vllm:e2e_request_latency_seconds", 0
+    help_line = f"# HELP {name} Seconds from the request to the end of its answer."
+    lines = [help_line, f"# TYPE {name} histogram"]
+    for bound, count in zip((*LATENCY_BOUNDS_S, "+Inf"), counts.latencies, strict=True):
+        seen += count
+        lines.append(f'{name}_bucket{{{about},le="{bound}"}} {float(seen)}')
+    total = f"{name}_sum{{{about}}} {counts.latency_total_s}"
+    return [*lines, f"{name}_count{{{about}}} {float(seen)}", total]
 
 
 # ---------------------------------------------------------------- the query
@@ -195,7 +353,7 @@ async def render_chat(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/abort_requests", is_control=True)
 async def abort(parts: ServerParts, http: HttpRequest) -> Answer:
     """End requests by id, or all; each is answered with the tokens that it has."""
-    request = await read(http, requests.AbortRequest)
+    request = await read(http, AbortRequest)
     ids, open_now = request.request_ids, len(parts.requests)
     parts.requests.abort(ids or None)
     return {"status": "aborted", "aborted": len(ids) if ids else open_now}
@@ -204,7 +362,7 @@ async def abort(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/inference/v1/abort_requests", is_control=True)
 async def abort_named(parts: ServerParts, http: HttpRequest) -> Answer:
     """End requests by id; each is answered with the tokens that it has."""
-    request = await read(http, requests.AbortRequest)
+    request = await read(http, AbortRequest)
     if request.request_ids is None:
         raise ApiError(400, "request_ids is missing", param="body.request_ids")
     parts.requests.abort(request.request_ids)
@@ -248,7 +406,7 @@ async def tokenize(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/detokenize")
 async def detokenize(parts: ServerParts, http: HttpRequest) -> Answer:
     """Decode tokens."""
-    request = await read(http, requests.DetokenizeRequest)
+    request = await read(http, DetokenizeRequest)
     tokenizer = parts.completer.tokenizer
     if strange := next((i for i in request.tokens if not 0 <= i <= TOKEN_ID_MAX), None):
         raise ApiError(400, f"Token id {strange} is out of vocabulary", param="tokens")
@@ -467,7 +625,7 @@ async def release_kv_cache_memory(parts: ServerParts, http: HttpRequest) -> Answ
 @on("POST", "/reset_prefix_cache", is_control=True)
 async def reset_prefix_cache(parts: ServerParts, http: HttpRequest) -> Answer:
     """Drop the prefix caches; ``reset_running_requests`` is in the query, or in SkyRL's body."""
-    request = await read_optional(http, requests.ResetRequest)
+    request = await read_optional(http, ResetRequest)
     recomputes = flag(http, "reset_running_requests", default=request.reset_running_requests)
     done = await parts.pauses.reset_prefix_cache(recomputes_running=recomputes)
     return {"success": done}
@@ -497,7 +655,7 @@ async def get_world_size(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/init_weight_transfer_engine", is_control=True)
 async def init_weight_transfer(parts: ServerParts, http: HttpRequest) -> Answer:
     """Connect to the trainer."""
-    request = await read(http, requests.InitRequest)
+    request = await read(http, InitRequest)
     await parts.weights.init(request.init_info)
     return {"message": "Weight transfer initialized"}
 
@@ -519,7 +677,7 @@ async def start_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/update_weights", is_control=True)
 async def update_weights(parts: ServerParts, http: HttpRequest) -> Answer:
     """Receive tensors of the update."""
-    request = await read(http, requests.UpdateRequest)
+    request = await read(http, UpdateRequest)
     if request.update_info is not None:
         await parts.weights.update(request.update_info)
         return {"message": "Weights updated"}
@@ -532,7 +690,7 @@ async def update_weights(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/finish_weight_update", is_control=True)
 async def finish_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
     """Publish the update to all engines."""
-    request = await read_optional(http, requests.FinishRequest)
+    request = await read_optional(http, FinishRequest)
     await parts.weights.finish(request.weight_version)
     return {"message": "Weight update finished"}
 
@@ -540,7 +698,7 @@ async def finish_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/update_weight_version", is_control=True)
 async def update_weight_version(parts: ServerParts, http: HttpRequest) -> Answer:
     """Rename the weights that are served."""
-    request = await read(http, requests.VersionRequest)
+    request = await read(http, VersionRequest)
     if request.abort_all_requests:
         parts.requests.abort(None)
     label = request.new_version
@@ -561,14 +719,14 @@ async def weight_info(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/weight_checker", is_control=True)
 async def weight_checker(parts: ServerParts, http: HttpRequest) -> Answer:
     """Report or compare checksums of the weights that are served."""
-    request = await read(http, requests.CheckRequest)
+    request = await read(http, CheckRequest)
     return await parts.weights.check(request.action, request.baseline)
 
 
 @on("POST", "/collective_rpc", is_control=True)
 async def collective_rpc(parts: ServerParts, http: HttpRequest) -> Answer:
     """Reload weights from files, or take a phase of SkyRL's weight update."""
-    request = await read(http, requests.RpcRequest)
+    request = await read(http, RpcRequest)
     match request.method:
         case "reload_weights":
             path = request.kwargs.get("weights_path")
@@ -601,7 +759,7 @@ async def collective_rpc(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/v1/load_lora_adapter", is_control=True)
 async def load_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
     """Load a LoRA adapter on all engines."""
-    request = await read(http, requests.LoadAdapterRequest)
+    request = await read(http, LoadAdapterRequest)
     await parts.weights.load_adapter(
         request.lora_name, request.lora_path, is_in_place=request.load_inplace
     )
@@ -615,7 +773,7 @@ async def load_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/load_lora_adapter", is_control=True)
 async def load_lora_adapter_again(parts: ServerParts, http: HttpRequest) -> Answer:
     """Load a LoRA adapter on all engines; one of the same name is replaced."""
-    request = await read(http, requests.LoadAdapterRequest)
+    request = await read(http, LoadAdapterRequest)
     await parts.weights.load_adapter(request.lora_name, request.lora_path, is_in_place=True)
     adapters = {"error_message": None, "loaded_adapters": parts.info.adapters}
     return {"status": "ok", "success": True, **adapters}
@@ -659,6 +817,6 @@ async def liveness(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/v1/unload_lora_adapter", is_control=True)
 async def unload_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
     """Unload a LoRA adapter from all engines."""
-    request = await read(http, requests.UnloadAdapterRequest)
+    request = await read(http, UnloadAdapterRequest)
     await parts.weights.unload_adapter(request.lora_name)
     return Response(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")

@@ -18,11 +18,11 @@ from tests.engine.external.sglang_double import SglangDouble, make_app
 from tests.models import make_model_directory
 from tests.served_app import served
 from tidegate.cli import main
-from tidegate.cli.engine_doctor import sglang as doctor_sglang
-from tidegate.cli.engine_doctor.altered import altered
+from tidegate.cli.engine_doctor import examined as doctor_examined
 from tidegate.cli.engine_doctor.findings import Finding, Verdict, findings
 from tidegate.cli.engine_doctor.measurements import Measurements
 from tidegate.cli.engine_doctor.measuring import examined, measure
+from tidegate.cli.engine_doctor.reference import altered
 from tidegate.errors import ConfigError, EngineLost
 
 pytestmark = pytest.mark.wire
@@ -200,7 +200,7 @@ def test_an_engine_that_times_out_on_its_original_weights_raises(
         async def silent_from_the_third_on(body: dict[str, Any]) -> Any:
             loads.append(body)
             if len(loads) == 2:
-                monkeypatch.setattr(doctor_sglang, "LOAD_TIMEOUT_S", 0.2)
+                monkeypatch.setattr(doctor_examined, "LOAD_TIMEOUT_S", 0.2)
             if len(loads) > 2:
                 await asyncio.sleep(2)
             return await update(body)

@@ -27,8 +27,7 @@ from tidegate.observability.dashboard.frames import BATCH_COLUMNS, frame
 from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery
 from tidegate.observability.dashboard.updates import VIEWERS_MAX, TooManyViewers, Updates
-from tidegate.observability.metrics.catalogue import METRICS
-from tidegate.observability.metrics.prometheus import exposition
+from tidegate.observability.metrics.catalogue import METRICS, exposition
 from tidegate.observability.records.trace import TRACE_FILE, read_trace
 from tidegate.observability.records.trajectories import read_trajectories
 from tidegate.observability.reports.explain import explain
