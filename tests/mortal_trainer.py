@@ -8,6 +8,7 @@ time.
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -33,6 +34,19 @@ def weights(model: Path, batches: int) -> dict[str, torch.Tensor]:
     noise = torch.Generator().manual_seed(batches)
     state = load_file(model / "model.safetensors")
     return {k: t + 0.02 * torch.randn(t.shape, generator=noise) for k, t in state.items()}
+
+
+def live(process: "subprocess.Popen[str]", batches: int | None) -> None:
+    """Let a trainer train, one line a batch; kill it after ``batches`` of them, None: never."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process, process.stdout as lines:
+        for number, _ in enumerate(lines, 1):
+            if number == batches:
+                process.kill()
+                break
+            process.stdin.write("go on\n")
+            process.stdin.flush()
 
 
 def save(path: Path, checkpoint: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
 """Episodes in environments: seeds by group, sums of rewards, limits, and resumed runs."""
 
 import shutil
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -14,6 +13,7 @@ from tests.environments.test_pool import wait_until_closed
 from tests.forked_programs import children
 from tests.models import make_model_directory
 from tests.orchestrator.episodes.chat_templates import add_chat_template
+from tests.orchestrator.episodes.engine_double import QuietEngines
 from tidegate import Environment, EnvironmentPool, Observation, environment_episode
 from tidegate.environments.environment import chat
 from tidegate.environments.environment_episode import Chat, TurnLimits, group_seed
@@ -203,12 +203,12 @@ async def test_chat_renders_the_environments_messages_with_the_chat_template(
 # ---------------------------------------------------------------- in other processes
 
 
-class Engines:
+class Engines(QuietEngines):
     """Engine double that answers each turn with the next letter, and counts requests."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked = 0
-        self.cuts: list[tuple[int, int]] = []
 
     async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
@@ -219,37 +219,6 @@ class Engines:
         turn.append(1 + ord(LETTERS[len(rollout.turns) - 1]) - ord(" "), -1.0, 0, "engine-0")
         turn.finish_reason = "length"
         return turn
-
-    async def rejoin(self, rollout: Rollout) -> Turn:
-        raise AssertionError("no turn is cut in the middle here")
-
-    def subscribe(self, rollout: Rollout, event: object, turn: object) -> None:
-        raise AssertionError("no test streams a turn here")
-
-    def give_up_turn(self, rollout: Rollout) -> None:
-        raise AssertionError("no test cancels a call here")
-
-    def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
-        self.cuts.append((turns, tokens))
-
-    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def context_tokens_max(self) -> int:
-        """Return 0: unknown."""
-        return 0
-
-    def is_over_budget(self, rollout: Rollout) -> bool:
-        return False
-
-    async def park(self, rollout: Rollout) -> None:
-        raise AssertionError("no test waits for newer weights here")
-
-    async def score(self, rollout: Rollout, query: object) -> NoReturn:
-        raise AssertionError("no test requests scores here")
-
-    def fork(self, rollout: Rollout, reason: str) -> Rollout:
-        raise AssertionError(f"no test forks here, but {reason}")
 
 
 @pytest.fixture(scope="module")

@@ -15,23 +15,10 @@ from examples.async_grpo import LATEST, MODES, main
 from examples.tiny_model import make_model
 from tests.forked_programs import children
 from tests.models import make_model_directory
+from tests.observability.recorded import REPORT_KEYS
 from tidegate.observability.audit.audit import audit_run
 
 pytestmark = pytest.mark.wire
-
-KEYS = {
-    "reward_before",
-    "reward_after",
-    "versions",
-    "mixed_version_share",
-    "max_staleness",
-    "staleness_bound",
-    "wall_s",
-    "tokens_trained",
-    "tokens_discarded",
-    "trainer_idle_share",
-    "engine_idle_share",
-}
 
 SHORT = ["--versions", "4", "--groups-per-batch", "4", "--held-out", "16", "--step-time-s", "0"]
 
@@ -60,7 +47,7 @@ def test_the_demo_learns_within_its_bound_and_every_token_agrees(tmp_path: Path)
     assert main([*arguments, "--step-time-s", "0.01"]) == 0
     run = tmp_path / "demo"
     report = report_of(run)
-    assert report.keys() >= KEYS
+    assert report.keys() >= REPORT_KEYS
     before, after = report["reward_before"], report["reward_after"]
     assert isinstance(before, float)
     assert isinstance(after, float)

@@ -4,9 +4,45 @@ Its trainer computes nothing: the tests only read the recorder's files.
 """
 
 from pathlib import Path
+from typing import Any
 
 import tidegate
 from tests.models import make_model_directory
+from tidegate.observability.records.trajectories import RecordedTurn
+
+REPORT_KEYS = {
+    "reward_before",
+    "reward_after",
+    "versions",
+    "mixed_version_share",
+    "max_staleness",
+    "staleness_bound",
+    "wall_s",
+    "tokens_trained",
+    "tokens_discarded",
+    "trainer_idle_share",
+    "engine_idle_share",
+}
+"""Figures that each run's report has."""
+
+
+def recorded_turn(start: int, length: int, **fields: Any) -> RecordedTurn:
+    """Return a turn as recorded, sampled without options and scores."""
+    known: dict[str, Any] = {
+        "finish_reason": "stop",
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "seed": 0,
+        "prefills": (),
+        "attachments": {},
+    }
+    absent = ("options", "reward", "media")
+    return RecordedTurn(
+        start=start,
+        length=length,
+        **(dict.fromkeys(absent) | known | fields),  # type: ignore[arg-type]
+    )
 
 
 async def solve(episode: tidegate.Episode, task: str) -> float:

@@ -3,28 +3,23 @@
 Against a double of vLLM; host memory stands in for the GPU's.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.engine.external.vllm_double import VllmDouble
+from tests.engine.external.vllm_weights import by_files, logprobs, sampled, tensors_of, vllm
 from tests.engine.orchestra import Models
 from tests.host_gpu import HostGpu
 from tidegate.engine.external import tensor_senders
 from tidegate.engine.external import vllm as vllm_adapter
-from tidegate.engine.external.adapter import GenerationRequest, VersionLabel
+from tidegate.engine.external.adapter import Capabilities, VersionLabel
 from tidegate.engine.external.vllm import VllmAdapter, make_adapter
 from tidegate.errors import ConfigError, EngineGone
-from tidegate.transport.messages import SamplingParams
 
 pytestmark = pytest.mark.wire
-
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
 IPC = {"backend": "ipc"}
 
@@ -38,47 +33,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> HostGpu:
     return failure
 
 
-@asynccontextmanager
-async def vllm(model: Path, **config: Any) -> AsyncIterator[tuple[VllmDouble, VllmAdapter]]:
-    with VllmDouble(model, weight_transfer=IPC, **config) as double:
-        adapter = make_adapter(double.url, model, weights="ipc")
-        try:
-            assert (await adapter.open("v0")).takes_tensors
-            yield double, adapter
-        finally:
-            await adapter.close()
-
-
-def tensors_of(models: Models, version: int) -> dict[str, torch.Tensor]:
-    return load_file(models.directories[version] / "model.safetensors")
-
-
-async def sampled(adapter: VllmAdapter, label: str) -> list[float]:
-    request = GenerationRequest(token_ids=list(range(1, 40)), sampling=GREEDY, salt=label)
-    async with aclosing(adapter.generate(request)) as stream:
-        chunks = [chunk async for chunk in stream]
-    assert chunks[-1].labels == [VersionLabel(label, 0, 6)]
-    return [p for chunk in chunks for p in chunk.logprobs]
-
-
-async def by_files(models: Models, version: int) -> list[float]:
-    with VllmDouble(models.directories[version]) as double:
-        adapter = make_adapter(double.url, models.directories[version])
-        try:
-            await adapter.open("v0")
-            return await sampled(adapter, "v0")
-        finally:
-            await adapter.close()
+def opened(
+    model: Path,
+) -> AbstractAsyncContextManager[tuple[VllmDouble, VllmAdapter, Capabilities]]:
+    return vllm(model, "ipc", weight_transfer=IPC)
 
 
 async def test_tensors_from_a_mapped_buffer_change_the_weights_and_leave_no_memory(
     models: Models, gpu: HostGpu
 ) -> None:
-    async with vllm(models.directories[0]) as (double, adapter):
+    async with opened(models.directories[0]) as (double, adapter, capabilities):
+        assert capabilities.takes_tensors
         await adapter.pause("keep")
         await adapter.load_tensors(tensors_of(models, 1), "v1")
         await adapter.resume()
-        assert await sampled(adapter, "v1") == pytest.approx(await by_files(models, 1), abs=1e-5)
+        chunks = await sampled(adapter, "v1")
+        assert chunks[-1].labels == [VersionLabel("v1", 0, 6)]
+        assert logprobs(chunks) == pytest.approx(await by_files(models, 1), abs=1e-5)
     assert double.loads == []
     assert double.transfers.took == [list(tensors_of(models, version)) for version in (0, 1)]
     mapped = double.transfers.gpu.opened
@@ -89,7 +60,7 @@ async def test_tensors_from_a_mapped_buffer_change_the_weights_and_leave_no_memo
 async def test_what_fails_halfway_ends_the_engine_frees_the_buffer_and_is_mended_by_the_next(
     models: Models, gpu: HostGpu
 ) -> None:
-    async with vllm(models.directories[0]) as (double, adapter):
+    async with opened(models.directories[0]) as (double, adapter, _):
         await adapter.pause("abort")
         shared = len(gpu.shared)
         double.transfers.fails_at = "model.norm.weight"
@@ -98,7 +69,8 @@ async def test_what_fails_halfway_ends_the_engine_frees_the_buffer_and_is_mended
         assert len(gpu.shared) == shared
         again = make_adapter(double.url, models.directories[0], weights="ipc")
         await again.open("v2")
-        assert await sampled(again, "v2") == pytest.approx(await by_files(models, 0), abs=1e-5)
+        chunks = await sampled(again, "v2")
+        assert logprobs(chunks) == pytest.approx(await by_files(models, 0), abs=1e-5)
         await again.close()
     assert gpu.rooms_bytes == 0
 
@@ -106,12 +78,12 @@ async def test_what_fails_halfway_ends_the_engine_frees_the_buffer_and_is_mended
 async def test_a_server_on_another_gpu_says_so(models: Models, gpu: HostGpu) -> None:
     gpu.uuid = "5f0c7d3a-0000-4000-8000-000000000002"
     with pytest.raises(ConfigError, match="IPC handle not found for GPU UUID"):
-        async with vllm(models.directories[0]):
+        async with opened(models.directories[0]):
             pass
 
 
 async def test_a_gpu_without_room_for_the_buffer_is_named(models: Models, gpu: HostGpu) -> None:
-    async with vllm(models.directories[0]) as (_, adapter):
+    async with opened(models.directories[0]) as (_, adapter, _):
         await adapter.pause("abort")
         gpu._free_bytes = 100
         with pytest.raises(EngineGone, match="no room for another"):

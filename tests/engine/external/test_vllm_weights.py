@@ -6,36 +6,27 @@ Against doubles of vLLM and of NCCL, whose GPU is host memory.
 import asyncio
 import ctypes
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.engine.external.vllm_double import VllmDouble
+from tests.engine.external.vllm_weights import by_files, logprobs, sampled, tensors_of, vllm
 from tests.engine.orchestra import Models
 from tests.models import make_model_directory
 from tests.nccl_double import built
 from tidegate.engine.external import tensor_senders
 from tidegate.engine.external import vllm as vllm_adapter
 from tidegate.engine.external.adapter import (
-    Capabilities,
-    GeneratedChunk,
-    GenerationRequest,
     VersionLabel,
 )
-from tidegate.engine.external.vllm import VllmAdapter, make_adapter
+from tidegate.engine.external.vllm import make_adapter
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
-from tidegate.transport.messages import SamplingParams
 
 pytestmark = pytest.mark.wire
-
-PROMPT = list(range(1, 40))
-
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
 BACKEND = {"backend": "nccl"}
 
@@ -53,49 +44,16 @@ def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@asynccontextmanager
-async def vllm(
-    model: Path, way: str = "nccl", **config: Any
-) -> AsyncIterator[tuple[VllmDouble, VllmAdapter, Capabilities]]:
-    with VllmDouble(model, weight_transfer=BACKEND, **config) as double:
-        adapter = make_adapter(double.url, model, weights=way)
-        try:
-            yield double, adapter, await adapter.open("v0")
-        finally:
-            await adapter.close()
-
-
-def tensors_of(models: Models, version: int) -> dict[str, torch.Tensor]:
-    return load_file(models.directories[version] / "model.safetensors")
-
-
-async def sampled(adapter: VllmAdapter, salt: str) -> list[GeneratedChunk]:
-    request = GenerationRequest(token_ids=PROMPT, sampling=GREEDY, salt=salt)
-    async with aclosing(adapter.generate(request)) as chunks:
-        return [chunk async for chunk in chunks]
-
-
-def logprobs(chunks: list[GeneratedChunk]) -> list[float]:
-    return [p for chunk in chunks for p in chunk.logprobs]
-
-
-async def by_files(models: Models, version: int) -> list[float]:
-    """Return the output with a version's weights, loaded from files."""
-    with VllmDouble(models.directories[version]) as double:
-        adapter = make_adapter(double.url, models.directories[version])
-        try:
-            await adapter.open("v0")
-            return logprobs(await sampled(adapter, "v0"))
-        finally:
-            await adapter.close()
-
-
 @pytest.mark.parametrize("way", ["nccl", "nccl-unpacked"])
 async def test_broadcast_tensors_change_the_weights_and_the_label_without_a_file(
     models: Models, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_senders, "PACK_BYTES", 20_000)
-    async with vllm(models.directories[0], way) as (double, adapter, capabilities):
+    async with vllm(models.directories[0], way, weight_transfer=BACKEND) as (
+        double,
+        adapter,
+        capabilities,
+    ):
         assert capabilities.takes_tensors
         await adapter.pause("keep")
         await adapter.load_tensors(tensors_of(models, 1), "v1")
@@ -110,7 +68,7 @@ async def test_broadcast_tensors_change_the_weights_and_the_label_without_a_file
 async def test_weights_that_fail_halfway_end_the_engine_and_a_new_adapter_mends_it(
     models: Models,
 ) -> None:
-    async with vllm(models.directories[0]) as (double, adapter, _):
+    async with vllm(models.directories[0], "nccl", weight_transfer=BACKEND) as (double, adapter, _):
         await adapter.pause("abort")
         double.transfers.fails_at = "model.norm.weight"
         with pytest.raises(EngineGone, match=r"may have loaded only some.*model\.norm\.weight"):
@@ -124,7 +82,7 @@ async def test_weights_that_fail_halfway_end_the_engine_and_a_new_adapter_mends_
 
 
 async def test_an_update_that_an_adapter_left_begun_is_ended_by_the_next(models: Models) -> None:
-    async with vllm(models.directories[0]) as (double, adapter, _):
+    async with vllm(models.directories[0], "nccl", weight_transfer=BACKEND) as (double, adapter, _):
         await adapter.pause("abort")
         await adapter._http.call("POST", "/start_weight_update")
         again = make_adapter(double.url, models.directories[0], weights="nccl")
@@ -135,7 +93,7 @@ async def test_an_update_that_an_adapter_left_begun_is_ended_by_the_next(models:
 
 
 async def test_an_update_that_does_not_begin_changes_nothing(models: Models) -> None:
-    async with vllm(models.directories[0]) as (double, adapter, _):
+    async with vllm(models.directories[0], "nccl", weight_transfer=BACKEND) as (double, adapter, _):
         await adapter.pause("abort")
         double.transfers.refuses_to_start = True
         with pytest.raises(WeightsRefused, match="refuses to begin a weight update"):
@@ -147,7 +105,7 @@ async def test_an_update_that_does_not_begin_changes_nothing(models: Models) -> 
 
 
 async def test_a_server_that_refuses_before_a_broadcast_is_not_waited_for(models: Models) -> None:
-    async with vllm(models.directories[0]) as (double, adapter, _):
+    async with vllm(models.directories[0], "nccl", weight_transfer=BACKEND) as (double, adapter, _):
         await adapter.pause("abort")
         double.transfers.refuses_updates = True
         async with asyncio.timeout(25):  # a broadcast alone waits for 60 s
@@ -174,7 +132,7 @@ async def test_tensors_that_this_end_can_not_send_end_the_engine(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_senders, "LEAVE_TIMEOUT_S", 0.2)
-    async with vllm(models.directories[0]) as (_, adapter, _):
+    async with vllm(models.directories[0], "nccl", weight_transfer=BACKEND) as (_, adapter, _):
         await adapter.pause("abort")
         nowhere = {name: tensor.to("meta") for name, tensor in tensors_of(models, 1).items()}
         with pytest.raises(EngineGone, match="its weights are unknown"):
@@ -182,7 +140,7 @@ async def test_tensors_that_this_end_can_not_send_end_the_engine(
 
 
 async def test_a_server_that_has_left_says_so_itself(models: Models) -> None:
-    async with vllm(models.directories[0]) as (_, adapter, _):
+    async with vllm(models.directories[0], "nccl", weight_transfer=BACKEND) as (_, adapter, _):
         await adapter.pause("abort")
         await adapter._http.call("POST", "/shutdown_weight_transfer_engine")
         with pytest.raises(EngineGone, match="not initialized"):
@@ -192,7 +150,7 @@ async def test_a_server_that_has_left_says_so_itself(models: Models) -> None:
 async def test_an_update_under_other_labels_than_the_one_given_ends_the_engine(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with vllm(models.directories[0]) as (double, adapter, _):
+    async with vllm(models.directories[0], "nccl", weight_transfer=BACKEND) as (double, adapter, _):
         await adapter.pause("abort")
 
         async def says(*_: object) -> str:
@@ -232,6 +190,10 @@ async def test_a_server_that_takes_no_weights_by_nccl_is_left_alone_and_why_is_s
 async def test_adapters_that_are_read_from_files_are_not_taken_beside_tensors(
     models: Models,
 ) -> None:
-    async with vllm(models.directories[0], lora_rank_max=8) as (_, _, capabilities):
+    async with vllm(models.directories[0], "nccl", weight_transfer=BACKEND, lora_rank_max=8) as (
+        _,
+        _,
+        capabilities,
+    ):
         assert capabilities.lora_rank_max == 0
         assert "#weights=" in capabilities.lora_lacks

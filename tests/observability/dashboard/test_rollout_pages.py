@@ -5,6 +5,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.observability.recorded import recorded_turn
 from tests.orchestrator.episodes.chat_templates import chat_tokenizer
 from tidegate.observability.dashboard.rollout_pages import (
     TOKENS_SHOWN_MAX,
@@ -27,21 +28,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def turn(start: int, length: int, *spans: VersionSpan, reward: float | None = None) -> RecordedTurn:
-    return RecordedTurn(
-        start=start,
-        length=length,
-        finish_reason="stop",
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        seed=0,
-        options=None,
-        attachments={},
-        reward=reward,
-        spans=spans,
-        prefills=(),
-        media=None,
-    )
+    return recorded_turn(start, length, reward=reward, spans=spans)
 
 
 def rollout(token_ids: list[int], *turns: RecordedTurn, task: str = "") -> RecordedRollout:

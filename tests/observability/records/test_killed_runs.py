@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import tidegate
 from tests.models import make_model_directory
-from tests.mortal_trainer import weights
+from tests.mortal_trainer import live, weights
 from tests.observability.records.test_recording import a_rollout, some_statistics
 from tidegate.cli.command import app
 from tidegate.errors import JournalFailed, RecordingFailed
@@ -74,15 +74,7 @@ def live_and_be_killed(model: Path, directory: Path, *, batches: int | None) -> 
     """Train in a process that is killed after it acknowledged ``batches`` batches; None: never."""
     command = [sys.executable, "-c", TRAINER, str(model), str(directory), str(TASKS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process, process.stdout as lines:
-        for number, _ in enumerate(lines, 1):
-            if number == batches:
-                process.kill()
-                break
-            process.stdin.write("go on\n")
-            process.stdin.flush()
+    live(process, batches)
     assert process.returncode == (0 if batches is None else -9)
 
 

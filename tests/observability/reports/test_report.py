@@ -9,6 +9,7 @@ import pytest
 from matplotlib.image import imread
 from safetensors.torch import save_file
 
+from tests.observability.recorded import REPORT_KEYS
 from tests.observability.records.test_recording import a_rollout, some_statistics
 from tidegate.errors import AuditError
 from tidegate.observability.records.recording import RunRecorder
@@ -25,20 +26,6 @@ from tidegate.orchestrator.telemetry.statistics import RunForecast, RunStatistic
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 
 pytestmark = pytest.mark.slow
-
-REQUIRED_KEYS = {
-    "reward_before",
-    "reward_after",
-    "versions",
-    "mixed_version_share",
-    "max_staleness",
-    "staleness_bound",
-    "wall_s",
-    "tokens_trained",
-    "tokens_discarded",
-    "trainer_idle_share",
-    "engine_idle_share",
-}
 
 
 @pytest.fixture
@@ -83,8 +70,8 @@ def test_report_json_has_the_numbers_of_the_run(tmp_path: Path, model: Path) -> 
     assert write_report(run) == run / "report.md"
 
     report = report_of(run)
-    assert set(report) >= REQUIRED_KEYS
-    assert {key: report[key] for key in REQUIRED_KEYS} == {
+    assert set(report) >= REPORT_KEYS
+    assert {key: report[key] for key in REPORT_KEYS} == {
         "reward_before": 0.25,
         "reward_after": 0.75,
         "versions": 4,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from tests.observability.recorded import recorded_turn
 from tidegate.errors import ConfigError
 from tidegate.observability.records.trace import Instant, Interval, Trace
 from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
@@ -33,21 +34,9 @@ def context(trace: Trace | None = None, settings: Mapping[str, str] | None = Non
 
 
 def turn(*spans: VersionSpan, prefills: tuple[int, ...] = ()) -> RecordedTurn:
-    return RecordedTurn(
-        start=4,
-        length=max((span.end for span in spans), default=0),
-        finish_reason="stop",
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        seed=0,
-        options=None,
-        attachments={},
-        reward=None,
-        spans=spans,
-        prefills=tuple(TurnPrefill(at, ()) for at in prefills),
-        media=None,
-    )
+    length = max((span.end for span in spans), default=0)
+    computed = tuple(TurnPrefill(at, ()) for at in prefills)
+    return recorded_turn(4, length, spans=spans, prefills=computed)
 
 
 def rollout(rollout_id: int, *turns: RecordedTurn, **fields: object) -> RecordedRollout:

@@ -1,13 +1,12 @@
 """Replay after a crash: an episode that does the same gets the same turns again."""
 
 from array import array
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.orchestrator.episodes.engine_double import QuietEngines
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles
@@ -19,14 +18,14 @@ MODEL = ModelFiles(Path("none"), Tokenizer(models.WordLevel({"?": 0}, unk_token=
 DEFAULTS = SamplingSettings(max_tokens=4, temperature=1.0, seed=7)
 
 
-class Engines:
+class Engines(QuietEngines):
     """Answers every new turn with one token, and counts calls."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[SamplingParams] = []
         self.rejoined = 0
         self.forks = 0
-        self.cuts: list[tuple[int, int]] = []
 
     async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
@@ -45,31 +44,9 @@ class Engines:
         turn.finish_reason = "length"
         return turn
 
-    def subscribe(self, rollout: Rollout, event: object, turn: object) -> None:
-        raise AssertionError("no test streams a turn here")
-
-    def give_up_turn(self, rollout: Rollout) -> None:
-        raise AssertionError("no test cancels a call here")
-
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
-        self.cuts.append((turns, tokens))
+        super().cut(rollout, turns=turns, tokens=tokens)
         rollout.cut(turns=turns)
-
-    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def context_tokens_max(self) -> int:
-        """Return 0: unknown."""
-        return 0
-
-    def is_over_budget(self, rollout: Rollout) -> bool:
-        return False
-
-    async def park(self, rollout: Rollout) -> None:
-        raise AssertionError("no test waits for newer weights here")
-
-    async def score(self, rollout: Rollout, asked: object) -> NoReturn:
-        raise AssertionError("no test requests scores here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         branch = Rollout(rollout.rollout_id + 1 + len(rollout.branches), 0, 0)

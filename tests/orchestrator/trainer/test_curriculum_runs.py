@@ -11,7 +11,7 @@ import pytest
 import tidegate
 from tests.forked_programs import children
 from tests.models import make_model_directory
-from tests.mortal_trainer import two_turns, weights
+from tests.mortal_trainer import live, two_turns, weights
 from tidegate.errors import ResumeMismatch
 from tidegate.orchestrator.journal.replay import replay_journal
 
@@ -111,15 +111,7 @@ def test_a_killed_trainers_curriculum_continues_where_it_was(model: Path, tmp_pa
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with process, process.stdout as lines:
-                for number, _ in enumerate(lines, 1):
-                    if number == batches:
-                        process.kill()
-                        break
-                    process.stdin.write("go on\n")
-                    process.stdin.flush()
+            live(process, batches)
         assert process.returncode == 0  # its own checks of the statistics have passed
         assert engine.wait(60) == 0
     finally:

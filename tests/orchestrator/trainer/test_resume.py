@@ -14,7 +14,7 @@ import pytest
 import tidegate
 from tests.forked_programs import children
 from tests.models import make_model_directory
-from tests.mortal_trainer import two_turns, weights
+from tests.mortal_trainer import live, two_turns, weights
 from tidegate.errors import ConfigError, JournalExists, JournalLocked, ResumeMismatch
 from tidegate.observability.audit.audit import audit_run
 from tidegate.orchestrator.core import events as ev
@@ -122,15 +122,7 @@ def test_an_engine_serves_on_while_its_orchestrator_is_killed_and_started_again(
     try:
         for batches in (2, 3, None):
             process = trainer(model, tmp_path / "run", address)
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with process, process.stdout as lines:
-                for number, _ in enumerate(lines, 1):
-                    if number == batches:
-                        process.kill()
-                        break
-                    process.stdin.write("go on\n")
-                    process.stdin.flush()
+            live(process, batches)
         assert process.returncode == 0
         assert engine.wait(60) == 0  # the last of them ends it, and nothing else
     finally:

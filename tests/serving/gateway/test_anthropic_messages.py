@@ -1,7 +1,6 @@
 """Anthropic's Messages API at the gateway: its blocks, events, errors, and the rows they make."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ pytestmark = pytest.mark.wire
 MESSAGES = "/v1/messages"
 TOOLS = [{"name": "add", "input_schema": {"type": "object"}}]
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 300}
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    gateway = Gateway(token="master")
-    yield gateway
-    gateway.close()
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from tidegate.serving.http.server import JSON_VALUES_MAX, TOOLS_BYTES_MAX
 pytestmark = pytest.mark.wire
 
 NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    gateway = Gateway(token="master")
-    yield gateway
-    gateway.close()
 
 
 async def test_a_conversation_is_answered_in_openais_form_and_stays_in_one_row(

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,13 +22,6 @@ from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 pytestmark = pytest.mark.wire
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    gateway = Gateway(token="master")
-    yield gateway
-    gateway.close()
 
 
 async def test_a_request_without_the_key_of_an_open_session_is_refused(

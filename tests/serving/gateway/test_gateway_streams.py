@@ -1,7 +1,7 @@
 """A stream of the gateway has the same text as an answer in one piece."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,6 @@ from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 pytestmark = pytest.mark.wire
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    gateway = Gateway(token="master")
-    yield gateway
-    gateway.close()
 
 
 def token_by_token(talk: Talk, tokens: Sequence[int]) -> Callable[..., Coroutine[Any, Any, Turn]]:

@@ -1,7 +1,6 @@
 """OpenAI's Responses API at the gateway: its items, events, errors, and the rows they make."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ pytestmark = pytest.mark.wire
 
 RESPONSES = "/v1/responses"
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    gateway = Gateway(token="master")
-    yield gateway
-    gateway.close()
 
 
 def output_of(call: dict[str, Any]) -> dict[str, Any]:

@@ -30,3 +30,16 @@ def service(server: tidegate.TinkerServer) -> Iterator[Any]:
 
     with tinker.ServiceClient(base_url=server.url, api_key="tml-anybody") as service:
         yield service
+
+
+@pytest.fixture
+def mortal(model: Path, tmp_path: Path) -> Iterator[Any]:
+    """A :class:`MortalServer`, whose module needs the SDK."""
+    from tests.serving.tinker_server.test_tinker_recovery import MortalServer
+
+    server = MortalServer(model, tmp_path / "state")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()

@@ -27,16 +27,6 @@ TARGETS = [21, 22, 23, 24]
 
 
 @pytest.fixture
-def mortal(model: Path, tmp_path: Path) -> Iterator[MortalServer]:
-    server = MortalServer(model, tmp_path / "state")
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
-
-
-@pytest.fixture
 def tenant(mortal: MortalServer) -> Iterator[Tenant]:
     tenant = Tenant(mortal.url, "tml-anybody")
     with tenant.http:

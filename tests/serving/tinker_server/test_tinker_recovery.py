@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +104,6 @@ class MortalServer:
     def close(self) -> None:
         self.kill()
         self._reserved.close()
-
-
-@pytest.fixture
-def mortal(model: Path, tmp_path: Path) -> Iterator[MortalServer]:
-    server = MortalServer(model, tmp_path / "state")
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
 
 
 def train(client: Any, steps: int) -> list[float]:
