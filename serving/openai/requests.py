@@ -11,10 +11,10 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -90,11 +90,19 @@ def refuse_fields(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]
             raise ApiError(400, why, param=name)
 
 
-class Sampling(msgspec.Struct, kw_only=True):
-    """Sampling parameters by vLLM's names, which include OpenAI's.
+def declaring(fields: Iterable[str]) -> type[msgspec.Struct]:
+    """Return a base class of bodies with these fields, which are read so that they are refused."""
+    return msgspec.defstruct("Unserved", [(name, Any, None) for name in fields], kw_only=True)
 
-    The fields of :data:`UNSERVED` are listed so that they can be refused.
-    """
+
+if TYPE_CHECKING:
+    UnservedSampling = msgspec.Struct
+else:
+    UnservedSampling = declaring(UNSERVED)
+
+
+class Sampling(UnservedSampling, kw_only=True):
+    """Sampling parameters by vLLM's names, which include OpenAI's; and those of ``UNSERVED``."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -118,33 +126,6 @@ class Sampling(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
-
-    use_beam_search: Any = None
-    best_of: Any = None
-    length_penalty: Any = None
-    logits_processors: Any = None
-    prompt_embeds: Any = None
-    thinking_token_budget: Any = None
-    logprob_token_ids: Any = None
-    prompt_logprob_token_ids: Any = None
-    trace_decode_token_ids: Any = None
-    repetition_detection: Any = None
-    watermarking: Any = None
-    vllm_xargs: Any = None
-    extra_args: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    continue_final_message: Any = None
-    documents: Any = None
-    functions: Any = None
-    function_call: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    priority: Any = None
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
     """Fields that this kind of request refuses, each with the values that are harmless."""

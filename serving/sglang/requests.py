@@ -4,12 +4,12 @@ As in SGLang, unknown fields of a body are ignored, and unknown sampling paramet
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
 from tidegate.serving.http.errors import ApiError
-from tidegate.serving.openai.requests import CHOICES_MAX, TokenSampling, refuse_fields
+from tidegate.serving.openai.requests import CHOICES_MAX, TokenSampling, declaring, refuse_fields
 
 NEW_TOKENS = 128
 """``max_new_tokens`` of a request that names none."""
@@ -139,7 +139,35 @@ class PromptRequest(msgspec.Struct, kw_only=True):
         return self.top_logprobs_num if self.return_logprob else None
 
 
-class SglangGenerateRequest(msgspec.Struct, kw_only=True):
+UNSERVED: Mapping[str, tuple[Any, ...]] = {
+    "input_embeds": (),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+    "token_ids_logprob": ([],),
+    "return_sampling_mask": (False,),
+    "return_flat_raw_top_logprobs": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_indexer_topk": (False,),
+    "return_entropy": (False,),
+    "session_params": ({},),
+    "custom_logit_processor": (),
+    "positional_embed_overrides": (),
+    "bootstrap_host": (),
+    "max_thinking_tokens": (),
+    "watermark": (),
+}
+"""Fields that change an answer and are not honoured, each with its harmless values."""
+
+if TYPE_CHECKING:
+    UnservedGenerate = msgspec.Struct
+else:
+    UnservedGenerate = declaring(UNSERVED)
+
+
+class SglangGenerateRequest(UnservedGenerate, kw_only=True):
     """Body of ``POST /generate``: one prompt, or a list; then other fields may be lists as well."""
 
     text: str | list[str] | None = None
@@ -155,46 +183,7 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
     return_prompt_token_ids: bool = False
     stream: bool = False
 
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    token_ids_logprob: Any = None
-    return_sampling_mask: Any = None
-    return_flat_raw_top_logprobs: Any = None
-    return_flat_raw_output_top_logprobs: Any = None
-    return_hidden_states: Any = None
-    return_routed_experts: Any = None
-    return_indexer_topk: Any = None
-    return_entropy: Any = None
-    session_params: Any = None
-    custom_logit_processor: Any = None
-    positional_embed_overrides: Any = None
-    bootstrap_host: Any = None
-    max_thinking_tokens: Any = None
-    watermark: Any = None
-
-    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "input_embeds": (),
-        "image_data": ([],),
-        "video_data": ([],),
-        "audio_data": ([],),
-        "token_ids_logprob": ([],),
-        "return_sampling_mask": (False,),
-        "return_flat_raw_top_logprobs": (False,),
-        "return_flat_raw_output_top_logprobs": (False,),
-        "return_hidden_states": (False,),
-        "return_routed_experts": (False,),
-        "return_indexer_topk": (False,),
-        "return_entropy": (False,),
-        "session_params": ({},),
-        "custom_logit_processor": (),
-        "positional_embed_overrides": (),
-        "bootstrap_host": (),
-        "max_thinking_tokens": (),
-        "watermark": (),
-    }
-    """Fields that change an answer and are not honoured, each with its harmless values."""
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
 
     PER_PROMPT: ClassVar[tuple[str, ...]] = (
         "sampling_params",
