@@ -47,6 +47,9 @@ class BoundedStaleness(StalenessPolicy):
     * ``drop``: the group is discarded as soon as it is too old, and its task is returned to the
       queue. This wastes the group's tokens and biases training towards short answers.
 
+    Within the bound, groups start as late as they can (``just_in_time_after_versions``). That only
+    ever lowers the number of outstanding groups, so the bound holds whatever is expected.
+
     Why admission order keeps η: group n (counting those not dropped) is trained in batch ``n //
     B``, that is at version ``n // B``. It was admitted when fewer than ``(η + 1)·B`` groups were
     outstanding, so at least ``n + 1 - (η + 1)·B`` groups had been released by a live version: that
@@ -79,6 +82,11 @@ class BoundedStaleness(StalenessPolicy):
     engines and trainer wait less (docs/scheduling.md). The number plans at which version the next
     batch will be trained; what a version is made from is what its publish names. If a
     trainer publishes more often, waiting groups age, and some may become too old."""
+    just_in_time_after_versions: int | None = 8
+    """Number of versions without a wait of the trainer, >= 1, after which groups start as late as
+    they can without the trainer waiting for them
+    (:class:`~tidegate.policies.just_in_time.AdmissionPace`); after a wait they start as early as
+    the bound allows again. None: always as early as the bound allows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +106,12 @@ class BoundedStaleness(StalenessPolicy):
             raise ConfigError(
                 f"max_staleness counts weight versions and must be >= 0 (0 is synchronous), "
                 f"got {self.max_staleness}"
+            )
+        versions = self.just_in_time_after_versions
+        if versions is not None and versions < 1:
+            raise ConfigError(
+                "just_in_time_after_versions counts weight versions and must be >= 1, or None for "
+                f"admission as early as the bound allows; got {versions}"
             )
         if self.consumption_order not in ("admission", "completion") and not isinstance(
             self.consumption_order, Window
@@ -159,6 +173,12 @@ class BoundedStaleness(StalenessPolicy):
     def splits_groups(self) -> bool:
         """Whether ``deadline_policy`` is ``split``."""
         return self.deadline_policy == "split"
+
+    def ready_groups(self, waiting: OutstandingGroups[OutstandingGroup]) -> int:
+        """Return the ended groups; in the order of admission, only those before the oldest running
+        group."""
+        is_ordered = self.consumption_order == "admission"
+        return waiting.ended_ahead if is_ordered else len(waiting.ended)
 
     def select(
         self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int

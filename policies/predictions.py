@@ -218,7 +218,8 @@ def max_useful_staleness(in_flight: float, in_queue: float) -> int:
 
 
 def mean_staleness(*, allowed: float | None, free: float, rho: float) -> float | None:
-    """Return ``min(allowed, PQS + IQS)``: the mean staleness in steady state.
+    """Return ``min(allowed, PQS + IQS)``: the mean staleness in steady state, if groups start as
+    early as the bound allows.
 
     ``free`` is PQS + IQS, the staleness without a limit; ``allowed`` is :func:`allowed_staleness`,
     None without a limit. If rho > 1 the queue grows until admission limits it (``allowed``), or
@@ -245,19 +246,31 @@ def allowed_staleness(*, outstanding_groups_max: float, groups_per_version: floa
 
 
 def mean_staleness_so_far(
-    *, allowed: float | None, free: float, rho: float, first_version: int, last_version: int
+    *,
+    allowed: float | None,
+    free: float,
+    rho: float,
+    first_version: int,
+    last_version: int,
+    eager_versions: int | None = None,
 ) -> float:
     """Return the mean over trained versions of ``min(v, allowed, free + v max(0, rho - 1))``.
 
     This is the warm-up: nothing at version v is older than v versions. If rho > 1, each version
     adds rho - 1 batches to the queue, and each queued batch delays later ones by one version.
+    ``eager_versions``: version from which admission is just in time, so that nothing is queued;
+    None: never.
     """
     growth = max(0.0, rho - 1)
     limit = math.inf if allowed is None else allowed
     total, versions = 0.0, last_version - first_version + 1
     for version in range(first_version, last_version + 1):
+        if eager_versions is not None and version >= eager_versions:
+            growth, eager_versions = 0.0, None
         staleness = min(version, limit, free + version * growth)
         total += staleness
+        if eager_versions is not None:
+            continue
         if staleness == limit or (staleness == free and not growth):  # constant from here on
             return (total + staleness * (last_version - version)) / versions
     return total / versions

@@ -10,7 +10,7 @@ Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 from tidegate.errors import ConfigError, PolicyBroken
 
@@ -82,23 +82,6 @@ class OutstandingGroups(Protocol[G_co]):
         """Number of tasks that were returned from discarded groups and wait to be taken again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffPolicyness:
-    """Divergence of the policy in training from its samples, as the trainer measured it."""
-
-    effective_sample_size: float | None = None
-    """Effective sample size as a share, in (0, 1]; None if not measured."""
-    mismatch_kl: float | None = None
-    """KL divergence of trainer and engine, in nats per token, >= 0; None if not measured."""
-
-    def __post_init__(self) -> None:
-        ess, kl = self.effective_sample_size, self.mismatch_kl
-        if ess is not None and not 0 < ess <= 1:
-            raise ConfigError(f"effective_sample_size is a share, in (0, 1]; got {ess}")
-        if kl is not None and not kl >= 0:
-            raise ConfigError(f"mismatch_kl is in nats per token, >= 0; got {kl}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class StalenessPolicy:
     """Base class of staleness policies: decides which groups start, are trained next, and expire.
@@ -147,11 +130,6 @@ class StalenessPolicy:
         return min(self.allowed_groups, self.outstanding_groups_limit or self.allowed_groups)
 
     @property
-    def outstanding_groups_ceiling(self) -> int:
-        """Upper bound of ``outstanding_groups_max`` over all adaptations of the policy."""
-        return self.outstanding_groups_max
-
-    @property
     def batches_per_version(self) -> int:
         """Number of batches that the trainer trains on before each publish."""
         return 1
@@ -183,6 +161,17 @@ class StalenessPolicy:
         are free, a request for another batch would wait forever.
         """
         return self.outstanding_groups_max - unpublished_groups >= self.groups_per_batch
+
+    @property
+    def just_in_time_after_versions(self) -> int | None:
+        """Number of versions without a wait of the trainer after which groups start later, see
+        :class:`~tidegate.policies.just_in_time.AdmissionPace`; None: as early as :meth:`admit`
+        says."""
+        return None
+
+    def ready_groups(self, waiting: OutstandingGroups[OutstandingGroup]) -> int:
+        """Return the number of ended groups that the next batches could take now."""
+        return len(waiting.ended)
 
     # ------------------------------------------------------------ select
 
@@ -224,25 +213,6 @@ class StalenessPolicy:
     def expiry_reason(self) -> str:
         """Ledger reason of groups that :meth:`expire` discards."""
         return "stale"
-
-    # ------------------------------------------------------------ adapt
-
-    @property
-    def adaptation(self) -> int | None:
-        """Value that an adaptive policy has learned, journalled so that a resumed run keeps it.
-
-        None for policies that learn nothing; :meth:`observed` changes it, :meth:`adapted` restores
-        it.
-        """
-        return None
-
-    def adapted(self, adaptation: int) -> Self:
-        """Return the policy with a journalled :attr:`adaptation` restored."""
-        return self
-
-    def observed(self, measured: OffPolicyness) -> Self:
-        """Return the policy to use from now on, given the trainer's measurement."""
-        return self
 
 
 def refuse_selection(

@@ -69,6 +69,7 @@ class Workload:
     warm_up_versions: int = 7
     """Versions of the warm-up, until the pipeline is full; they do not count."""
     costs: EngineCosts = field(default_factory=EngineCosts)
+    rho: float = RHO
 
     @property
     def group_size(self) -> int:
@@ -92,7 +93,7 @@ class Workload:
     @property
     def training_machine_s(self) -> float:
         """W_T: machine-seconds to train on a batch."""
-        return RHO * self.rollout_machine_s * TRAINER_MACHINES / ROLLOUT_MACHINES
+        return self.rho * self.rollout_machine_s * TRAINER_MACHINES / ROLLOUT_MACHINES
 
     @property
     def bound_tokens_per_s(self) -> float:

@@ -31,7 +31,8 @@ from tidegate.orchestrator.core.rules import Rules, made_of
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.task_records import TaskRecords
 from tidegate.orchestrator.core.turns import TurnTracker
-from tidegate.policies.staleness import OffPolicyness, refuse_selection
+from tidegate.policies.just_in_time import AdmissionPace
+from tidegate.policies.staleness import refuse_selection
 
 ROLLOUT_EVENTS = (
     ev.TurnRequested,
@@ -54,7 +55,7 @@ def check(core: "Core") -> None:
     """
     for ledger in (core.ledger, core.evaluation_ledger):
         assert not ledger.error, f"ledger is off by {ledger.error} tokens: {ledger.snapshot()}"
-    limit = core.policy.outstanding_groups_ceiling
+    limit = core.policy.outstanding_groups_max
     assert core.outstanding_groups <= limit, f"{core.outstanding_groups} groups > {limit}"
     oldest, bound = max(core.trained.staleness, default=0), core.policy.guaranteed_bound
     assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
@@ -76,6 +77,7 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     """
     core.are_tasks_exhausted = False
     core.is_restoring, core.is_paused, core.is_halted = True, False, False
+    core.pace = AdmissionPace()
     core.turns.halted.discard(core.adapter)  # pauses are of the process that asked for them
     core.pending_after_resume = {}
     commands = core.groups.end_evaluations()
@@ -95,7 +97,7 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     for group in list(core.groups.in_order):
         if group in core.groups:  # else discarded with the group that it was split from
             commands += _resume_group(core, group, event.offer, first_lost)
-    while core.outstanding_groups > core.policy.outstanding_groups_ceiling:
+    while core.outstanding_groups > core.policy.outstanding_groups_max:
         commands += _roll_back(core, core.groups.newest)
     core.task_records.resume(event.offer)
     for group in core.groups.in_order:
@@ -182,6 +184,8 @@ class Core:
         self.agents: tuple[str, ...] = ()
         """Trained adapters that the episodes of the iterator in use sample beside their own."""
         self.policy = rules.policy
+        self.pace = AdmissionPace()
+        """Limit by which groups start later than the policy's bound demands."""
         self.turns: TurnTracker = base.turns if base is not None else TurnTracker(rules.placement)
         self.versions: ServedVersions = self.turns
         """Versions that engines serve: of the run's weights, or of this core's adapter."""
@@ -240,7 +244,17 @@ class Core:
 
     @property
     def admissible_groups(self) -> int:
-        """Number of tasks that may arrive now."""
+        """Number of tasks that should arrive now."""
+        groups = self._groups_within_bound
+        limit = self.pace.limit
+        if limit is not None and not self.agents:
+            free = self._paced_limit(limit) - self.outstanding_groups
+            groups = max(0, min(groups, free))
+        return groups
+
+    @property
+    def _groups_within_bound(self) -> int:
+        """Number of tasks that the policies' bounds let arrive now."""
         if self.are_tasks_exhausted or not self.versions.is_served:
             return 0
         groups = self.policy.admit(self.groups, training_groups=self.handed.num_groups)
@@ -251,6 +265,13 @@ class Core:
             slots = agent.policy.admit(agent.groups, training_groups=agent.handed.num_groups)
             groups = min(groups, slots)
         return groups
+
+    def _paced_limit(self, limit: int) -> int:
+        """Return the number of groups that may be outstanding under a limit of the pace: always a
+        batch for a request that waits, because its trainer may publish only once it has a batch."""
+        if not self.handed.requests:
+            return limit
+        return max(limit, self.handed.num_groups + self.policy.groups_per_batch)
 
     @property
     def running_groups(self) -> int:
@@ -369,7 +390,7 @@ class Core:
             case ev.BatchRequested(request=request):
                 per_version = self.policy.batches_per_version
                 self.handed.request(request, batches_per_version=per_version)
-                return self._hand_over()
+                return self._hand_over_needed()
             case ev.BatchRequestCancelled(request=request):
                 self.handed.close_request(request)
                 return []
@@ -380,9 +401,10 @@ class Core:
                 return self._undo_hand_over(event)
             case ev.HandOverPaused(is_paused=is_paused):
                 self.handed.is_paused = is_paused
-                return self._hand_over()
+                return self._hand_over_needed()
             case ev.BatchesTrained(batches=batches):
                 self._name_batches(batches)
+                self._observe_need_ahead()
                 return []
             case ev.VersionPublished():
                 return self._on_published(event)
@@ -408,6 +430,8 @@ class Core:
             case ev.EngineJoined():
                 return self._release_all(self.turns.join(event))
             case ev.EngineLeft(engine=engine, is_crash=is_crash):
+                for core in (self, *self.trained_adapters.values()):
+                    core.pace = core.pace.lifted()
                 return self._release_all(self.turns.leave(engine, is_crash=is_crash))
             case ev.EngineDraining(engine=engine):
                 self.turns.drain(engine)
@@ -424,10 +448,6 @@ class Core:
                 return []
             case ev.RunResumed():
                 return resume(self, event)
-            case ev.OffPolicynessMeasured(ess=ess, kl=kl):
-                measured = OffPolicyness(effective_sample_size=ess, mismatch_kl=kl)
-                self.policy = self.policy.observed(measured)
-                return self._hand_over()
             case ev.StateChecksum():
                 return []
             case ev.RunEnded():
@@ -473,7 +493,7 @@ class Core:
         return commands + self._hand_over() if was_pending else commands
 
     def _admit(self, event: ev.TaskArrived) -> list[ev.Command]:
-        if not self.admissible_groups:
+        if not self._groups_within_bound:
             raise TidegateError(
                 f"a task arrived with {self.outstanding_groups} groups outstanding of "
                 f"{self.policy.outstanding_groups_max} allowed; take only as many tasks as "
@@ -522,6 +542,47 @@ class Core:
             return commands  # other rollouts of its group run: no new batch is possible
         return commands + self._hand_over() if self.handed.requests else commands
 
+    # ------------------------------------------------------------ just-in-time admission
+
+    def _hand_over_needed(self) -> list[ev.Command]:
+        """As :meth:`_hand_over`, when the trainer may have begun to need a batch."""
+        handed = self.handed
+        if not handed.wants_batch or handed.requests[0].is_ahead:
+            return self._hand_over()  # a request ahead is needed once what is held is trained
+        left = self.policy.ready_groups(self.groups) - self.policy.groups_per_batch
+        commands = self._hand_over()
+        if any(type(command) is ev.HandOver for command in commands):
+            self._observe_need(max(0, left))
+        elif handed.requests:
+            self._observe_need(None)
+        return commands
+
+    def _observe_need_ahead(self) -> None:
+        """Observe that a trainer that requests batches ahead needs the next one now."""
+        handed = self.handed
+        if any(batch.is_ahead for batch in handed.held):
+            self._observe_need(self.policy.ready_groups(self.groups))
+        elif handed.requests and handed.requests[0].is_ahead:
+            self._observe_need(None)
+
+    def _observe_need(self, left: int | None) -> None:
+        """Adjust the pace after the trainer needed a batch, and ``left`` ended groups were left
+        beside it; None: there was no batch."""
+        policy = self.policy
+        versions = policy.just_in_time_after_versions
+        if versions is None:
+            return
+        if left is None:
+            self.pace = self.pace.after_wait()
+            return
+        self.pace = self.pace.after_need(
+            left,
+            most=policy.outstanding_groups_max,
+            groups_per_batch=policy.groups_per_batch,
+            batches_per_version=policy.batches_per_version,
+            versions=versions,
+        )
+
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
@@ -561,7 +622,7 @@ class Core:
             return None if self.groups.running_groups else list(self.groups.in_order)
         ends = self.groups.rollout_ends if self.policy.splits_groups else 0
         version = self.consumption_version
-        selection = (self.policy, version, wanted, self.groups.revision, ends)
+        selection = (version, wanted, self.groups.revision, ends)
         if selection == self._failed_selection:
             return None
         batch = self.policy.select(self.groups, groups=wanted, trainer_version=version)
@@ -670,7 +731,7 @@ class Core:
         that are left.
         """
         groups = sum([group.split_from is None for group in batch])
-        left = self.policy.outstanding_groups_ceiling - self.outstanding_groups
+        left = self.policy.outstanding_groups_max - self.outstanding_groups
         return max(groups, min(self.policy.groups_per_batch, left))
 
     def _undo_hand_over(self, event: ev.BatchReturned) -> list[ev.Command]:

@@ -38,7 +38,6 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.RunResumed,
     ev.RunEnded,
     ev.StateChecksum,
-    ev.OffPolicynessMeasured,
     ev.VersionRetracted,
     ev.RolloutForked,
     ev.TurnsRewarded,

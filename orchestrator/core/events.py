@@ -322,15 +322,6 @@ class RowsDiscarded(Struct, frozen=True, gc=False):
     """Ledger account that the rows' tokens move to."""
 
 
-class OffPolicynessMeasured(Struct, frozen=True, gc=False):
-    """The trainer measured how far its policy is from the behaviour policy."""
-
-    ess: float | None
-    """Effective sample size, a share in (0, 1]; None if not measured."""
-    kl: float | None
-    """Mismatch KL in nats per token; None if not measured."""
-
-
 class RolloutCut(Struct, frozen=True, gc=False):
     """A rollout continues from the end of an earlier turn: later turns are discarded.
 
@@ -425,7 +416,6 @@ Event = (
     | VersionRetracted
     | BatchesCheckpointed
     | RowsDiscarded
-    | OffPolicynessMeasured
     | RolloutCut
     | RolloutForked
     | TurnsRewarded

@@ -13,7 +13,6 @@ from typing import Any
 
 from tidegate.errors import ConfigError, ResumeMismatch
 from tidegate.orchestrator.core.placement import PlacementRules
-from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
 from tidegate.policies.consumption import Window
 from tidegate.policies.failures import FailurePolicy
@@ -55,7 +54,6 @@ OUR_CLASSES: dict[str, type] = {
     for kind in (
         Rules,
         PlacementRules,
-        AdaptiveStaleness,
         BoundedStaleness,
         OneStepOffPolicy,
         OverSampling,

@@ -33,6 +33,7 @@ from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.task_records import SavedTaskRecords
 from tidegate.orchestrator.core.token_attachments import TurnAttachments
 from tidegate.policies.filters import PromptHistory
+from tidegate.policies.just_in_time import AdmissionPace
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import Attachment, SamplingParams
 
@@ -266,8 +267,7 @@ class SavedCore(Saved):
     """Buffered groups, in the order in which they ended."""
     oldest_versions_as_of: int
     is_paused: bool
-    adaptation: Converted[int | None]
-    """State of an adaptive staleness policy; None for other policies."""
+    pace: AdmissionPace
     prompts: Converted[list[tuple[bytes, int, float]]]
     """(digest, rollouts, total reward) of each prompt with a history."""
     skipped: Converted[int]
@@ -326,7 +326,6 @@ def _saved(core: Core, is_replayed: bool) -> SavedCore:
         tasks=_tasks(core),
         training=_training(core),
         ended=[group.group_id for group in groups.ended],
-        adaptation=core.policy.adaptation,
         prompts=[(d, h.rollouts, h.total_reward) for d, h in prompts.histories.items()],
         skipped=prompts.skipped,
         drops_since_batch=prompts.drops_since_batch,
@@ -484,8 +483,6 @@ def _load(saved: SavedCore, core: Core) -> None:
     core.prompts.drops_since_batch = saved.drops_since_batch
     core.prompts.kept_at_limit = saved.kept_at_limit
     core.prompts.histories = {d: PromptHistory(n, total) for d, n, total in saved.prompts}
-    if saved.adaptation is not None:
-        core.policy = core.policy.adapted(saved.adaptation)
     _load_tasks(saved.tasks, core.tasks)
     for each in saved.trained_adapters:
         core.handle(ev.AdapterTrainingStarted(each.name, each.rules))

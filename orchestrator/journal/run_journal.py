@@ -56,9 +56,10 @@ class Store(Protocol):
         """Return the newest snapshot with its lsn; None without one."""
 
 
-EVENT_FORMAT = 2
+EVENT_FORMAT = 3
 """Number of the format of events and snapshots. From 2 on, the trainer's publishes name their
-batches; the events before do not say enough to replay them so."""
+batches; the events before do not say enough to replay them so. From 3 on, admission is just in
+time."""
 
 
 class JournalHeader(msgspec.Struct, frozen=True):

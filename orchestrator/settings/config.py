@@ -80,6 +80,7 @@ SET_BY_POLICY = frozenset(
         "outstanding_groups_limit",
         "consumption_order",
         "deadline_policy",
+        "just_in_time_after_versions",
     }
 )
 """Settings that ``staleness_policy`` replaces: fields of the default, :class:`BoundedStaleness`."""
@@ -115,8 +116,8 @@ class StalenessSettings(SettingsRecord):
     outstanding_groups_limit: Count | None = None
     """Largest number of groups that are started and not yet trained on, >= ``groups_per_batch``.
     None: ``(max_staleness + 1) * groups_per_batch``, the most that the bound allows. Lower it if
-    environments or memory can't hold that many episodes, or if ``mean_staleness_from_queue`` is
-    high; engines may idle (``engine_idle_share``)."""
+    environments or memory can't hold that many episodes; engines may idle
+    (``engine_idle_share``)."""
     consumption_order: Order | InstanceOf[Window] = "admission"
     """Order in which ended groups form batches: ``admission`` in the order of their tasks, so that
     a slow group delays its batch; ``completion`` in the order of their ends; or a ``Window``
@@ -128,11 +129,16 @@ class StalenessSettings(SettingsRecord):
     finished rollouts first, and ``drop`` discards the group. The default loses no token. With
     ``consumption_order="completion"``, ``split`` costs the least time, and ``drop`` biases towards
     short answers (``length_bias``)."""
+    just_in_time_after_versions: Count | None = 8
+    """Number of versions without a wait of the trainer after which groups start as late as they can
+    without the trainer waiting for them, so that tokens are no older than they must be; after a
+    wait, groups start as early as the bound allows again. Raise it if rare long groups make the
+    trainer wait. None: always as early as the bound allows."""
     staleness_policy: InstanceOf[StalenessPolicy] | None = None
     """A ``StalenessPolicy`` object, for rules that the settings ``max_staleness``,
-    ``groups_per_batch``, ``outstanding_groups_limit``, ``consumption_order`` and
-    ``deadline_policy`` can't express. Those settings must then be omitted. None: these settings are
-    the rules."""
+    ``groups_per_batch``, ``outstanding_groups_limit``, ``consumption_order``, ``deadline_policy``
+    and ``just_in_time_after_versions`` can't express. Those settings must then be omitted. None:
+    these settings are the rules."""
     group_filter: InstanceOf[GroupFilter] = GroupFilter()
     """Decides by their rewards which groups are worth training on; others are discarded. The
     default keeps all. Use ``DynamicSampling()``, which drops groups whose rewards are all equal, if

@@ -46,6 +46,7 @@ class RunOptions(TypedDict, total=False):
     outstanding_groups_limit: int | None
     consumption_order: Literal["admission", "completion"] | Window
     deadline_policy: Literal["wait", "mask", "split", "drop"]
+    just_in_time_after_versions: int | None
     staleness_policy: StalenessPolicy | None
     group_filter: GroupFilter
     # placement

@@ -170,11 +170,13 @@ class Forecaster:
         *,
         outstanding_groups_max: int | None,
         window_groups: int | None,
+        eager_versions: int | None = None,
     ) -> RunForecast | None:
         """Return the forecast; None before two batches, or without steps of any engine.
 
         ``window_groups``: number of groups, from the oldest unfinished one on, that consumption may
         choose from; 1 for the order of admission, None for the order of completion.
+        ``eager_versions``: number of versions before admission is just in time; None: it never is.
         """
         times = self._times(ledger)
         if times is None:
@@ -193,6 +195,7 @@ class Forecaster:
                 rho=times.rho,
                 first_version=first,
                 last_version=last,
+                eager_versions=eager_versions,
             ),
             measured_staleness=self._staleness / max(1, self._trained),
             max_useful_staleness=saturating,
@@ -254,7 +257,7 @@ def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
     """
     between_s, attainable_s = times.between_s, times.attainable_s
     if 1 - times.trainer_s / between_s <= BUSY_TRAINER_IDLE_MAX:
-        advice = "trainer-bound: a larger max_staleness only ages samples"
+        advice = "trainer-bound: a larger max_staleness gains nothing"
         is_more = allowed is None or allowed > saturating
         return f"{advice}; {saturating} would be enough" if is_more else advice
     if allowed is None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tidegate.errors import ConfigError
+
 if TYPE_CHECKING:
     from tidegate.policies.diagnostics import LagBucket
 
@@ -48,7 +50,15 @@ class OffPolicy:
 def off_policy(
     ess: float | None, kl: float | None, by_lag: "Sequence[LagBucket]" = ()
 ) -> OffPolicy:
-    """Make an :class:`OffPolicy` from the arguments of ``report_off_policyness``."""
+    """Make an :class:`OffPolicy` from the arguments of ``report_off_policyness``.
+
+    Raises:
+        ConfigError: a value is out of range, or not a number.
+    """
+    if ess is not None and not 0 < ess <= 1:
+        raise ConfigError(f"effective_sample_size is a share, in (0, 1]; got {ess}")
+    if kl is not None and not kl >= 0:
+        raise ConfigError(f"mismatch_kl is in nats per token, >= 0; got {kl}")
     figures = {
         bucket.lag_min: {
             name: value

@@ -66,7 +66,6 @@ from tidegate.orchestrator.trainer.handle import (
     result_of,
 )
 from tidegate.orchestrator.trainer.run import Run
-from tidegate.policies.staleness import OffPolicyness
 from tidegate.transport.trainer_messages import ControlAction
 
 if TYPE_CHECKING:
@@ -238,6 +237,7 @@ class MeasuredHandle(ABC):
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,
                 window_groups=window_groups(core.policy),
+                eager_versions=core.policy.just_in_time_after_versions,
             ),
         )
 
@@ -453,7 +453,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
     ) -> None:
         """Report how far off-policy the last batch was, as the loss measured it.
 
-        ``AdaptiveStaleness`` moves η by it; other policies ignore it, and dashboards show it.
+        Metrics, dashboards and reports show it.
 
         Args:
             effective_sample_size: share of the batch that its importance weights leave, in (0, 1].
@@ -463,15 +463,6 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         Raises:
             ConfigError: a value is out of range, or not a number.
         """
-        measured = OffPolicyness(
-            effective_sample_size=effective_sample_size, mismatch_kl=mismatch_kl
-        )
-
-        async def work(scheduler: Scheduler) -> None:
-            ess, kl = measured.effective_sample_size, measured.mismatch_kl
-            self._side(scheduler).handle(ev.OffPolicynessMeasured(ess, kl))
-
-        await self._do(work)
         reported = off_policy(effective_sample_size, mismatch_kl, by_lag)
         self._reported_figures |= reported.figures()
         if self._recorder is not None:

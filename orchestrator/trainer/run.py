@@ -254,7 +254,7 @@ class Run:
     def _run(self) -> None:
         try:
             staleness = self.settings.staleness
-            groups = staleness.make_policy().outstanding_groups_ceiling
+            groups = staleness.make_policy().outstanding_groups_max
             with GC_TUNING.during(young_objects_max(groups * staleness.group_size)):
                 uvloop.run(self._serve())
         except asyncio.CancelledError:

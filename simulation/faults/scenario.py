@@ -244,6 +244,8 @@ class Scenario(
     """Most rollouts of split groups that may run on after a batch; None: no limit."""
     batches_per_version: Count = 1
     """Number of batches per version that the policy is told."""
+    just_in_time_after_versions: int | None = 8
+    """Number of versions without a wait after which groups start later; None: never."""
     filters_groups: bool = False
     """Whether groups of equal rewards are dropped."""
     decide_after: int | None = None
@@ -409,6 +411,7 @@ class Scenario(
                     deadline_policy=self.deadline_policy,
                     split_rollouts_limit=self.split_rollouts_limit,
                     batches_per_version=self.batches_per_version,
+                    just_in_time_after_versions=self.just_in_time_after_versions,
                 )
 
     @property
@@ -591,6 +594,8 @@ def draw_rules(plain: Scenario) -> dict[str, object]:
         "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
         "split_rollouts_limit": None,  # an adapter's rules replace all of the scenario's
         "batches_per_version": 1,
+        # Few simulated runs have eight versions.
+        "just_in_time_after_versions": plain.chance("just in time").choice((None, 1, 1, 2, 8)),
     }
     if policy == "bounded" and rules["deadline_policy"] == "split":
         rules["split_rollouts_limit"] = chance.choice((None, 1, plain.group_size))

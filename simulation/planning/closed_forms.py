@@ -30,13 +30,15 @@ def predict(workload: PlanWorkload, candidate: PlanCandidate) -> Prediction:
     admission_s = forms.admission_s(slowest_s)
     batch_s = max(slowest_s, admission_s)
     rho = predictions.throughput_ratio(rollout_batch_s=engines_s, trainer_batch_s=trainer_s)
-    free = forms.in_order_versions(batch_s) + predictions.staleness_from_queue(rho=rho)
+    # Admission is just in time, so no queue grows where the trainer is the slower one, but a batch
+    # is generated while the trainer trains on the one before.
+    queued = predictions.staleness_from_queue(rho=rho)
+    free = max(1.0, forms.in_order_versions(batch_s) + queued)
     allowed = float(candidate.max_staleness)
-    is_held_back = rho > 1 or admission_s >= slowest_s
     return Prediction(
         batch_s=batch_s,
         tokens_per_s=forms.batch_tokens / batch_s,
-        mean_staleness=allowed if is_held_back else min(allowed, free),
+        mean_staleness=allowed if admission_s > slowest_s else min(allowed, free),
         trainer_idle_share=1 - trainer_s / batch_s,
         limit="admission"
         if admission_s > slowest_s

@@ -78,7 +78,6 @@ if TYPE_CHECKING:
         SyncRollouts,
         SyncScorer,
     )
-    from tidegate.policies.adaptive import AdaptiveStaleness
     from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
     from tidegate.policies.consumption import Window
     from tidegate.policies.failures import FailurePolicy
@@ -133,7 +132,6 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader needs them; so is t
     "Window",
     "OneStepOffPolicy",
     "Synchronous",
-    "AdaptiveStaleness",
     "OverSampling",
     "TailPacking",
     "Unbounded",

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from tidegate.errors import ConfigError
-from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Order, Unbounded
 from tidegate.policies.consumption import Window
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
-from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
+from tidegate.policies.staleness import StalenessPolicy
 
 
 @dataclass
@@ -356,34 +355,6 @@ def test_what_bounds_no_age_must_say_how_much_may_be_outstanding() -> None:
     assert policy.admit(queue_of(2), training_groups=4) == 3
 
 
-# ---------------------------------------------------------------- AdaptiveStaleness
-
-
-def test_eta_is_moved_to_where_samples_are_as_far_off_policy_as_they_may_be() -> None:
-    policy = AdaptiveStaleness(
-        groups_per_batch=2, highest=10, effective_sample_size_min=0.5, max_staleness=0
-    )
-    for _ in range(30):  # each version of staleness costs a twelfth of the sample size
-        ess = 1 - policy.max_staleness / 12
-        policy = policy.observed(OffPolicyness(effective_sample_size=ess))
-    assert policy.max_staleness in (5, 6)
-    assert policy.guaranteed_bound == 10
-
-
-def test_eta_stays_within_its_limits_and_ignores_what_is_not_its_target() -> None:
-    policy = AdaptiveStaleness(
-        groups_per_batch=2, lowest=1, highest=3, mismatch_kl_max=0.01, max_staleness=2
-    )
-    assert policy.observed(OffPolicyness(effective_sample_size=0.1)) is policy
-    for _ in range(5):
-        policy = policy.observed(OffPolicyness(mismatch_kl=1.0))
-    assert (policy.max_staleness, policy.outstanding_groups_max) == (1, 4)
-    for _ in range(5):
-        policy = policy.observed(OffPolicyness(mismatch_kl=0.0))
-    assert (policy.max_staleness, policy.outstanding_groups_max) == (3, 8)
-    assert policy.outstanding_groups_ceiling == 8
-
-
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -405,10 +376,3 @@ def test_a_policy_says_what_it_does_not_understand(settings: dict[str, str], why
 def test_a_window_of_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"got Window\(0\)"):
         Window(0)
-
-
-def test_an_adaptive_policy_needs_one_target_and_limits_that_hold() -> None:
-    with pytest.raises(ConfigError, match="one target"):
-        AdaptiveStaleness(groups_per_batch=1)
-    with pytest.raises(ConfigError, match="lowest <= max_staleness <= highest"):
-        AdaptiveStaleness(groups_per_batch=1, lowest=3, mismatch_kl_max=0.1)

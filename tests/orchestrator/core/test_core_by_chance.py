@@ -29,6 +29,7 @@ class AnyRun(RuleBasedStateMachine):
         order=st.one_of(st.sampled_from(ORDERS), st.builds(Window, st.integers(1, 6))),
         deadline_policy=st.sampled_from(("wait", "wait", "mask", "split", "split", "drop")),
         batches=st.sampled_from((1, 1, 2)),
+        after_versions=st.sampled_from((None, 1, 1, 2)),
     )
     def start(
         self,
@@ -38,6 +39,7 @@ class AnyRun(RuleBasedStateMachine):
         order: Order,
         deadline_policy: DeadlinePolicy,
         batches: int,
+        after_versions: int | None,
     ) -> None:
         if deadline_policy == "split" or (deadline_policy != "wait" and order == "admission"):
             order = "completion"
@@ -47,6 +49,7 @@ class AnyRun(RuleBasedStateMachine):
             consumption_order=order,
             deadline_policy=deadline_policy,
             batches_per_version=batches,
+            just_in_time_after_versions=after_versions,
         )
         self.driver = Driver(policy=self.policy, group_size=size)
         self.driver.join("engine-0")

@@ -10,7 +10,6 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import describe, made_of, record_of
 from tidegate.orchestrator.core.snapshot_codec import digest, load, save
-from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling
@@ -172,7 +171,7 @@ def test_a_group_that_gets_too_old_is_dropped_at_once_where_that_is_asked_for() 
         ),
         BoundedStaleness(max_staleness=3, groups_per_batch=2, batches_per_version=4),
         OneStepOffPolicy(groups_per_batch=3),
-        AdaptiveStaleness(groups_per_batch=3, mismatch_kl_max=0.1),
+        BoundedStaleness(max_staleness=2, groups_per_batch=3, just_in_time_after_versions=None),
         NewestFirst(groups_per_batch=1, highest_age=4),
     ],
 )
@@ -191,18 +190,6 @@ def test_what_can_not_be_written_down_is_refused_with_its_name() -> None:
         record_of(Clever(groups_per_batch=1, model=range(3)))
     with pytest.raises(ResumeMismatch, match=r"Clever', which is no policy of Tidegate's"):
         made_of(record_of(Clever(groups_per_batch=1)))
-
-
-def test_what_an_adaptive_policy_has_learned_outlives_a_crash() -> None:
-    policy = AdaptiveStaleness(groups_per_batch=1, mismatch_kl_max=0.1, max_staleness=4)
-    driver = started(policy)
-    driver.do(ev.OffPolicynessMeasured(ess=None, kl=0.5))
-    driver.do(ev.OffPolicynessMeasured(ess=None, kl=0.5))
-    assert driver.core.policy.outstanding_groups_max == 3
-    again = driver.new_core()
-    load(save(driver.core), again)
-    assert again.policy.outstanding_groups_max == 3
-    assert digest(again) == digest(driver.core)
 
 
 def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> None:
@@ -273,30 +260,3 @@ def test_each_straggler_of_a_split_group_is_in_the_first_batch_after_its_end() -
         load(save(driver.core), again)
         assert digest(again) == digest(driver.core)
     assert driver.core.outstanding_groups == 2
-
-
-def test_lowering_eta_still_waits_for_what_its_highest_bound_waits_for() -> None:
-    policy = AdaptiveStaleness(
-        groups_per_batch=1,
-        max_staleness=2,
-        highest=2,
-        mismatch_kl_max=0.1,
-        consumption_order="completion",
-    )
-    driver = started(policy)
-    slow = next(r for r in driver.running.values() if r.group_id == 0)
-    place = ask(driver, slow)
-    driver.sample(*place, 5, RUNNING)
-    for group in (1, 2):
-        end(driver, group)
-        driver.do(ev.BatchRequested())
-        driver.publish_and_swap()
-        driver.fill()
-    driver.do(ev.OffPolicynessMeasured(ess=None, kl=1.0))  # η is 1 from now on
-    end(driver, 3)
-    driver.do(ev.BatchRequested())
-    assert len(driver.batches) == 2  # group 0 is due
-    driver.sample(*place, 1, STOP)
-    driver.return_reward(slow)
-    assert trained_ids(driver) == [[1], [2], [0]]
-    assert driver.core.discarded_rollouts == {}

@@ -508,7 +508,7 @@ def _admit_by_own_bound(core: Core) -> int:
     [
         (Core, "_discard_agents", _discard_alone),
         (GroupTracker, "end_agents", _end_alone),
-        (Core, "admissible_groups", property(_admit_by_own_bound)),
+        (Core, "_groups_within_bound", property(_admit_by_own_bound)),
     ],
     ids=["discarded alone", "failed alone", "admitted by one bound"],
 )

@@ -30,7 +30,6 @@ from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules, record_of
 from tidegate.orchestrator.core.snapshot_codec import digest, load, save
-from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
 from tidegate.policies.consumption import Window
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
@@ -50,8 +49,8 @@ def draw_policy(chance: random.Random) -> StalenessPolicy:
     """Draw any policy, with η from 0 to 8 and 1 to 4 batches per version."""
     per_batch = chance.choice((1, 1, 2, 3))
     kind = chance.choices(
-        ("bounded", "adaptive", "one_step", "synchronous", "tail", "over", "unbounded"),
-        (60, 10, 8, 7, 5, 5, 5),
+        ("bounded", "one_step", "synchronous", "tail", "over", "unbounded"),
+        (70, 8, 7, 5, 5, 5),
     )[0]
     if kind == "one_step":
         return OneStepOffPolicy(groups_per_batch=per_batch)
@@ -77,17 +76,9 @@ def draw_policy(chance: random.Random) -> StalenessPolicy:
         "consumption_order": order,
         "deadline_policy": deadline,
         "batches_per_version": chance.choice((1, 1, 2, 3, 4)),
+        "just_in_time_after_versions": chance.choice((None, 1, 1, 2, 8)),
     }
     eta = chance.choice((0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8))
-    if kind == "adaptive":
-        lowest, highest = chance.randint(0, eta), chance.randint(eta, 8)
-        return AdaptiveStaleness(
-            max_staleness=eta,
-            lowest=lowest,
-            highest=highest,
-            effective_sample_size_min=0.5,
-            **common,
-        )
     return BoundedStaleness(max_staleness=eta, **common)
 
 
@@ -1007,8 +998,6 @@ class World:
                 self.join()
             if not self.is_calm and chance.random() < 0.01 and len(self.engines) > 1:
                 self.leave(chance.choice(sorted(self.engines)))
-            if isinstance(self.policy, AdaptiveStaleness) and chance.random() < 0.1:
-                self.of(ev.OffPolicynessMeasured(chance.uniform(0.1, 1.0), None))
             if self.habits.p_crash and chance.random() < self.habits.p_crash:
                 self.crash()
             self.fill()

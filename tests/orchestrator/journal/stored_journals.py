@@ -37,7 +37,6 @@ from tidegate.orchestrator.core.rules import Rules, record_of
 from tidegate.orchestrator.core.snapshot_codec import digest, save
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.run_journal import EVENT_FORMAT, JournalHeader
-from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.filters import DynamicSampling
 from tidegate.policies.rounds import Synchronous
@@ -155,9 +154,9 @@ def stragglers() -> Driver:
 
 
 def learned() -> Driver:
-    """Play a run whose adaptive policy and whose filter have learned from what they saw."""
+    """Play a run whose filter has learned from what it saw."""
     driver = Driver(
-        policy=AdaptiveStaleness(groups_per_batch=1, mismatch_kl_max=0.1, max_staleness=4),
+        policy=BoundedStaleness(groups_per_batch=1, max_staleness=4),
         group_filter=DynamicSampling(solved_at=0.9, rollouts_min=2, drops_per_batch_max=1),
     )
     driver.join("a")
@@ -165,8 +164,6 @@ def learned() -> Driver:
         driver.do(ev.TaskArrived(name.decode(), digest=name))
     for rollout in list(driver.running.values()):
         driver.solve(rollout)
-    driver.do(ev.OffPolicynessMeasured(ess=None, kl=0.5))
-    driver.do(ev.OffPolicynessMeasured(ess=0.9, kl=0.5))
     driver.do(ev.TaskArrived("easy", digest=b"easy"))
     driver.do(ev.BatchRequested())
     return driver

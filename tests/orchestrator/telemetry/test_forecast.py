@@ -192,14 +192,14 @@ def test_the_order_of_consumption_is_the_policys() -> None:
 @pytest.mark.parametrize(
     ("between_s", "rollout_s", "trainer_s", "allowed", "saturating", "advice"),
     [
-        (10.0, 6.0, 9.8, 2.0, 3, "trainer-bound: a larger max_staleness only ages samples"),
+        (10.0, 6.0, 9.8, 2.0, 3, "trainer-bound: a larger max_staleness gains nothing"),
         (
             10.0,
             6.0,
             9.8,
             8.0,
             3,
-            "trainer-bound: a larger max_staleness only ages samples; 3 would be enough",
+            "trainer-bound: a larger max_staleness gains nothing; 3 would be enough",
         ),
         (12.0, 6.0, 5.0, 1.0, 4, "rollout-bound: max_staleness=3 would gain about 100%"),
         (
