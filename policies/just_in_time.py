@@ -15,10 +15,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Self
 
-MARGIN_SHARE = 1 / 8
-"""Ended groups that are left when the trainer needs a batch, as a share of B: they make up for the
-variation of lengths, and cost an eighth of a version of staleness."""
-
 PATIENCE_MAX = 32
 """Largest multiple of the first number of versions that is observed before groups start later."""
 
@@ -83,7 +79,8 @@ class AdmissionPace:
         least = (batches_per_version + 1) * groups_per_batch
         # If nothing ran when the one batch of a version was needed, a margin had ended, too.
         is_idle = batches_per_version == 1 and now - left <= least
-        margin = 0 if is_idle else math.ceil(MARGIN_SHARE * groups_per_batch)
+        # The number of groups that end in a version varies by about its square root.
+        margin = 0 if is_idle else math.ceil(math.sqrt(groups_per_batch))
         limit = min(most, max(least, now - left + margin))
         if limit == now:
             patience = self.patience if self.limit is None else max(1, self.patience // 2)

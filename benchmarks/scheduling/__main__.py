@@ -27,13 +27,14 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.scheduling.experiments import EXPERIMENTS, experiment_rows, trajectory_rows
 from benchmarks.scheduling.policies import POLICIES, SYNC, Variant, variants
 from benchmarks.scheduling.rows import Row, bound_rows, heading, read, rows, show
 from benchmarks.scheduling.run import Outcome, run_once
-from benchmarks.scheduling.workloads import WORKLOADS, Workload
+from benchmarks.scheduling.workloads import RHO, WORKLOADS, Workload
 from benchmarks.table import show as table_rows
 
 MODES = ("keep", "abort", "wait")
@@ -84,13 +85,13 @@ def _all_runs(options: argparse.Namespace) -> Iterator[list[Row]]:
         workload = WORKLOADS[name]
         if options.versions is not None:
             workload = workload.of_versions(options.versions)
-        yield from _runs(workload, options)
+        yield from _runs(replace(workload, rho=options.rho), options)
 
 
 def _runs(workload: Workload, options: argparse.Namespace) -> Iterator[list[Row]]:
     """Yield the rows of each run of a workload."""
     sync = _run(workload, Variant(SYNC, POLICIES[SYNC], 0), "keep", options.seed)
-    for variant in variants(options.policy, options.eta):
+    for variant in variants(options.policy, options.eta, is_eager=options.eager):
         # All pause modes are equal for policies with a barrier: nothing runs while weights change.
         for mode in options.mode[:1] if variant.is_barrier else options.mode:
             is_sync = variant.name == SYNC
@@ -117,6 +118,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, nargs="+", default=["keep"])
     parser.add_argument("--all", action="store_true", help="every workload, policy and mode")
     parser.add_argument("--versions", type=int, help="of a run, warm-up included")
+    parser.add_argument("--rho", type=float, default=RHO, help="trainer seconds over engines'")
+    parser.add_argument("--eager", action="store_true", help="without just-in-time admission")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--read", type=Path, nargs="+", help="show what --json wrote; run nothing")
     parser.add_argument("--bounds", action="store_true", help="print upper bounds; run nothing")

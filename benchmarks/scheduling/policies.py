@@ -4,7 +4,7 @@ To add a policy to the table, add an entry to :data:`POLICIES`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidegate.policies.asynchrony import (
     BoundedStaleness,
@@ -43,6 +43,8 @@ class Variant:
     name: str
     policy: Policy
     eta: int
+    is_eager: bool = False
+    """Whether groups start as early as the bound allows, rather than just in time."""
 
     @property
     def is_colocated(self) -> bool:
@@ -56,7 +58,10 @@ class Variant:
 
     def staleness_policy(self, groups_per_batch: int) -> StalenessPolicy:
         """Create the policy for a run."""
-        return self.policy.make(groups_per_batch, self.eta)
+        policy = self.policy.make(groups_per_batch, self.eta)
+        if self.is_eager and isinstance(policy, BoundedStaleness):
+            return replace(policy, just_in_time_after_versions=None)
+        return policy
 
 
 SYNC = "sync-colocated"
@@ -110,11 +115,11 @@ POLICIES: dict[str, Policy] = {
 staleness."""
 
 
-def variants(names: list[str], etas: list[int] | None) -> list[Variant]:
+def variants(names: list[str], etas: list[int] | None, *, is_eager: bool) -> list[Variant]:
     """Return the named policies with each of their η, or with ``etas`` where η is free."""
     found = []
     for name in names:
         policy = POLICIES[name]
         chosen = etas if etas is not None and policy.takes_eta else policy.etas
-        found += [Variant(name, policy, eta) for eta in chosen]
+        found += [Variant(name, policy, eta, is_eager) for eta in chosen]
     return found

@@ -18,7 +18,7 @@ MACHINES = ROLLOUT_MACHINES + TRAINER_MACHINES
 """Number of machines; for colocated policies all of them roll out and train."""
 
 RHO = 0.9
-"""Ratio of the trainer's seconds per step to the engines', both at their peak."""
+"""The published model's ratio, :attr:`Workload.rho`."""
 
 SWITCH_S = 4.0
 """Seconds to switch between rollout and training on the same machines, both ways together."""
@@ -70,6 +70,7 @@ class Workload:
     """Versions of the warm-up, until the pipeline is full; they do not count."""
     costs: EngineCosts = field(default_factory=EngineCosts)
     rho: float = RHO
+    """Ratio of the trainer's seconds per step to the engines', both at their peak."""
 
     @property
     def group_size(self) -> int:

@@ -43,6 +43,7 @@ class CoverageMark(StrEnum):
     STOPPED_WAITING = "the trainer stopped waiting for a batch"
     BATCH_RETURNED = "a batch was returned because its trainer had stopped waiting or published"
     LOOKED_AHEAD = "the trainer requested a batch during its train step"
+    PACED = "groups were to start later than the bound allowed"
     SHORT_BATCH = "tasks ended within a batch, and more tasks followed"
     OFFERED_AGAIN = "new tasks were offered before the previous ones had ended"
     EVALUATED_BESIDE = "an evaluation ran during training"

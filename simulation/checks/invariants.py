@@ -292,6 +292,8 @@ class InvariantChecker:
         if isinstance(event, HAND_OVER_EVENTS):
             held = [batch.number for batch in core.handed.held]
             assert held == sorted(self._held), f"the trainer holds {self._held}, not {held}"
+        if isinstance(event, ev.BatchRequested) and core.pace.limit is not None:
+            self._coverage.add(CoverageMark.PACED)
         if isinstance(event, ev.TurnRequested) and not commands:
             self._coverage.add(CoverageMark.ALONE)
         self._release()

@@ -594,9 +594,10 @@ def draw_rules(plain: Scenario) -> dict[str, object]:
         "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
         "split_rollouts_limit": None,  # an adapter's rules replace all of the scenario's
         "batches_per_version": 1,
-        # Few simulated runs have eight versions.
-        "just_in_time_after_versions": plain.chance("just in time").choice((None, 1, 1, 2, 8)),
+        "just_in_time_after_versions": plain.chance("just in time").choice((None, 1, 1, 1, 2)),
     }
+    if rules["just_in_time_after_versions"] == 1 and plain.max_staleness > 1:
+        rules["tasks"] = plain.tasks + 6 * plain.groups_per_batch  # else few groups are ever left
     if policy == "bounded" and rules["deadline_policy"] == "split":
         rules["split_rollouts_limit"] = chance.choice((None, 1, plain.group_size))
     return rules

@@ -12,6 +12,7 @@ from tidegate.policies.just_in_time import PATIENCE_MAX, AdmissionPace
 
 BATCH = 8
 MOST = 5 * BATCH
+MARGIN = 3
 
 
 def after(
@@ -39,27 +40,27 @@ def test_without_history_the_bound_is_the_limit() -> None:
 
 
 def test_groups_that_were_always_left_start_later_but_for_a_margin() -> None:
-    assert after(AdmissionPace(), [20, 12, 15, 30]).limit == MOST - 12 + 1
+    assert after(AdmissionPace(), [20, 12, 15, 30]).limit == MOST - 12 + MARGIN
 
 
 def test_no_limit_is_drawn_from_needs_of_groups_admitted_under_another() -> None:
     lowered = after(AdmissionPace(), [12] * 4)
     draining = after(lowered, [0] * (MOST // BATCH))  # these still show the earlier limit's groups
     assert draining.limit == lowered.limit
-    assert after(draining, [1] * 4).limit == lowered.limit
+    assert after(draining, [MARGIN] * 4).limit == lowered.limit
 
 
 def test_a_margin_that_is_used_up_is_added_again() -> None:
     lowered = after(AdmissionPace(), [12] * 4)
     assert lowered.limit is not None
-    assert after(lowered, [0] * (MOST // BATCH + 4)).limit == lowered.limit + 1
+    assert after(lowered, [0] * (MOST // BATCH + 4)).limit == lowered.limit + MARGIN
 
 
 def test_a_wait_of_the_trainer_lifts_the_limit_and_makes_the_next_one_later() -> None:
     lifted = after(AdmissionPace(), [12] * 4 + [None])
     assert (lifted.limit, lifted.patience) == (None, 2)
     assert after(lifted, [12] * 7).limit is None
-    assert after(lifted, [12] * 8).limit == MOST - 12 + 1
+    assert after(lifted, [12] * 8).limit == MOST - 12 + MARGIN
 
 
 def test_a_run_whose_trainer_often_waits_is_admitted_as_without_a_pace() -> None:
@@ -81,7 +82,7 @@ def test_repeated_waits_come_more_and_more_rarely() -> None:
 def test_patience_returns_where_a_limit_holds() -> None:
     pace = after(AdmissionPace(), [12] * 4 + [None] + [12] * 8)
     assert pace.patience == 2
-    assert after(pace, [1] * (MOST // BATCH + 8)).patience == 1
+    assert after(pace, [MARGIN] * (MOST // BATCH + 8)).patience == 1
 
 
 def test_with_engines_that_are_idle_only_the_batch_in_training_and_the_next_are_outstanding() -> (
@@ -92,7 +93,7 @@ def test_with_engines_that_are_idle_only_the_batch_in_training_and_the_next_are_
 
 def test_batches_of_one_version_are_outstanding_together() -> None:
     pace = after(AdmissionPace(), [MOST - 3 * BATCH] * 8, batches=2)
-    assert pace.limit == 3 * BATCH + 1
+    assert pace.limit == 3 * BATCH + MARGIN
 
 
 @given(
