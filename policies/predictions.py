@@ -27,32 +27,6 @@ waits use a coarser grid."""
 # ---------------------------------------------------------------- throughput
 
 
-def work_conserving_batch_s(
-    rollout_work_s: float, trainer_work_s: float, *, rollout_devices: int, trainer_devices: int
-) -> float:
-    """Return ``(W_R + W_T) / (N_r + N_t)``: lower bound of the seconds per batch under any policy.
-
-    No device is ever idle, because devices switch between rollout and training at no cost. Source:
-    conservation of work, Kleinrock 1975, "Queueing Systems" I.
-    """
-    _check_not_negative(rollout_work_s=rollout_work_s, trainer_work_s=trainer_work_s)
-    _check_positive(rollout_devices=rollout_devices, trainer_devices=trainer_devices)
-    return (rollout_work_s + trainer_work_s) / (rollout_devices + trainer_devices)
-
-
-def disaggregated_batch_s(
-    rollout_work_s: float, trainer_work_s: float, *, rollout_devices: int, trainer_devices: int
-) -> float:
-    """Return ``max(W_R / N_r, W_T / N_t)``: lower bound if devices do not switch roles, as ours.
-
-    It equals :func:`work_conserving_batch_s` at rho = 1 only, that is ``N_t / N_r = W_T / W_R``.
-    Source: the slower of two pipeline stages limits throughput.
-    """
-    _check_not_negative(rollout_work_s=rollout_work_s, trainer_work_s=trainer_work_s)
-    _check_positive(rollout_devices=rollout_devices, trainer_devices=trainer_devices)
-    return max(rollout_work_s / rollout_devices, trainer_work_s / trainer_devices)
-
-
 def throughput_ratio(*, rollout_batch_s: float, trainer_batch_s: float) -> float:
     """Return rho, ``(W_T / N_t) / (W_R / N_r)``: trainer seconds per batch over rollout seconds.
 
@@ -211,25 +185,10 @@ def staleness_in_order(
 def max_useful_staleness(in_flight: float, in_queue: float) -> int:
     """Return ``ceil(PQS + IQS)``: the η above which the bound is never reached.
 
-    Source: as :func:`mean_staleness`.
+    Source: Applied Compute 2026.
     """
     _check_not_negative(in_flight=in_flight, in_queue=in_queue)
     return math.ceil(in_flight + in_queue - 1e-9)
-
-
-def mean_staleness(*, allowed: float | None, free: float, rho: float) -> float | None:
-    """Return ``min(allowed, PQS + IQS)``: the mean staleness in steady state, if groups start as
-    early as the bound allows.
-
-    ``free`` is PQS + IQS, the staleness without a limit; ``allowed`` is :func:`allowed_staleness`,
-    None without a limit. If rho > 1 the queue grows until admission limits it (``allowed``), or
-    without end (None).
-
-    Source: Applied Compute 2026 for ``free``; :func:`allowed_staleness` for the rest.
-    """
-    if rho > 1:
-        return allowed
-    return free if allowed is None else min(allowed, free)
 
 
 def allowed_staleness(*, outstanding_groups_max: float, groups_per_version: float) -> float:
@@ -274,22 +233,6 @@ def mean_staleness_so_far(
         if staleness == limit or (staleness == free and not growth):  # constant from here on
             return (total + staleness * (last_version - version)) / versions
     return total / versions
-
-
-def staleness_from_latency(
-    *,
-    rollout_latency_s: float,
-    train_step_s: float,
-    rollout_devices: float = 1.0,
-    trainer_devices: float = 1.0,
-) -> float:
-    """Return ``K = (rollout latency / train step) (N_roll / N_train)``: an estimate of the steady
-    lag.
-
-    Use it if only durations are known. Source: Huang 2026, "Is frontier async RL solved?".
-    """
-    _check_positive(train_step_s=train_step_s, trainer_devices=trainer_devices)
-    return rollout_latency_s / train_step_s * (rollout_devices / trainer_devices)
 
 
 def _log(share: float) -> float:

@@ -15,50 +15,20 @@ from hypothesis import strategies as st
 from tidegate.errors import ConfigError
 from tidegate.policies import predictions
 
-DEVICES = {"rollout_devices": 12, "trainer_devices": 4}
 SLOTS, ROLLOUTS_PER_BATCH = 12 * 64, 64 * 16
 
 
 @pytest.mark.parametrize(
-    ("rollout_work_s", "trainer_work_s", "bound_s", "disaggregated_s", "rho"),
-    [
-        (450, 135, 36.6, 37.5, 0.90),  # math-8k
-        (1015, 304, 82.4, 84.6, 0.90),  # reasoning-32k
-        (1015, 541, 97.2, 135.3, 1.60),  # the same, trainer-bound
-        (4059, 1218, 329.8, 338.2, 0.90),  # large batch
-        (1953, 586, 158.7, 162.8, 0.90),  # reasoning-64k
-        (2016, 605, 163.8, 168.0, 0.90),  # agentic
-    ],
+    ("rollout_work_s", "trainer_work_s", "rho"),
+    [(450, 135, 0.90), (1015, 304, 0.90), (1015, 541, 1.60), (4059, 1218, 0.90), (2016, 605, 0.90)],
 )
-def test_the_bounds_are_those_of_the_published_workloads(
-    rollout_work_s: float, trainer_work_s: float, bound_s: float, disaggregated_s: float, rho: float
+def test_the_ratio_of_throughputs_is_that_of_the_published_workloads(
+    rollout_work_s: float, trainer_work_s: float, rho: float
 ) -> None:
-    work = (rollout_work_s, trainer_work_s)
-
-    assert predictions.work_conserving_batch_s(*work, **DEVICES) == pytest.approx(bound_s, abs=0.08)
-    sided = predictions.disaggregated_batch_s(*work, **DEVICES)
-    assert sided == pytest.approx(disaggregated_s, abs=0.08)
     ratio = predictions.throughput_ratio(
         rollout_batch_s=rollout_work_s / 12, trainer_batch_s=trainer_work_s / 4
     )
     assert ratio == pytest.approx(rho, abs=0.002)
-
-
-@settings(deadline=None)
-@given(st.floats(0.1, 1e6), st.floats(0.1, 1e6), st.integers(1, 99), st.integers(1, 99))
-def test_devices_with_sides_are_never_faster_than_devices_without(
-    rollout_work_s: float, trainer_work_s: float, rollout_devices: int, trainer_devices: int
-) -> None:
-    work = (rollout_work_s, trainer_work_s)
-    devices = {"rollout_devices": rollout_devices, "trainer_devices": trainer_devices}
-    even = rollout_work_s * trainer_devices / rollout_devices  # makes rho 1
-
-    bound_s = predictions.work_conserving_batch_s(*work, **devices)
-    assert predictions.disaggregated_batch_s(*work, **devices) >= bound_s * (1 - 1e-12)
-    balanced = (rollout_work_s, even)
-    assert predictions.disaggregated_batch_s(*balanced, **devices) == pytest.approx(
-        predictions.work_conserving_batch_s(*balanced, **devices)
-    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +89,9 @@ def test_mean_staleness_is_within_three_tenths_of_what_was_simulated(
         outstanding_groups_max=(max_staleness + 1) * 64, groups_per_version=64
     )
     free = pqs + predictions.staleness_from_queue(rho=rho)
-    mean = predictions.mean_staleness(allowed=allowed, free=free, rho=rho)
+    mean = predictions.mean_staleness_so_far(
+        allowed=allowed, free=free, rho=rho, first_version=100, last_version=100
+    )
 
     assert mean == pytest.approx(simulated, abs=0.3)
 
@@ -274,16 +246,14 @@ def test_while_admission_limits_mean_staleness_is_the_bound_exactly(
     allowed = predictions.allowed_staleness(
         outstanding_groups_max=(max_staleness + 1) * 4, groups_per_version=4
     )
-    assert predictions.mean_staleness(allowed=allowed, free=51.0, rho=rho) == max_staleness
+    mean = predictions.mean_staleness_so_far(
+        allowed=allowed, free=51.0, rho=rho, first_version=100, last_version=100
+    )
+    assert mean == max_staleness
 
 
 def test_publishing_after_two_batches_halves_the_versions_that_groups_stay() -> None:
     assert predictions.allowed_staleness(outstanding_groups_max=4 * 8, groups_per_version=16) == 1.0
-
-
-def test_a_trainer_bound_run_without_a_limit_grows_older_for_ever() -> None:
-    assert predictions.mean_staleness(allowed=None, free=3.0, rho=1.1) is None
-    assert predictions.mean_staleness(allowed=None, free=3.0, rho=0.9) == 3.0
 
 
 def test_a_run_starts_fresh_and_ages_as_its_queue_grows() -> None:
@@ -299,6 +269,13 @@ def test_a_run_starts_fresh_and_ages_as_its_queue_grows() -> None:
     assert mean(0, 3, 0.5, 0, 9) == 0
     assert mean(4, 1, 1.5, 0, 9) == (0 + 1 + 2 + 2.5 + 3 + 3.5 + 4 * 4) / 10
     assert mean(None, 1, 1.5, 0, 4) == (0 + 1 + 2 + 2.5 + 3) / 5
+
+
+def test_from_just_in_time_admission_on_nothing_is_queued() -> None:
+    mean = predictions.mean_staleness_so_far(
+        allowed=4, free=1, rho=1.5, first_version=0, last_version=9, eager_versions=4
+    )
+    assert mean == (0 + 1 + 2 + 2.5 + 6 * 1) / 10
 
 
 @settings(deadline=None)
@@ -319,18 +296,8 @@ def test_nothing_is_gained_past_the_ceiling_of_both_parts() -> None:
     assert predictions.max_useful_staleness(0.0, 0.0) == 0
 
 
-def test_staleness_from_latency_counts_steps_made_meanwhile() -> None:
-    assert predictions.staleness_from_latency(rollout_latency_s=120, train_step_s=40) == 3
-    assert (
-        predictions.staleness_from_latency(
-            rollout_latency_s=120, train_step_s=40, rollout_devices=12, trainer_devices=4
-        )
-        == 9
-    )
-
-
 def test_what_is_divided_by_must_be_there() -> None:
-    with pytest.raises(ConfigError, match="rollout_devices must be > 0, got 0"):
-        predictions.disaggregated_batch_s(1, 1, rollout_devices=0, trainer_devices=1)
+    with pytest.raises(ConfigError, match="rollout_batch_s must be > 0, got 0"):
+        predictions.throughput_ratio(rollout_batch_s=0, trainer_batch_s=1)
     with pytest.raises(ConfigError, match="rho must be >= 0, got -1"):
         predictions.staleness_from_queue(rho=-1)
