@@ -121,9 +121,13 @@ class RolloutQuery:
         )
 
     def ordered(self, lines: Sequence[RolloutLine]) -> Sequence[RolloutLine]:
-        """Return lines in the query's order; those without a value come last."""
+        """Return lines in the query's order; those without a value come last.
+
+        Without an order, evaluations follow the training's rollouts: those before the first batch
+        would fill the first pages.
+        """
         if not self.sort:
-            return lines
+            return sorted(lines, key=lambda line: line.group_id < 0)
         known = [line for line in lines if _is_known(getattr(line, self.sort))]
         unknown = [line for line in lines if not _is_known(getattr(line, self.sort))]
         known.sort(key=lambda line: getattr(line, self.sort), reverse=self.is_descending)

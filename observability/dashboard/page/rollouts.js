@@ -140,7 +140,10 @@ export class Rollouts {
     line.dataset.rollout = id;
     line.append(...values.map((value, i) => {
       const text = value === null ? "" : typeof value === "number" ? short(value) : String(value);
-      if (i) return element("td", columns[i].endsWith("_id") ? String(value) : text);
+      if (columns[i] === "group_id") {
+        return element("td", value < 0 ? `evaluation ${-value}` : String(value));
+      }
+      if (i) return element("td", text);
       const cell = element("td"), link = element("a", String(id));
       link.href = this.addressOf(id);
       link.setAttribute("aria-label", `rollout ${id}`);

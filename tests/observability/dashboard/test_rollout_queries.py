@@ -72,6 +72,11 @@ def test_rollouts_without_a_value_come_last_in_both_orders(
     assert [each.rollout_id for each in RolloutQuery.parse(query).ordered(LINES)] == ids
 
 
+def test_evaluations_follow_the_trainings_rollouts_unless_an_order_is_asked_for() -> None:
+    lines = [line(1, group_id=-3), line(2, group_id=0), line(3, group_id=-1), line(4, group_id=1)]
+    assert [each.rollout_id for each in RolloutQuery().ordered(lines)] == [2, 4, 1, 3]
+
+
 @pytest.mark.parametrize(
     ("query", "named"),
     [
