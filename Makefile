@@ -315,6 +315,7 @@ test-long: venv
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.long_runs.chaos
 	$(BIN)/python -m tests.long_runs.soak
+	$(BIN)/python -m tests.orchestrator.telemetry.drawn_runs 200
 
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --crash-restart-runs 300 --adapter-runs 100

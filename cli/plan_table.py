@@ -122,4 +122,5 @@ def measured_line(run: MeasuredRun) -> str:
         f"a step takes {costs.step_s * 1e3:.2f} ms + {costs.running_turn_s * 1e3:.3f} ms a row "
         f"({run.unaccounted_slowdown:.2f} times what engines report, to account for the time "
         f"outside steps), {run.workload.mean_tokens:.1f} tokens a rollout"
+        + (f"\nthe run itself: {run.advice}" if run.advice else "")
     )

@@ -6,7 +6,7 @@ assumed by the caller.
 Symbols: B groups per batch of G rollouts each, η ``max_staleness``; L a rollout's length in tokens;
 C decode slots over all engines; W_R and W_T the device-seconds that one batch costs rollout and
 trainer; N_r and N_t their devices. rho = v_R / v_T, rollout throughput over trainer throughput,
-both at their peak: above 1 the trainer is the bottleneck. Each version is made from one batch.
+both at their peak. Each version is made from one batch.
 """
 
 import itertools
@@ -122,7 +122,7 @@ def staleness_from_generation(
     """Return PQS, ``C M_tail / (B_s max(1, rho))``: versions made while a group is generated.
 
     By Little's law a rollout lasts ``C / B_s`` batches if all C slots are busy; its group's last
-    rollout lasts M_tail times as long. If the trainer is the bottleneck (rho > 1), versions come
+    rollout lasts M_tail times as long. If the trainer is slower (rho > 1), versions come
     rho times as slowly. It holds for completion order. Source: Applied Compute 2026.
     """
     _check_positive(rollouts_per_batch=rollouts_per_batch)
@@ -180,15 +180,6 @@ def staleness_in_order(
     return step * sum(
         -math.expm1(log + earlier_log) for log, earlier_log in zip(logs, earlier_logs, strict=False)
     )
-
-
-def max_useful_staleness(in_flight: float, in_queue: float) -> int:
-    """Return ``ceil(PQS + IQS)``: the η above which the bound is never reached.
-
-    Source: Applied Compute 2026.
-    """
-    _check_not_negative(in_flight=in_flight, in_queue=in_queue)
-    return math.ceil(in_flight + in_queue - 1e-9)
 
 
 def allowed_staleness(*, outstanding_groups_max: float, groups_per_version: float) -> float:

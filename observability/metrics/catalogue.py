@@ -192,8 +192,8 @@ STALENESS = (
     ),
     forecast(
         "tidegate_staleness_max_useful_versions",
-        "Largest max_staleness, in versions, that still raises throughput, by the forecast. A "
-        "setting above this makes tokens older and gains nothing.",
+        "Smallest max_staleness, in versions, that is about as fast as larger ones, by the "
+        "diagnosis of statistics().forecast.",
         "max_useful_staleness",
     ),
     Metric(
@@ -307,7 +307,7 @@ TIMES = (
         "tidegate_trainer_seconds_total",
         "counter",
         "Seconds that the trainer has spent in `activity`: train, wait (for a batch), publish or "
-        "evaluate. Much `wait`: generation is the bottleneck.",
+        "evaluate.",
         by_key(lambda snapshot: snapshot.collected.trainer_activity_s),
         ("activity",),
     ),
@@ -343,21 +343,20 @@ TIMES = (
     Metric(
         "tidegate_trainer_idle_ratio",
         "gauge",
-        "Share of tidegate_run_seconds in which the trainer waited for a batch, 0 to 1. High: "
-        "generation is the bottleneck; add engines or raise max_staleness.",
+        "Share of tidegate_run_seconds in which the trainer waited for a batch, 0 to 1.",
         of_run(lambda s: s.trainer_idle_share),
     ),
     Metric(
         "tidegate_engine_idle_ratio",
         "gauge",
         "Share of tidegate_run_seconds in which an engine computed no step, 0 to 1, the mean over "
-        "engines. High: the trainer, slow environments or the staleness bound hold engines back.",
+        "engines.",
         of_run(lambda s: s.engine_idle_share),
     ),
     forecast(
         "tidegate_rollout_trainer_throughput_ratio",
         "Rollouts per second that the engines can generate, divided by those that the trainer can "
-        "train on. Above 1 the trainer is the bottleneck, below 1 the engines.",
+        "train on, both at their peak.",
         "throughput_ratio",
     ),
     forecast(

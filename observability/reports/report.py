@@ -21,16 +21,15 @@ from tidegate.transport.printable import printable
 
 
 def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
-    """Return predicted and measured staleness, and the advice; empty without a forecast, and for
-    runs recorded before its fields had these names."""
-    if forecast is None or "throughput_ratio" not in forecast:
+    """Return predicted and measured staleness, and the diagnosis; empty without a forecast, and for
+    runs recorded before it had one."""
+    if forecast is None or "limit" not in forecast:
         return []
     return [
         f"Predicted mean {forecast['predicted_staleness']:.2f}, measured "
         f"{forecast['measured_staleness']:.2f}. Rollout over trainer throughput (rho) "
         f"{forecast['throughput_ratio']:.2f}; the longest rollout of a group is "
-        f"{forecast['tail_factor']:.2f} times the mean; a max_staleness above "
-        f"{forecast['max_useful_staleness']} gains nothing. A batch takes "
+        f"{forecast['tail_factor']:.2f} times the mean. A batch takes "
         f"{forecast['batch_interval_s']:.2f} s; {forecast['attainable_batch_interval_s']:.2f} s is "
         f"attainable.",
         "",
@@ -310,7 +309,8 @@ def _results(facts: Facts) -> list[str]:
             memory_cell(facts.memory_mb, sleeps=facts.colocated),
         ),
     ]
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+    known = [f"| {name} | {value} |" for name, value in rows if value.strip("-; ")]
+    return ["| | |", "|---|---|", *known]
 
 
 def _evaluations(facts: Facts) -> list[str]:

@@ -204,6 +204,7 @@ class Rollout:
     __slots__ = (
         "adapter",
         "agents",
+        "began_s",
         "branch_of",
         "branches",
         "discard_reason",
@@ -242,6 +243,8 @@ class Rollout:
         self.reward: float | None = None
         self.state: RolloutState = RUNNING
         self.discard_reason: str | None = None
+        self.began_s = nan
+        """When its episode began first, as :attr:`ended_s`; retries do not change it."""
         self.ended_s = nan
         """When its episode ended, on the run loop's clock; only for figures, never for decisions,
         and not in the journal."""

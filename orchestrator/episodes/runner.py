@@ -427,6 +427,8 @@ class EpisodeRunner:
         if self._failure is not None:
             raise self._failure
         episode = Episode(rollout, self._model, self, self._defaults)
+        if math.isnan(rollout.began_s):
+            rollout.began_s = self.loop.time()
         self._deadlines.begin(task)
         if rollout.adapter in self._held:
             self._deadlines.hold(task)

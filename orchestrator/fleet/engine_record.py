@@ -27,6 +27,12 @@ class Engine:
     rows_squared: int = 0
     rows_busy_us: int = 0
     """Sum over steps of rows times time, in microseconds."""
+    full_steps: int = 0
+    """Number of steps beside which turns waited."""
+    full_rows: int = 0
+    full_busy_us: int = 0
+    waiting_us: int = 0
+    """Sum over steps of waiting turns times time, in microseconds."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     running_turns: int = 0
@@ -52,8 +58,13 @@ class Engine:
         self.rows_squared += rows * rows
         self.rows_busy_us += rows * step.busy_us
 
-    def count_drafts(self, step: Step) -> None:
-        """Add a step's draft tokens, which the event lacks because no decision needs them."""
+    def count_load(self, step: Step) -> None:
+        """Add a step's figures that the event lacks because no decision needs them."""
+        if step.queued_turns:
+            self.waiting_us += step.queued_turns * step.busy_us
+            self.full_steps += 1
+            self.full_rows += len(step.turns) // 4
+            self.full_busy_us += step.busy_us
         self.draft_tokens += step.drafted_tokens
         self.accepted_draft_tokens += step.accepted_tokens
 
@@ -78,6 +89,10 @@ class Engine:
             rows=self.rows,
             rows_squared=self.rows_squared,
             rows_busy_s=self.rows_busy_us / 1e6,
+            full_steps=self.full_steps,
+            full_rows=self.full_rows,
+            full_busy_s=self.full_busy_us / 1e6,
+            waiting_turns_s=self.waiting_us / 1e6,
             model_code=self.hello.model_code,
             dtype=self.hello.dtype,
             block_tokens=self.hello.block_tokens,

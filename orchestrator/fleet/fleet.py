@@ -428,7 +428,7 @@ class Fleet:
         verdict = engine.window.accept(engine.hello.epoch, step.seq)
         if verdict is StepAcceptance.NEW:
             engine.count(event)
-            engine.count_drafts(step)
+            engine.count_load(step)
             engine.stuck_since_s = None
             for prefill in event.prefills:
                 self.context_tokens += prefill.spans[-1].end

@@ -104,8 +104,8 @@ class StalenessSettings(SettingsRecord):
     """Staleness bound η, in weight versions: a token that the trainer trains on was sampled by
     weights at most this many versions older than the trainer's. 0 is synchronous on-policy
     training. The default is the largest bound tried at which learning did not need corrections
-    (docs/learning.md). Raise it while ``trainer_idle_share`` is high and
-    ``forecast.max_useful_staleness`` is larger; lower it if the trainer's ``mismatch_kl`` grows."""
+    (docs/learning.md). Raise or lower it as ``forecast.changes`` says; lower it if the trainer's
+    ``mismatch_kl`` grows."""
     group_size: Count = 8
     """Number of rollouts per task, whose rewards are compared for the advantages (GRPO). Raise it
     if most groups' rewards are all equal, which gives no gradient; each rollout costs one
@@ -270,8 +270,8 @@ class FleetSettings(SettingsRecord):
 
     engines: Annotated[int, Field(ge=0)] = 1
     """Number of engine processes to start on this machine; with 0, engines started elsewhere
-    connect to ``listen_address``. Add engines while ``forecast.throughput_ratio`` is below 1
-    (generation limits the run) and cores or GPUs are free."""
+    connect to ``listen_address``. ``forecast.changes`` says how many would gain anything, or how
+    many fewer would do."""
     evaluation_engines: Annotated[int, Field(ge=0)] = 0
     """Number of engines, among all that join, that are kept for evaluations and get no turns of
     training. Evaluations then run beside training, each by one version."""

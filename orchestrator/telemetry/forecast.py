@@ -1,17 +1,16 @@
-"""Forecast of a run's staleness, bottleneck and gain from another bound, from its measurements.
+"""Forecast of a run's staleness, and the measured figures of its diagnosis.
 
-The trainer's handle adds each batch, and :class:`RunStatistics` shows the forecast, which applies
-the closed forms of ``policies/predictions.py`` to the lengths of groups. Times are those of
-engines' steps, so minutes that an episode spends in tools do not count. A resumed run starts again
-without data.
+The trainer's handle adds each batch, and :class:`RunStatistics` shows the forecast. Staleness
+follows from the lengths of groups by the closed forms of ``policies/predictions.py``; what limits
+the run is decided by ``policies/bottlenecks.py``. A resumed run starts again without data.
 """
 
 import bisect
 import itertools
-import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from tidegate.orchestrator.telemetry.rows import RowsOfRollouts
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast
 from tidegate.orchestrator.telemetry.timekeeping import Usage
 from tidegate.policies import predictions
+from tidegate.policies.bottlenecks import RunFigures, diagnose
 from tidegate.policies.consumption import Window
 from tidegate.policies.staleness import StalenessPolicy
 
@@ -88,35 +88,44 @@ class GroupLengths:
         )
 
 
-BUSY_TRAINER_IDLE_MAX = 0.05
-"""Idle share below which the trainer is the bottleneck: batches can't come closer together."""
+RECENT_BATCHES = 64
+"""Batches that the measured times cover, so that they follow a run whose lengths change."""
 
-GAIN_MIN = 0.02
-"""Smallest gain to advise; smaller ones are within the variation of a run's own figures."""
+RECENT_GROUPS = 512
+"""Groups whose durations are kept: their extremes decide in order of admission."""
+
+FULL_STEPS_MIN = 50
+"""Steps with waiting turns that suffice to measure the engines' throughput in them."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
-    """Mean seconds per batch."""
+class BatchMark(NamedTuple):
+    """The run when the trainer got a batch, and the batch's size."""
 
-    between_s: float
-    """Time from one batch to the next."""
-    rollout_s: float
-    """Time that a batch takes all engines with all slots busy, discarded tokens included."""
-    trainer_s: float
-    """Time that a batch takes the trainer, publishing included."""
+    usage: Usage
+    tokens: int
+    rollouts: int
+    groups: int
 
-    @property
-    def rho(self) -> float:
-        """Throughput of the rollout over that of the trainer."""
-        return predictions.throughput_ratio(
-            rollout_batch_s=self.rollout_s, trainer_batch_s=self.trainer_s
-        )
 
-    @property
-    def attainable_s(self) -> float:
-        """Time from one batch to the next without avoidable waiting."""
-        return min(self.between_s, max(self.rollout_s, self.trainer_s))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTotals:
+    """Figures of the run so far that the forecast needs beside batches."""
+
+    ledger: LedgerSnapshot
+    outstanding_groups_max: int | None = None
+    window_groups: int | None = 1
+    """Number of groups, from the oldest unfinished one on, that consumption may choose from; 1 for
+    the order of admission, None for the order of completion."""
+    eager_versions: int | None = None
+    """Number of versions before admission is just in time; None: it never is."""
+    activity_s: float = 0.0
+    """Seconds of all episodes in named activities."""
+    publish_s: float = 0.0
+    """Mean seconds of a publish."""
+    queue_staleness: float = 0.0
+    """Mean staleness that arose in the queue, in versions."""
+    prefilled_tokens: int = 0
+    """Context tokens computed, not taken from a cache."""
 
 
 class Forecaster:
@@ -131,10 +140,14 @@ class Forecaster:
         """Sum of the trained rollouts' staleness, in versions."""
         self._versions = (0, 0)
         """Trainer's version at the first and at the last batch."""
-        self._first = Usage()
-        self._last = Usage()
+        self._recent: deque[BatchMark] = deque(maxlen=RECENT_BATCHES + 1)
+        self._rollout_s: deque[float] = deque(maxlen=RECENT_GROUPS)
+        self._group_s: deque[float] = deque(maxlen=RECENT_GROUPS)
+        """Seconds from the begin to the end of recent rollouts and groups."""
         self._engines: tuple[EngineStatistics, ...] = ()
         """Engines at the last batch, because they are gone when a run has ended."""
+        self._known: tuple[int, RunForecast | None] = (0, None)
+        """Number of batches, and the forecast after them."""
 
     def add_batch(
         self,
@@ -143,65 +156,70 @@ class Forecaster:
         staleness: npt.NDArray[np.int64],
         rollout_ids: npt.NDArray[np.int64],
         *,
+        began_s: npt.NDArray[np.float64],
+        ended_s: npt.NDArray[np.float64],
         trainer_version: int,
         usage: Usage,
         engines: Sequence[EngineStatistics],
     ) -> None:
         """Add a batch that the trainer has; ``engines`` as they are now.
 
-        ``tokens`` (sampled ones), ``group_ids``, ``staleness`` and ``rollout_ids``: [R], one value
-        per row; rows of a group are adjacent.
+        ``tokens`` (sampled ones), ``group_ids``, ``staleness``, ``rollout_ids``, and when the
+        episode began and ended (nan if unknown): [R], one value per row; rows of a group are
+        adjacent.
         """
         rows = RowsOfRollouts(rollout_ids)
         tokens, staleness = rows.added(tokens), rows.highest(staleness)
         group_ids = rows.first(group_ids)
+        began_s, ended_s = rows.first(began_s), rows.first(ended_s)
         if not self._batches:
-            self._first, self._versions = usage, (trainer_version, trainer_version)
-        self._last, self._versions = usage, (self._versions[0], trainer_version)
+            self._versions = (trainer_version, trainer_version)
+        self._versions = (self._versions[0], trainer_version)
         self._engines = tuple(engines)
         self._batches += 1
         self._lengths.add(tokens, group_ids)
         self._trained += len(staleness)
         self._staleness += int(staleness.sum())
+        begins = np.flatnonzero(np.diff(group_ids, prepend=group_ids[0] - 1))
+        self._recent.append(BatchMark(usage, int(tokens.sum()), len(tokens), len(begins)))
+        self._rollout_s.extend(_known(ended_s - began_s))
+        of_groups = np.maximum.reduceat(ended_s, begins) - np.minimum.reduceat(began_s, begins)
+        self._group_s.extend(_known(of_groups))
 
-    def forecast(
-        self,
-        ledger: LedgerSnapshot,
-        *,
-        outstanding_groups_max: int | None,
-        window_groups: int | None,
-        eager_versions: int | None = None,
-    ) -> RunForecast | None:
-        """Return the forecast; None before two batches, or without steps of any engine.
+    def forecast(self, totals: RunTotals) -> RunForecast | None:
+        """Return the forecast after the last batch; None before two batches, or without steps of
+        any engine."""
+        if self._known[0] != self._batches:
+            self._known = (self._batches, self._forecast(totals))
+        return self._known[1]
 
-        ``window_groups``: number of groups, from the oldest unfinished one on, that consumption may
-        choose from; 1 for the order of admission, None for the order of completion.
-        ``eager_versions``: number of versions before admission is just in time; None: it never is.
-        """
-        times = self._times(ledger)
-        if times is None:
+    def _forecast(self, totals: RunTotals) -> RunForecast | None:
+        run = self._measured(totals)
+        if run is None:
             return None
-        in_flight = self._in_flight(times.rho, window_groups)
-        in_queue = predictions.staleness_from_queue(rho=times.rho)
-        saturating = predictions.max_useful_staleness(in_flight, in_queue)
-        allowed = self._allowed(outstanding_groups_max)
-        first, last = self._versions
+        rho = predictions.throughput_ratio(
+            rollout_batch_s=run.work_s, trainer_batch_s=run.trainer_s
+        )
+        in_flight = self._in_flight(rho, totals.window_groups)
+        diagnosis = diagnose(run)
         return RunForecast(
-            throughput_ratio=times.rho,
+            throughput_ratio=rho,
             tail_factor=self._lengths.tail_factor,
             predicted_staleness=predictions.mean_staleness_so_far(
-                allowed=allowed,
-                free=in_flight + in_queue,
-                rho=times.rho,
-                first_version=first,
-                last_version=last,
-                eager_versions=eager_versions,
+                allowed=run.max_staleness,
+                free=in_flight + predictions.staleness_from_queue(rho=rho),
+                rho=rho,
+                first_version=self._versions[0],
+                last_version=self._versions[1],
+                eager_versions=totals.eager_versions,
             ),
-            measured_staleness=self._staleness / max(1, self._trained),
-            max_useful_staleness=saturating,
-            batch_interval_s=times.between_s,
-            attainable_batch_interval_s=times.attainable_s,
-            advice=advise(times, allowed=allowed, saturating=saturating),
+            measured_staleness=run.staleness,
+            max_useful_staleness=diagnosis.max_useful_staleness,
+            batch_interval_s=run.batch_s,
+            attainable_batch_interval_s=min(run.batch_s, max(run.work_s, run.trainer_s)),
+            limit=diagnosis.limit,
+            changes=diagnosis.changes,
+            advice=str(diagnosis),
         )
 
     @property
@@ -209,18 +227,52 @@ class Forecaster:
         first, last = self._versions
         return self._lengths.groups / (last - first + 1)
 
-    def _times(self, ledger: LedgerSnapshot) -> BatchTimes | None:
-        """Measure from the first batch to the last, without the time before the first."""
-        intervals = self._batches - 1
-        tokens_per_s = sum(_peak_tokens_per_s(engine) for engine in self._engines)
-        if intervals < 1 or not tokens_per_s or not self._lengths.tokens:
+    def _measured(self, totals: RunTotals) -> RunFigures | None:
+        """Measure the recent batches, without the time before the first of them."""
+        engines, recent = self._engines, list(self._recent)
+        if len(recent) < 2 or not self._lengths.tokens:
             return None
-        tokens = self._lengths.tokens / self._batches * _made_per_kept(ledger)
-        between_s = (self._last.wall_s - self._first.wall_s) / intervals
-        trainer_s = (self._last.trainer_busy_s - self._first.trainer_busy_s) / intervals
-        if between_s <= 0:
+        first, last, batches = recent[0].usage, recent[-1].usage, len(recent) - 1
+        wall_s = last.wall_s - first.wall_s
+        load = EngineLoad(engines)
+        if wall_s <= 0 or load.full_tokens_per_s is None or not self._group_s:
             return None
-        return BatchTimes(between_s, tokens / tokens_per_s, max(0.0, trainer_s))
+        tokens = [mark.tokens for mark in recent[1:]]
+        mean_tokens = sum(tokens) / batches
+        rollouts = max(1.0, load.tokens * self._lengths.rollouts / self._lengths.tokens)
+        idle_s = last.engine_idle_share * last.wall_s - first.engine_idle_share * first.wall_s
+        allowed = None
+        if totals.outstanding_groups_max is not None:
+            allowed = predictions.allowed_staleness(
+                outstanding_groups_max=totals.outstanding_groups_max,
+                groups_per_version=self._groups_per_version,
+            )
+        trainer_s = max(0.0, (last.trainer_busy_s - first.trainer_busy_s) / batches)
+        return RunFigures(
+            batch_s=wall_s / batches,
+            trainer_s=trainer_s,
+            publish_s=min(trainer_s, totals.publish_s),
+            engines=len(engines),
+            engine_idle_share=max(0.0, idle_s / wall_s),
+            full_share=load.full_share,
+            work_s=mean_tokens * _made_per_kept(totals.ledger) / load.full_tokens_per_s,
+            slots=load.slots,
+            full_rows=load.full_rows,
+            rows=load.rows,
+            cost=load.cost,
+            rollout_s=sum(self._rollout_s) / len(self._rollout_s),
+            decode_s=load.decode_s / rollouts,
+            queue_s=load.waiting_s / rollouts,
+            activity_s=totals.activity_s / rollouts,
+            group_s=sorted(self._group_s),
+            groups_per_batch=max(1, round(sum(mark.groups for mark in recent[1:]) / batches)),
+            is_in_order=totals.window_groups is not None,
+            work_shares=[each / mean_tokens for each in tokens],
+            max_staleness=allowed,
+            staleness=self._staleness / max(1, self._trained),
+            queue_staleness=totals.queue_staleness,
+            prefilled_per_sampled=totals.prefilled_tokens / max(1, load.tokens),
+        )
 
     def _in_flight(self, rho: float, window_groups: int | None) -> float:
         lengths, slots = self._lengths, sum(e.max_running_turns for e in self._engines)
@@ -238,37 +290,6 @@ class Forecaster:
         return lengths.staleness_in_order(
             per_token, groups_per_batch=max(1, round(groups)), window_groups=window_groups
         )
-
-    def _allowed(self, outstanding_groups_max: int | None) -> float | None:
-        if outstanding_groups_max is None:
-            return None
-        return predictions.allowed_staleness(
-            outstanding_groups_max=outstanding_groups_max,
-            groups_per_version=self._groups_per_version,
-        )
-
-
-def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
-    """Return one sentence of advice on ``max_staleness``, which now allows a staleness of
-    ``allowed`` versions (None: any).
-
-    While admission is the bottleneck, a group's latency does not depend on the bound, so a batch
-    takes ``D / (η + 1)``; the gain follows from that.
-    """
-    between_s, attainable_s = times.between_s, times.attainable_s
-    if 1 - times.trainer_s / between_s <= BUSY_TRAINER_IDLE_MAX:
-        advice = "trainer-bound: a larger max_staleness gains nothing"
-        is_more = allowed is None or allowed > saturating
-        return f"{advice}; {saturating} would be enough" if is_more else advice
-    if allowed is None:
-        return "rollout-bound: only faster or more engines would gain anything"
-    needed = math.ceil(between_s * (allowed + 1) / attainable_s - 1e-6) - 1
-    suggested = max(math.floor(allowed) + 1, min(saturating, needed))
-    gain = between_s / max(attainable_s, between_s * (allowed + 1) / (suggested + 1)) - 1
-    if allowed < saturating and gain >= GAIN_MIN:
-        bound = "rollout-bound" if times.rho <= 1 else "admission-bound, both sides wait"
-        return f"{bound}: max_staleness={suggested} would gain about {gain:.0%}"
-    return "rollout-bound: a larger max_staleness gains nothing; faster or more engines would"
 
 
 def window_groups(policy: StalenessPolicy) -> int | None:
@@ -288,15 +309,42 @@ def _made_per_kept(ledger: LedgerSnapshot) -> float:
     return 1 + discarded / max(1, ledger.generated - cut_off - discarded)
 
 
-def _peak_tokens_per_s(engine: EngineStatistics) -> float:
-    """Return the throughput with all slots busy, from a linear fit of step time over rows."""
-    cost = predictions.fit_decode_cost(
-        steps=engine.steps,
-        rows=engine.rows,
-        rows_squared=engine.rows_squared,
-        busy_s=engine.busy_s,
-        rows_busy_s=engine.rows_busy_s,
-    )
-    if cost is None or not engine.is_alive:
-        return 0.0
-    return cost.rows_per_s(engine.max_running_turns) * engine.tokens / engine.rows
+def _known(seconds: npt.NDArray[np.float64]) -> list[float]:
+    """Return the durations that are known, as a list: a resumed run does not know old begins."""
+    known: list[float] = seconds[~np.isnan(seconds)].tolist()
+    return known
+
+
+class EngineLoad:
+    """Work of all living engines together, in figures of one engine."""
+
+    def __init__(self, engines: Sequence[EngineStatistics]) -> None:
+        living = [engine for engine in engines if engine.is_alive and engine.steps]
+
+        def total(name: str) -> float:
+            return float(sum(getattr(engine, name) for engine in living))
+
+        steps, rows, busy_s = total("steps"), total("rows"), total("busy_s")
+        self.tokens = total("tokens")
+        self.decode_s, self.waiting_s = total("rows_busy_s"), total("waiting_turns_s")
+        self.full_tokens_per_s: float | None = None
+        """Sampled tokens per second of all engines while turns wait; None without steps."""
+        cost = predictions.fit_decode_cost(
+            steps=steps,
+            rows=rows,
+            rows_squared=total("rows_squared"),
+            busy_s=busy_s,
+            rows_busy_s=self.decode_s,
+        )
+        if cost is None:
+            return
+        self.cost = cost
+        self.slots = round(total("max_running_turns") / len(living))
+        self.rows = total("rows_squared") / rows
+        self.full_share = total("full_busy_s") / busy_s
+        self.full_rows = float(self.slots)
+        rows_per_s = cost.rows_per_s(self.slots)
+        if total("full_steps") >= FULL_STEPS_MIN:
+            self.full_rows = total("full_rows") / total("full_steps")
+            rows_per_s = total("full_rows") / total("full_busy_s")
+        self.full_tokens_per_s = len(living) * rows_per_s * self.tokens / rows

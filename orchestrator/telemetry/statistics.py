@@ -11,6 +11,7 @@ from tidegate.orchestrator.core.discards import DiscardStatistics, LengthBiasSta
 from tidegate.orchestrator.core.failure_counts import FailureStatistics
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.watchdog import Stuck
+from tidegate.policies.bottlenecks import Change, Limit
 
 EngineState = Literal["serving", "draining"]
 """State of an engine in the run."""
@@ -52,6 +53,14 @@ class EngineStatistics:
     """Sum over the engine's steps of rows squared, for a linear fit of step time over rows."""
     rows_busy_s: float = 0.0
     """Sum over the engine's steps of rows times seconds, for the same fit."""
+    full_steps: int = 0
+    """Number of steps beside which turns waited for a decode slot or for KV blocks."""
+    full_rows: int = 0
+    """Sum over ``full_steps`` of the turns in each."""
+    full_busy_s: float = 0.0
+    """Seconds that ``full_steps`` took."""
+    waiting_turns_s: float = 0.0
+    """Sum over the engine's steps of waiting turns times seconds."""
     model_code: str = ""
     """Implementation of the model: ``tidegate``, or ``transformers``, which is far slower."""
     dtype: str = ""
@@ -90,7 +99,7 @@ class RunForecast:
     """
 
     throughput_ratio: float
-    """Rollout throughput over trainer throughput; above 1 the trainer is the bottleneck."""
+    """Rollout throughput over trainer throughput, both at their peak."""
     tail_factor: float
     """Mean length of a group's longest rollout over the mean length of a rollout."""
     predicted_staleness: float
@@ -98,14 +107,19 @@ class RunForecast:
     measured_staleness: float
     """Mean staleness measured so far."""
     max_useful_staleness: int
-    """The ``max_staleness`` above which throughput does not increase."""
+    """Smallest ``max_staleness`` that is as fast as larger ones."""
     batch_interval_s: float
     """Mean seconds from one batch to the next."""
     attainable_batch_interval_s: float
     """Mean seconds from one batch to the next without avoidable waiting: the time of the
     slower of rollout and trainer."""
     advice: str
-    """Advice on ``max_staleness``, in one sentence."""
+    """Limit, evidence and changes as text."""
+    limit: Limit = "balance"
+    """What limits the run: ``trainer``, ``engines``, ``admission`` (the staleness bound; both sides
+    wait), or ``balance`` if no single change gains anything."""
+    changes: tuple[Change, ...] = ()
+    """What to change by how much, and what each change alone would gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +247,12 @@ class RunStatistics:
     @property
     def mean_staleness_from_generation(self) -> float:
         """Mean staleness that arose before the group's end; 0 if unknown."""
-        return _mean(self.staleness_from_generation)
+        return mean_of_counts(self.staleness_from_generation)
 
     @property
     def mean_staleness_from_queue(self) -> float:
         """Mean staleness that arose while the group waited for the trainer; 0 if unknown."""
-        return _mean(self.staleness_from_queue)
+        return mean_of_counts(self.staleness_from_queue)
 
     @property
     def mean_straggler_wait_s(self) -> float:
@@ -257,5 +271,6 @@ class RunStatistics:
         return self.cached_context_tokens / max(1, self.context_tokens)
 
 
-def _mean(counts: Mapping[int, int]) -> float:
+def mean_of_counts(counts: Mapping[int, int]) -> float:
+    """Return the mean of values that occurred so many times each; 0 if none did."""
     return sum(value * n for value, n in counts.items()) / max(1, sum(counts.values()))

@@ -42,10 +42,10 @@ from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
-from tidegate.orchestrator.telemetry.forecast import Forecaster, window_groups
+from tidegate.orchestrator.telemetry.forecast import Forecaster, RunTotals, window_groups
 from tidegate.orchestrator.telemetry.off_policy import off_policy
 from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
-from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.telemetry.statistics import RunStatistics, mean_of_counts
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 from tidegate.orchestrator.trainer.batch_metrics import (
     OnBatch,
@@ -233,12 +233,21 @@ class MeasuredHandle(ABC):
             tasks_drawn=sum(len(record.statistics) for record in core.task_records.all),
             task_draws=sum(record.num_draws for record in core.task_records.all),
             task_replays=sum(record.num_replays for record in core.task_records.all),
-            forecast=self._forecaster.forecast(
-                ledger,
-                outstanding_groups_max=core.policy.outstanding_groups_max,
-                window_groups=window_groups(core.policy),
-                eager_versions=core.policy.just_in_time_after_versions,
-            ),
+            forecast=self._forecaster.forecast(self._totals(scheduler)),
+        )
+
+    def _totals(self, scheduler: Scheduler) -> RunTotals:
+        core, fleet = scheduler.core.of(self._adapter), scheduler.fleet
+        publish_s = self._timekeeper.spent_s().get("publish", 0.0)
+        return RunTotals(
+            ledger=core.ledger.snapshot(),
+            outstanding_groups_max=core.policy.outstanding_groups_max,
+            window_groups=window_groups(core.policy),
+            eager_versions=core.policy.just_in_time_after_versions,
+            activity_s=sum(scheduler.episode_seconds().values()),
+            publish_s=publish_s / max(1, self._timekeeper.publishes),
+            queue_staleness=mean_of_counts(self._ages.from_queue),
+            prefilled_tokens=fleet.context_tokens - fleet.cached_context_tokens,
         )
 
 
@@ -654,7 +663,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         if not request.take(handover):
             return None
         self._received, self._is_ahead = handover.number, handover.is_ahead
-        self._forecast_from(batch)
+        self._forecast_from(batch, rows)
         self._record_batch(handover, batch, rows)
         self._post(lambda scheduler: self._side(scheduler).batch_requests.acknowledge(request))
         return batch
@@ -711,8 +720,9 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
             self._batch_callback_errors += 1
             log.error("on_batch raised; the batch is handed to the trainer anyway", exc_info=error)
 
-    def _forecast_from(self, batch: "Batch") -> None:
+    def _forecast_from(self, batch: "Batch", rows: Sequence[tuple[Rollout, Group]]) -> None:
         scheduler = self._running.scheduler
+        roots = [row if row.branch_of is None else row.root for row, _ in rows]
         self._forecaster.add_batch(
             np.count_nonzero(batch.weight_versions.numpy() >= 0, axis=1),
             batch.group_ids.numpy(),
@@ -721,6 +731,8 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
             trainer_version=batch.trainer_version,
             usage=self._timekeeper.usage(),
             engines=scheduler.fleet.statistics() if scheduler is not None else (),
+            began_s=np.array([root.began_s for root in roots]),
+            ended_s=np.array([root.ended_s for root in roots]),
         )
 
 

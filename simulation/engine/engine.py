@@ -363,7 +363,13 @@ class SimulatedEngine:
         for number, rows in enumerate(messages):
             seq = self._window.next_seq()
             started_us, ended_us = round(started_s * 1e6), round(self._loop.time() * 1e6)
-            step = rows.message(seq, self.turns.version, started_us, ended_us - started_us)
+            step = rows.message(
+                seq,
+                self.turns.version,
+                started_us,
+                ended_us - started_us,
+                queued_turns=len(self.turns.waiting),
+            )
             self._ground_truth.sent(self._hello.engine, step)
             is_held = self._hello_repeated_at_s is not None
             frame = encode(step) if is_held else self._send(step)

@@ -74,6 +74,8 @@ class ScriptedEngine:
 
     step_s: float = 0.01
     """Duration of a decode step, which gives each running turn one token, in virtual seconds."""
+    running_turn_s: float = 0.0
+    """Additional duration of a step for each running turn, in virtual seconds."""
     max_running_turns: int = 8
     staging_s: float = 0.05
     """Time that the engine needs to copy new weights, in virtual seconds."""
@@ -183,7 +185,7 @@ class ScriptedHost(EngineHost):
                 HASHING_COSTS,
                 slots=plan.max_running_turns,
                 step_s=plan.step_s,
-                running_turn_s=0.0,
+                running_turn_s=plan.running_turn_s,
             ),
             staging_s=plan.staging_s,
             sleep_levels=plan.sleep_levels,

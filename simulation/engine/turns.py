@@ -102,7 +102,9 @@ class StepRows:
     version: int | None = None
     """Version of ``adapter`` that sampled the rows; None: the engine's live weights."""
 
-    def message(self, seq: int, version: int, started_us: int, busy_us: int) -> Step:
+    def message(
+        self, seq: int, version: int, started_us: int, busy_us: int, *, queued_turns: int
+    ) -> Step:
         """Encode the columns as a step message."""
         return Step(
             seq=seq,
@@ -116,6 +118,7 @@ class StepRows:
             prefills=self.prefills,
             started_us=started_us,
             busy_us=busy_us,
+            queued_turns=queued_turns,
         )
 
 

@@ -5,44 +5,38 @@ order of admission; time that episodes spend in tools is omitted.
 """
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tidegate.engine.scheduling.pauses import ends_turns, lets_finish
 from tidegate.policies import predictions
+from tidegate.policies.bottlenecks import RunFigures, diagnose, expected_batch_s
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
 from tidegate.transport.message import keeps_kv
 
-HALVINGS = 30
-"""Bisection steps for the batch time: they narrow its interval to a billionth."""
-
 
 def predict(workload: PlanWorkload, candidate: PlanCandidate) -> Prediction:
-    """Predict a run's steady state for one choice of settings, by closed forms.
+    """Predict a run's steady state for one choice of settings.
 
-    A batch takes as long as the slowest of three: the engines with all slots busy, the trainer, or
-    admission. At most (η + 1) batches are outstanding, each from its start until its trained
-    version is live, so by Little's law ``T = stay(T) / (η + 1)``.
+    Time per batch and limit are those of :mod:`tidegate.policies.bottlenecks`.
     """
     forms = _Forms(workload, candidate)
+    batch_s = expected_batch_s(forms.figures)
     engines_s, trainer_s = forms.engines_s, forms.trainer_s
-    slowest_s = max(engines_s, trainer_s)
-    admission_s = forms.admission_s(slowest_s)
-    batch_s = max(slowest_s, admission_s)
     rho = predictions.throughput_ratio(rollout_batch_s=engines_s, trainer_batch_s=trainer_s)
     # Admission is just in time, so no queue grows where the trainer is the slower one, but a batch
     # is generated while the trainer trains on the one before.
     queued = predictions.staleness_from_queue(rho=rho)
     free = max(1.0, forms.in_order_versions(batch_s) + queued)
     allowed = float(candidate.max_staleness)
+    diagnosis = diagnose(replace(forms.figures, batch_s=batch_s))
     return Prediction(
         batch_s=batch_s,
         tokens_per_s=forms.batch_tokens / batch_s,
-        mean_staleness=allowed if admission_s > slowest_s else min(allowed, free),
+        mean_staleness=allowed if diagnosis.limit == "admission" else min(allowed, free),
         trainer_idle_share=1 - trainer_s / batch_s,
-        limit="admission"
-        if admission_s > slowest_s
-        else ("trainer" if trainer_s >= engines_s else "engines"),
+        limit=diagnosis.limit,
+        conclusion=diagnosis.conclusion,
     )
 
 
@@ -128,30 +122,35 @@ class _Forms:
         drain_s = costs.step_s * longest + costs.running_turn_s * rows * mean
         return max(0.0, drain_s - rows * mean / costs.peak_tokens_per_s)
 
-    def admission_s(self, slowest_s: float) -> float:
-        """Return the batch time T at which a batch's stay is (η + 1) T, at least ``slowest_s``."""
-        outstanding = self.candidate.max_staleness + 1
-        if self._stay_s(slowest_s) <= outstanding * slowest_s:
-            return slowest_s
-        low, high = slowest_s, slowest_s
-        while self._stay_s(high) > outstanding * high:
-            low, high = high, 2 * high
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            is_short = self._stay_s(middle) > outstanding * middle
-            low, high = (middle, high) if is_short else (low, middle)
-        return high
-
-    def _stay_s(self, batch_s: float) -> float:
-        """Return the seconds from a batch's admission until its trained version is live.
-
-        A publish admits a whole batch at once. The batch is released when its last group and
-        all earlier batches have ended.
-        """
-        slots = self.workload.costs.slots * self.candidate.engines
-        queued = max(0.0, self.rollouts - slots) * self.workload.mean_tokens
-        queue_s = queued / (self.candidate.engines * self.workload.costs.peak_tokens_per_s)
-        return batch_s * self.in_order_versions(batch_s) + queue_s + self.trainer_s
+    @cached_property
+    def figures(self) -> RunFigures:
+        """Durations while the slower side limits, as the figures of a run."""
+        costs, candidate = self.workload.costs, self.candidate
+        batch_s = max(self.engines_s, self.trainer_s)
+        token_s = self._token_s(batch_s)
+        rollout_s = token_s * self.workload.mean_tokens
+        rows = self.rollouts * rollout_s / batch_s / candidate.engines
+        return RunFigures(
+            batch_s=batch_s,
+            trainer_s=self.trainer_s,
+            publish_s=self.publish_s,
+            engines=candidate.engines,
+            engine_idle_share=1 - self.engines_s / batch_s,
+            full_share=0.0,
+            work_s=self.engines_s,
+            slots=costs.slots,
+            full_rows=costs.slots,
+            rows=min(rows, costs.slots),
+            cost=predictions.DecodeCost(costs.step_s, costs.running_turn_s),
+            rollout_s=rollout_s,
+            decode_s=rollout_s,
+            queue_s=0.0,
+            activity_s=0.0,
+            group_s=[token_s * tokens for tokens in self._longest],
+            groups_per_batch=candidate.groups_per_batch,
+            is_in_order=True,
+            max_staleness=candidate.max_staleness,
+        )
 
     def in_order_versions(self, batch_s: float) -> float:
         """Return the versions from a batch's start until its release in order of admission.

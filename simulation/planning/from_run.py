@@ -8,8 +8,7 @@ from typing import Any
 from tidegate.errors import ConfigError
 from tidegate.observability.records.run_directories import RUN_FILE
 from tidegate.observability.records.trajectories import read_trajectories
-from tidegate.observability.reports.facts import Facts, read_facts, read_metrics, read_record
-from tidegate.orchestrator.telemetry.forecast import BUSY_TRAINER_IDLE_MAX
+from tidegate.observability.reports.facts import Facts, read_facts, read_record
 from tidegate.policies.predictions import DecodeCost, fit_decode_cost
 from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.simulation.planning.closed_forms import predict
@@ -31,6 +30,8 @@ class MeasuredRun:
     unaccounted_slowdown: float
     """Real time per token divided by the engines' step time per token. ``workload.costs`` is
     already multiplied by this ratio."""
+    advice: str
+    """The run's own diagnosis; empty if it recorded none."""
 
 
 def measured_run(directory: Path) -> MeasuredRun:
@@ -50,7 +51,8 @@ def measured_run(directory: Path) -> MeasuredRun:
             f"{directory / RUN_FILE} has too few figures to plan from; record a run of several "
             f"batches with this version of Tidegate"
         )
-    is_trainer_bound = _idle_share_between_batches(directory, facts) <= BUSY_TRAINER_IDLE_MAX
+    forecast = facts.forecast or {}
+    is_trainer_bound = forecast.get("limit") == "trainer"
     # If the trainer limits, its idle time is batch hand-over, so it counts as trainer time.
     trainer_s = facts.wall_s * (1.0 if is_trainer_bound else 1 - facts.trainer_idle_share)
     measured_workload = PlanWorkload(
@@ -73,19 +75,13 @@ def measured_run(directory: Path) -> MeasuredRun:
         if is_trainer_bound
         else _unaccounted_slowdown(measured_workload, candidate, measured.batch_s)
     )
-    return MeasuredRun(_slowed(measured_workload, slowdown), candidate, measured, slowdown)
-
-
-def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
-    """Return the trainer's idle share after the first batch; the live forecast leaves out the wait
-    for the first batch too."""
-    metrics = read_metrics(directory)
-    if len(metrics) < 2:
-        return facts.trainer_idle_share
-    first, last = metrics[0], metrics[-1]
-    waited_s = [line["trainer_idle_share"] * line["wall_s"] for line in (first, last)]
-    between_s: float = last["wall_s"] - first["wall_s"]
-    return (waited_s[1] - waited_s[0]) / between_s if between_s > 0 else facts.trainer_idle_share
+    return MeasuredRun(
+        _slowed(measured_workload, slowdown),
+        candidate,
+        measured,
+        slowdown,
+        forecast.get("advice", "") if "limit" in forecast else "",
+    )
 
 
 UNACCOUNTED_SLOWDOWN_MAX = 64.0

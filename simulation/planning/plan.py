@@ -74,12 +74,7 @@ def advice(rows: Sequence[PlanRow]) -> str:
         f"max_staleness={eta}: {prediction.tokens_per_s:.0f} tokens/s, a batch every "
         f"{prediction.batch_s:.2f} s, mean staleness {prediction.mean_staleness:.2f}"
     )
-    limits = {
-        "trainer": "the trainer is the bottleneck, so a larger bound only makes samples older",
-        "engines": "the engines are the bottleneck; add engines, or faster ones",
-        "admission": "the staleness bound is the bottleneck; try a larger one",
-    }
-    return f"{text}; {limits[row.closed.limit]}"
+    return f"{text}; {row.closed.conclusion}"
 
 
 INK, MUTED, BLUE, RED = "#22303c", "#8a97a3", "#2f6f9f", "#c0392b"

@@ -99,7 +99,9 @@ class Prediction:
     trainer_idle_share: float
     """Share of time that the trainer waits for a batch."""
     limit: str = ""
-    """Bottleneck: ``trainer``, ``engines`` or ``admission``; empty if it is not determined."""
+    """As :data:`tidegate.policies.bottlenecks.Limit`; empty if it is not determined."""
+    conclusion: str = ""
+    """The limit, and what to change by how much."""
 
 
 def log_normal_groups(

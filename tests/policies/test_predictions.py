@@ -19,19 +19,6 @@ SLOTS, ROLLOUTS_PER_BATCH = 12 * 64, 64 * 16
 
 
 @pytest.mark.parametrize(
-    ("rollout_work_s", "trainer_work_s", "rho"),
-    [(450, 135, 0.90), (1015, 304, 0.90), (1015, 541, 1.60), (4059, 1218, 0.90), (2016, 605, 0.90)],
-)
-def test_the_ratio_of_throughputs_is_that_of_the_published_workloads(
-    rollout_work_s: float, trainer_work_s: float, rho: float
-) -> None:
-    ratio = predictions.throughput_ratio(
-        rollout_batch_s=rollout_work_s / 12, trainer_batch_s=trainer_work_s / 4
-    )
-    assert ratio == pytest.approx(rho, abs=0.002)
-
-
-@pytest.mark.parametrize(
     ("rho", "queue_batches", "slots", "tail", "in_flight", "total", "simulated"),
     [
         (0.60, 2, 128, 1.72, 1.72, 2.32, 2.32),
@@ -288,12 +275,6 @@ def test_the_mean_so_far_is_that_of_each_version(
         allowed=allowed, free=free, rho=rho, first_version=first, last_version=first + more
     )
     assert mean == pytest.approx(sum(each) / len(each), abs=1e-9)
-
-
-def test_nothing_is_gained_past_the_ceiling_of_both_parts() -> None:
-    assert predictions.max_useful_staleness(2.06, 0.9) == 3
-    assert predictions.max_useful_staleness(1.5, 0.5) == 2
-    assert predictions.max_useful_staleness(0.0, 0.0) == 0
 
 
 def test_what_is_divided_by_must_be_there() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.observability.recorded import record_run
 from tidegate.cli import command
+from tidegate.cli.plan_table import measured_line
 from tidegate.errors import ConfigError
 from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.simulation.planning.closed_forms import predict
@@ -56,7 +57,7 @@ def test_a_trainer_bound_run_is_reported_and_gains_nothing_from_more_staleness()
     assert rows[0].closed.batch_s == pytest.approx(simulated.batch_s, rel=0.1)
     assert rows[2].closed.tokens_per_s == pytest.approx(rows[1].closed.tokens_per_s)
     assert recommended(rows).candidate.max_staleness == 2
-    assert "the trainer is the bottleneck" in advice(rows)
+    assert "trainer-bound; training 2" in advice(rows)
 
 
 def test_closed_forms_rank_pause_modes_as_the_simulator_does() -> None:
@@ -102,38 +103,24 @@ def test_speeds_and_lengths_are_read_from_a_recorded_run(recorded_run: Path) -> 
     assert predicted.mean_staleness <= 1
 
 
-def with_figures(run: Path, copy: Path, *, waited_s: list[float], ended_s: list[float]) -> Path:
-    """The same run, had its trainer waited so long by each batch, which came then."""
+def diagnosed(run: Path, copy: Path, limit: str) -> Path:
+    """The same run, had its diagnosis found this limit."""
     shutil.copytree(run, copy)
-    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
-    for line, waited, wall in zip(lines, waited_s, ended_s, strict=True):
-        line |= {"trainer_idle_share": waited / wall, "wall_s": wall}
-    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     record = json.loads((copy / "run.json").read_text())
-    record["statistics"] |= {
-        "trainer_idle_share": waited_s[-1] / ended_s[-1],
-        "wall_s": ended_s[-1],
-    }
+    record["statistics"]["forecast"] |= {"limit": limit, "advice": f"{limit}-bound"}
     (copy / "run.json").write_text(json.dumps(record))
     return copy
 
 
-def test_a_run_whose_trainer_waited_only_for_its_first_batch_is_trainer_bound(
+def test_a_plan_repeats_its_runs_diagnosis_and_scales_the_engines_only_if_the_trainer_waits(
     recorded_run: Path, tmp_path: Path
 ) -> None:
-    ended_s = [20.0, 40.0, 60.0, 80.0]
-    busy = with_figures(
-        recorded_run, tmp_path / "busy", waited_s=[20.0, 20.3, 20.6, 20.9], ended_s=ended_s
-    )
-    run = measured_run(busy)
+    run = measured_run(diagnosed(recorded_run, tmp_path / "busy", "trainer"))
     assert run.unaccounted_slowdown == 1  # nothing says that engines were any slower
+    assert "the run itself: trainer-bound" in measured_line(run)
     predicted = predict(run.workload, run.candidate)
-    assert predicted.limit == "trainer"
-    assert predicted.batch_s == pytest.approx(20.0)
-    idle = with_figures(
-        recorded_run, tmp_path / "idle", waited_s=[20.0, 22.0, 24.0, 26.0], ended_s=ended_s
-    )
-    assert measured_run(idle).unaccounted_slowdown > 1
+    assert predicted.limit in ("trainer", "balance")
+    assert predicted.batch_s == pytest.approx(run.measured.batch_s, rel=0.05)
 
 
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

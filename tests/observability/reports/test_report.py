@@ -24,6 +24,7 @@ from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.recorder import EngineStep, TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunForecast, RunStatistics
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
+from tidegate.policies.bottlenecks import Change
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +108,7 @@ def test_the_report_separates_the_warm_up_from_the_gain_of_rl(tmp_path: Path, mo
 
 def test_the_report_shows_the_share_of_cached_context(tmp_path: Path, model: Path) -> None:
     plain = some_statistics()
-    assert "| prefilled tokens found in cache | - |" in page_of(tmp_path / "one", model, plain)
+    assert "prefilled tokens found in cache" not in page_of(tmp_path / "one", model, plain)
 
     sampled = plain.ledger.generated + plain.evaluation_ledger.generated
     reported = dataclasses.replace(
@@ -178,9 +179,11 @@ def test_the_report_shows_the_forecast_and_the_discards(tmp_path: Path, model: P
         predicted_staleness=1.9,
         measured_staleness=1.875,
         max_useful_staleness=4,
+        limit="admission",
+        changes=(Change("max_staleness", 4, 0.33),),
         batch_interval_s=2.0,
         attainable_batch_interval_s=1.5,
-        advice="rollout-bound: max_staleness=4 would gain about 33%",
+        advice="both sides idle: admission-bound; max_staleness=4 would gain about 33%",
     )
     tasks = (TaskDiscards(0, 17, 5, 5), TaskDiscards(0, 3, 4, 1))
     statistics = dataclasses.replace(
@@ -194,13 +197,19 @@ def test_the_report_shows_the_forecast_and_the_discards(tmp_path: Path, model: P
 
     assert "Predicted mean 1.90, measured 1.88." in page
     assert "(rho) 0.85" in page
-    assert "a max_staleness above 4 gains nothing" in page
-    assert "**Rollout-bound: max_staleness=4 would gain about 33%.**" in page
+    assert "**Both sides idle: admission-bound; max_staleness=4 would gain about 33%.**" in page
     assert "| stale | 9 | 900 | 100.0 | 12.5% | 0:17 (5), 0:3 (1 to 4) |" in page
     assert "trained 60.0 tokens on average, generated 80.0, ratio 0.75" in page
     report = report_of(run)
-    assert report["forecast"]["throughput_ratio"] == 0.85
+    assert report["forecast"]["changes"] == [{"lever": "max_staleness", "value": 4, "gain": 0.33}]
     assert report["discards"]["stale"]["lengths"] == {"64": 9}
+
+
+def test_results_leave_out_what_the_run_did_not_have(tmp_path: Path, model: Path) -> None:
+    page = write_report(a_run(tmp_path / "runs" / "one", model)).read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert not [row for row in rows if row.split(" | ")[-1].strip(" |") in ("-", "-; -")]
+    assert "draft tokens verified" not in page
 
 
 def test_a_run_too_short_for_a_forecast_has_a_report_without_it(

@@ -1,4 +1,4 @@
-"""Forecasts: predicted staleness equals the measured one, and advice names the bottleneck."""
+"""Forecasts: predicted staleness equals the measured one, and the diagnosis names what limits."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ import pytest
 
 import tidegate
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
-from tidegate.orchestrator.telemetry.forecast import BatchTimes, Forecaster, advise, window_groups
+from tidegate.orchestrator.telemetry.forecast import Forecaster, RunTotals, window_groups
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast
 from tidegate.orchestrator.telemetry.timekeeping import Usage
 from tidegate.policies.asynchrony import BoundedStaleness, Order, Unbounded
@@ -72,18 +72,18 @@ async def test_a_run_is_as_stale_as_was_predicted(
     assert forecast.predicted_staleness == pytest.approx(statistics.mean_staleness, abs=0.3)
     match limited_by:
         case "admission":
-            assert "gain about" in forecast.advice
+            assert forecast.limit == "admission"
             assert forecast.max_useful_staleness > max_staleness
         case "the trainer":
             assert forecast.throughput_ratio > 1
-            assert forecast.advice.startswith("trainer-bound")
+            assert forecast.limit == "trainer"
             assert forecast.batch_interval_s == pytest.approx(
                 forecast.attainable_batch_interval_s, rel=0.05
             )
         case "slots":
             assert forecast.throughput_ratio < 1
-            assert forecast.max_useful_staleness < max_staleness
-            assert forecast.advice.startswith("rollout-bound: a larger max_staleness gains nothing")
+            assert forecast.limit == "engines"
+            assert [change.lever for change in forecast.changes] == ["engines"]
 
 
 # ---------------------------------------------------------------- by itself
@@ -119,12 +119,14 @@ def forecast_of(
             np.full(2, number),
             staleness,
             np.arange(2),
+            began_s=np.full(2, batch_s * number),
+            ended_s=np.full(2, batch_s * number + 0.55),
             trainer_version=number,
             usage=usage,
             engines=[an_engine()],
         )
     return forecaster.forecast(
-        ledger or LedgerSnapshot(generated=80), outstanding_groups_max=3, window_groups=1
+        RunTotals(ledger=ledger or LedgerSnapshot(generated=80), outstanding_groups_max=3)
     )
 
 
@@ -136,12 +138,14 @@ def test_rows_of_one_rollout_are_one_rollout() -> None:
             np.full(3, number),
             np.array([0, 1, 2]),
             np.array([5, 6, 5]),  # the third is forked from the first
+            began_s=np.full(3, 0.2 * number),
+            ended_s=np.full(3, 0.2 * number + 0.4),
             trainer_version=number,
             usage=Usage(wall_s=0.2 * (number + 1), trainer_idle_share=0.75),
             engines=[an_engine()],
         )
     forecast = forecaster.forecast(
-        LedgerSnapshot(generated=240), outstanding_groups_max=3, window_groups=1
+        RunTotals(ledger=LedgerSnapshot(generated=240), outstanding_groups_max=3)
     )
     assert forecast is not None
     assert forecast.tail_factor == pytest.approx(1.0)  # both have 40 tokens
@@ -158,7 +162,11 @@ def test_what_is_measured_is_set_beside_what_follows_from_it() -> None:
     assert forecast.tail_factor == 1.0
     assert forecast.measured_staleness == pytest.approx((0 + 1 + 2 * 9) / 11)
     assert forecast.predicted_staleness == pytest.approx((0 + 1 + 2 * 9) / 11)
-    assert forecast.max_useful_staleness == 5  # 8 slots hold 4 batches, and half a batch waits
+    # A batch stays 0.6 s with its training, and one may come each 0.1 s: six are outstanding.
+    assert forecast.max_useful_staleness == 5
+    (change,) = forecast.changes
+    assert change.lever == "max_staleness"
+    assert change.gain == pytest.approx(1.0, abs=0.03)  # a batch each 0.1 s
 
 
 def test_tokens_that_were_thrown_away_cost_the_rollout_time_but_the_runs_end_does_not() -> None:
@@ -184,58 +192,3 @@ def test_the_order_of_consumption_is_the_policys() -> None:
 
     assert [window(order) for order in ("admission", Window(5), "completion")] == [1, 5, None]
     assert window_groups(Unbounded(groups_per_batch=4, outstanding_groups_limit=8)) is None
-
-
-# ---------------------------------------------------------------- the advice
-
-
-@pytest.mark.parametrize(
-    ("between_s", "rollout_s", "trainer_s", "allowed", "saturating", "advice"),
-    [
-        (10.0, 6.0, 9.8, 2.0, 3, "trainer-bound: a larger max_staleness gains nothing"),
-        (
-            10.0,
-            6.0,
-            9.8,
-            8.0,
-            3,
-            "trainer-bound: a larger max_staleness gains nothing; 3 would be enough",
-        ),
-        (12.0, 6.0, 5.0, 1.0, 4, "rollout-bound: max_staleness=3 would gain about 100%"),
-        (
-            12.0,
-            3.0,
-            4.0,
-            1.0,
-            4,
-            "admission-bound, both sides wait: max_staleness=4 would gain about 150%",
-        ),
-        (
-            6.0,
-            6.0,
-            5.0,
-            4.0,
-            4,
-            "rollout-bound: a larger max_staleness gains nothing; faster or more engines would",
-        ),
-        (
-            6.0,
-            5.95,
-            5.0,
-            2.0,
-            4,
-            "rollout-bound: a larger max_staleness gains nothing; faster or more engines would",
-        ),
-        (6.0, 6.0, 5.0, None, 4, "rollout-bound: only faster or more engines would gain anything"),
-    ],
-)
-def test_the_advice_names_what_limits_and_what_it_would_bring(
-    between_s: float,
-    rollout_s: float,
-    trainer_s: float,
-    allowed: float | None,
-    saturating: int,
-    advice: str,
-) -> None:
-    times = BatchTimes(between_s, rollout_s, trainer_s)
-    assert advise(times, allowed=allowed, saturating=saturating) == advice
