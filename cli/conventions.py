@@ -21,6 +21,9 @@ STATUS_ERROR = 2
 """The command can't work as it was called: a wrong option, a missing file."""
 PROGRESS_INTERVAL_S = 2.0
 """Shortest time between two lines of progress in a log, and before the first."""
+STATUS_UNDECIDED = 3
+"""The command ran, and what it ran on is too little to tell: an audit that would have noticed
+nothing."""
 STATUS_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 

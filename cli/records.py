@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tidegate.cli.conventions import STATUS_FOUND, RunDirectory, echo, progress
+from tidegate.cli.conventions import STATUS_FOUND, STATUS_UNDECIDED, RunDirectory, echo, progress
 
 
 def audit(
@@ -36,7 +36,8 @@ def audit(
         typer.Option(min=1, help="Audit this many rollouts, evenly spaced; default: all."),
     ] = None,
 ) -> None:
-    """Replay a run's tokens through the weights they are tagged with; status 1 if any differ."""
+    """Replay a run's tokens through the weights of their tags; status 1 if any differ, 3 if wrong
+    tags would not be noticed."""
     from tidegate.observability.audit.audit import audit_run, write_audit
 
     with progress("reading the run") as show:
@@ -52,6 +53,8 @@ def audit(
         echo(line)
     if not report.agrees:
         raise typer.Exit(STATUS_FOUND)
+    if not report.has_power:
+        raise typer.Exit(STATUS_UNDECIDED)
 
 
 def replay(

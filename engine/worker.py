@@ -88,7 +88,9 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     try:
         if arguments.curve_key_directory is not None:
             keys = read_engine_keys(arguments.curve_key_directory)
-        ranks = Ranks(arguments.tensor_parallel_size, is_deterministic=arguments.deterministic)
+        ranks = Ranks(
+            arguments.tensor_parallel_size, is_deterministic=bool(arguments.deterministic)
+        )
         _refuse_irregular(arguments.model)
         device = find_device(arguments.device)
         model = _model(arguments, device, ranks)
@@ -245,8 +247,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--deterministic",
-        action="store_true",
-        help="batch-invariant: a turn's bits do not depend on batch, chunking or engine",
+        action=argparse.BooleanOptionalAction,
+        help="batch-invariant: a turn's bits do not depend on batch, chunking or engine; default: "
+        "if the model is computed in bfloat16",
     )
     parser.add_argument(
         "--speculative-method",
@@ -278,7 +281,7 @@ def _model(arguments: argparse.Namespace, device: torch.device | None, ranks: Ra
 
     model.refuse_on_device(
         device,
-        is_deterministic=arguments.deterministic,
+        is_deterministic=bool(arguments.deterministic),
         quantization=arguments.quantization,
         tensor_parallel_size=arguments.tensor_parallel_size,
         speculative_method=arguments.speculative_method,
@@ -457,7 +460,7 @@ def _hello(
         dtype=model.dtype,
         speculative_method=(arguments.speculative_method or "").partition(":")[0],
         score_kinds=list(model.scoring.score_kinds),
-        is_deterministic=arguments.deterministic,
+        is_deterministic=model.is_deterministic,
         sleep_levels=[1, 2],
         tensor_parallel_size=arguments.tensor_parallel_size,
         quantization=arguments.quantization or "",

@@ -18,7 +18,7 @@ import regex
 import torch
 import transformers
 from tokenizers import pre_tokenizers
-from transformers import convert_slow_tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 DIRECTORY = Path(__file__).parents[1] / "runs/smollm2-135m"
 
@@ -87,8 +87,7 @@ def _compare(directory: Path, file: Path) -> None:
 
 def _byte_pairs(word: str, ranks: dict[tuple[str, ...], int]) -> list[str]:
     """Return a word's tokens: merge the pair of the lowest rank until none is left."""
-    tables: Any = convert_slow_tokenizer
-    alphabet: dict[int, str] = tables.bytes_to_unicode()
+    alphabet: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
     parts = [alphabet[byte] for byte in word.encode()]
     while pairs := [p for p in itertools.pairwise(parts) if p in ranks]:
         first, second = min(pairs, key=ranks.__getitem__)

@@ -352,6 +352,15 @@ class ModelRunner:
         return replace(output, scores=scores) if scores else output
 
     @torch.inference_mode()
+    def step_with_logits(self, rows: Sequence[Row]) -> tuple[StepOutput, torch.Tensor]:
+        """Run rows as :meth:`step`; return also the sampling rows' logits [S, V], not edited."""
+        sampling = [row.sampling for row in rows if row.sampling is not None]
+        _, logits, _ = self._compute(rows, len(sampling))
+        if logits is None:
+            return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32)), torch.empty(0, 0)
+        return sample_rows(logits.clone(), sampling, self._native), logits
+
+    @torch.inference_mode()
     def assist(self, rows: Sequence[Row]) -> None:
         """Compute this tensor-parallel rank's part of a step that rank 0 samples."""
         self._compute(rows, sum(row.sampling is not None for row in rows))

@@ -1,14 +1,20 @@
 """Audit of a recorded run: checks that every token was sampled by the weights that its tag names.
 
 A token's tag names the weight versions that sampled the token and computed the KV before it. The
-audit recomputes each token's log-probability with `transformers` from these versions' archived
-weights, compares it with the recorded one, and recomputes staleness and counts from the tags. It
-reads only the run's directory, and uses none of the code that made the tags.
+audit recomputes each token's log-probability from these versions' archived weights, compares it
+with the recorded one, and recomputes staleness and counts from the tags. It reads only the run's
+directory, and uses none of the code that made the tags.
+
+Runs of Tidegate's own engines on CPUs are replayed by these engines' kernels (:mod:`exact`), which
+are fast and, if the engines were deterministic, repeat every bit. Some of their rollouts are also
+computed by `transformers` (:mod:`replay`), because an engine's fault can't be found by its own
+kernels. Other runs are replayed by `transformers` alone.
 """
 
+import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,7 @@ from tidegate.errors import AuditError
 from tidegate.observability.audit.bookkeeping import Bookkeeping
 from tidegate.observability.audit.replay_plan import (
     EngineBuild,
+    PassChange,
     Problem,
     Replay,
     ReplayedAdapter,
@@ -29,6 +36,7 @@ from tidegate.observability.audit.replay_plan import (
 from tidegate.observability.audit.rivals import (
     Archived,
     Kind,
+    Rival,
     RivalVerdict,
     judge,
     judge_exactly,
@@ -80,6 +88,31 @@ NOT_AUDITED = (
     "not audited: the rewards that episodes gave (advantages are computed from them again), and "
     "attachments other than routed experts and kept tokens"
 )
+
+RIVAL_TOKENS = 8
+"""Number of a span's tokens under which another history is tried first. Mostly they decide: in
+bfloat16, a step of AdamW by 1e-6 changes the bits of nearly every log-prob."""
+
+CHECKED_REPLAYS = 8
+"""Number of contexts that `transformers` computes, too, of those that an engine's kernels replay:
+enough to find a kernel that is wrong for a model, which is wrong for all of its tokens."""
+
+CHECKED_WRONG_MAX = 0.05
+"""Largest share of these contexts' tokens that may disagree with engines that round: in bfloat16 a
+log-prob of a pretrained model is off by .02 nats in the median, and seldom by more than
+:data:`TOLERANCES`."""
+
+UNNOTICED_MAX = 0.5
+"""Largest share of unnoticed tags, of those that change a log-prob, at which an audit agrees. Above
+it, that nothing disagrees says little."""
+
+SAME_BITS_MIN = 0.2
+"""Share of equal log-probs from which this machine's kernels compute the engines' bits. Where they
+differ, some 3 % are equal in float32; where they don't, wrong tags leave those before the first of
+them. Tags may be wrong by one version in all tokens, so the other histories count, too."""
+
+SURE_LOGPROB = -1e-3
+"""Log-prob above which a token does not count for this: many kernels round it alike."""
 
 UNROUTED_MIN = 16
 """Smallest number of unrouted tokens of a version from which their disagreement is judged."""
@@ -172,6 +205,8 @@ class AuditReport:
     """Compute dtype of each engine that did not compute in float32."""
     is_exact: bool = False
     """Whether tokens and log-probs were sampled again by the engine's code and compared by bits."""
+    tokens_checked: int = 0
+    """Number of tokens that `transformers` computed, too, if an engine's kernels replayed all."""
 
     @property
     def agrees(self) -> bool:
@@ -194,6 +229,8 @@ class AuditReport:
             for engine, dtype in sorted(self.other_dtypes.items())
             if not self.is_exact
         ]
+        if self.tokens_checked:
+            lines.append(f"{self.tokens_checked} of them were also computed by transformers")
         if self.tokens_unknown:
             lines.append(
                 f"{self.tokens_unknown} tokens were not replayed: their KV history is unknown"
@@ -244,12 +281,29 @@ class AuditReport:
 
     @property
     def verdict(self) -> str:
-        """The result in a word or a sentence; if no token was replayed, it says so."""
+        """The result in a sentence, which says first what the audit could have noticed."""
+        power = self.version_power
+        unnoticed = f"{power.tags_unnoticed} of {power.tags_tried} tags one version off"
+        noticed = f"{unnoticed} would not be noticed"
         if not self.agrees:
             return "DISAGREES"
         if self.tokens and not self.tokens_agreeing:
             return f"nothing replayed: none of {self.tokens} tokens could be checked"
-        return "agrees"
+        if not self.has_power:
+            return f"cannot tell: {noticed}; {self._remedy}"
+        return f"{noticed}: agrees" if power.tags_tried else "agrees"
+
+    @property
+    def has_power(self) -> bool:
+        """Whether tokens were replayed, and most tags one version off would have been noticed, of
+        those that change a log-prob."""
+        return bool(self.tokens_agreeing) and self.version_power.missed_share <= UNNOTICED_MAX
+
+    @property
+    def _remedy(self) -> str:
+        if self.other_dtypes:
+            return "record with deterministic=True, and audit on a machine like the engines'"
+        return "record longer turns, or more of them"
 
 
 def audit_run(
@@ -267,10 +321,10 @@ def audit_run(
 
     Args:
         directory: the run's directory.
-        tolerance: replaces :data:`TOLERANCES`.
-        exact: sample every token again with the engine's own code, and compare token and log-prob
-            by their bits. Needs a run with ``deterministic=True``, and the kind of processor that
-            its engines had.
+        tolerance: replaces :data:`TOLERANCES`, in a replay by `transformers` alone.
+        exact: refuse runs whose tokens can't be sampled again to the bit: it needs deterministic
+            engines, and the kind of processor that they had. Without it such runs are replayed to
+            the bit where that is possible.
         rollouts_max: number of rollouts to audit, evenly spaced; all if None.
         progress: called with each version before it is loaded.
 
@@ -294,7 +348,8 @@ def audit_run(
     replays: list[Replay] = []
     verdicts: list[RivalVerdict] = []
     other_dtypes: dict[str, str] = {}
-    unarchived = unreplayable = row = 0
+    unarchived = unreplayable = row = checked = 0
+    are_exact: list[bool] = []
     rollouts_wanted = _rollouts_wanted(recorded, rollouts_max)
     for part in parts:
         bookkeeping = Bookkeeping(part)
@@ -324,15 +379,18 @@ def audit_run(
         unarchived += archive.tokens_lost
         unreplayable += archive.tokens_unreplayable
         changes = [change for plan in plans_of_part for change in plan.changes]
-        rivals = rivals_of(replayable, changes, archive.archived)
-        if replayable:
-            rival_replays = {id(rival.replay): rival.replay for rival in rivals}.values()
-            _replay(part, archive, [*replayable, *rival_replays], progress, exact=exact)
-        replays += replayable
-        segments_of_part = [segment for replay in replayable for segment in replay.segments]
-        judged = [r for r in rivals if not any(part.span.is_unrouted for part in r.parts)]
-        verdicts += judge_exactly(judged) if exact else judge(judged, segments_of_part)
         plans += plans_of_part
+        if not replayable:
+            continue
+        audited = _PartAudit(part, archive, replayable, changes, progress)
+        if tolerance is None or exact:
+            verdicts += audited.run(exact=exact)
+        else:
+            verdicts += audited.by_transformers()
+        problems += audited.problems
+        checked += audited.tokens_checked
+        are_exact.append(audited.is_exact)
+        replays += replayable
     tokens = sum(plan.tokens for plan in plans)
     if not tokens:
         adapters = sorted(path.name for path in (directory / "adapters").glob("*"))
@@ -370,7 +428,8 @@ def audit_run(
         kv_power=_power(verdicts, "kv"),
         problems=tuple(sorted(problems, key=lambda p: (p.rollout_id, p.turn))),
         other_dtypes=other_dtypes,
-        is_exact=exact,
+        is_exact=bool(are_exact) and all(are_exact),
+        tokens_checked=checked,
     )
 
 
@@ -379,41 +438,163 @@ def _weights_of(replay: Replay, segment: Segment) -> tuple[str, int]:
     return replay.adapter.name if replay.adapter.has_own_versions else "", segment.version
 
 
-def _replay(
-    part: Path,
-    archive: "_Archive",
-    replays: list[Replay],
-    progress: Callable[[int], None],
-    *,
-    exact: bool,
-) -> None:
-    """Compute one process's log-probs again, with transformers or with the engine's own code."""
+class _PartAudit:
+    """Replays of one process's records, and of their rivals."""
 
-    def weights(version: int) -> Path:
-        return archived_weights(part, version)
+    def __init__(
+        self,
+        part: Path,
+        archive: "_Archive",
+        replays: list[Replay],
+        changes: list[PassChange],
+        progress: Callable[[int], None],
+    ) -> None:
+        self._part = part
+        self._archive = archive
+        self._replays = replays
+        self._changes = changes
+        self._progress = progress
+        self.is_exact = False
+        """Whether the replays have the engines' bits."""
+        self.tokens_checked = 0
+        self.problems: list[Problem] = []
+        """What the check by `transformers` found."""
 
-    def own_weights(adapter: str, version: int) -> Path:
-        return archive.adapters[adapter][version]
+    def run(self, *, exact: bool) -> list[RivalVerdict]:
+        """Fill in the log-probs of all replays, and compare rivals with them.
 
-    # Imported here because both import torch, which takes a second.
-    if exact:
-        from tidegate.observability.audit.exact import replay_exactly
+        Raises:
+            AuditError: the run can't be replayed; or not exactly, if ``exact``.
+        """
+        try:
+            if (verdicts := self._by_engine(exact=exact)) is not None:
+                return verdicts
+        except AuditError:
+            if exact:
+                raise
+        return self.by_transformers()
 
-        build = _engine_build(part, replays)
-        replay_exactly(replays, weights, progress, own_weights=own_weights, build=build)
-    else:
-        from tidegate.observability.audit.replay import replay_all
+    def by_transformers(self) -> list[RivalVerdict]:
+        """As :meth:`run`, by `transformers` alone."""
+        for replay in self._replays:
+            replay.stages_done = 0
+        rivals = self._rivals(None)
+        self._by_transformers([*self._replays, *_replays_of(rivals)])
+        return judge(_judged(rivals), self._segments())
 
-        dtypes = _dtypes(part).values()
-        in_double = all(TOLERANCES.get(dtype, TOLERANCE) <= TOLERANCE for dtype in dtypes)
+    def _rivals(self, tokens_max: int | None) -> list[Rival]:
+        return rivals_of(self._replays, self._changes, self._archive.archived, tokens_max)
+
+    def _segments(self) -> list[Segment]:
+        return [segment for replay in self._replays for segment in replay.segments]
+
+    def _by_engine(self, *, exact: bool) -> list[RivalVerdict] | None:
+        """Replay by the engine's kernels; return None if this machine's compute other bits.
+
+        Raises:
+            AuditError: no engine of this machine computes as the run's.
+        """
+        from tidegate.observability.audit.exact import replay_by_engine  # imports torch
+        from tidegate.observability.audit.replay import FLOAT32_NOISE_FACTOR
+
+        build = _engine_build(self._part, self._replays, exact=exact)
+        rivals = self._rivals(RIVAL_TOKENS)
+
+        def replay(replays: list[Replay]) -> None:
+            replay_by_engine(
+                replays, self._weights, self._progress, own_weights=self._own_weights, build=build
+            )
+
+        def judged(some: Sequence[Rival]) -> list[RivalVerdict]:
+            return judge_exactly(some) if build.is_deterministic else judge(some, self._segments())
+
+        replay([*self._replays, *_replays_of(rivals)])
+        if build.is_deterministic and not exact and not self._has_same_bits(rivals):
+            return None
+        for segment in [*self._segments(), *(p.copy for rival in rivals for p in rival.parts)]:
+            segment.tolerance = 0.0 if build.is_deterministic else segment.tolerance
+            segment.noise_factor = FLOAT32_NOISE_FACTOR
+        self.is_exact = build.is_deterministic
+        verdicts = judged(rivals)
+        # Where the first tokens don't decide, all may.
+        whole = self._rivals(None)
+        undecided = [n for n, verdict in enumerate(verdicts) if not verdict.is_decided]
+        if undecided:
+            more = [whole[n] for n in undecided]
+            replay(_replays_of(more))
+            for n, verdict in zip(undecided, judged(more), strict=True):
+                verdicts[n] = verdict
+        self._check()
+        return verdicts
+
+    def _has_same_bits(self, rivals: Sequence[Rival]) -> bool:
+        def share(segments: Iterable[Segment]) -> float:
+            equal = [
+                (each.replayed == each.recorded)[each.recorded < SURE_LOGPROB] for each in segments
+            ]
+            tokens = np.concatenate(equal) if equal else np.empty(0)
+            return float(tokens.mean()) if len(tokens) else 0.0
+
+        of_rivals = share(part.copy for rival in rivals for part in rival.parts)
+        # Each span has two rivals, one of which may be right where all tags are wrong.
+        return max(share(self._segments()), 2 * of_rivals) >= SAME_BITS_MIN
+
+    def _check(self) -> None:
+        """Compute some contexts by `transformers`, and those with routed experts or kept tokens."""
+        count = len(self._replays)
+        chosen = {n * count // CHECKED_REPLAYS for n in range(CHECKED_REPLAYS)}
+        copies: list[Replay] = []
+        pairs: list[tuple[Segment, Segment]] = []
+        for n, replay in enumerate(self._replays):
+            has_kept = any(s.sampling.kept_ids is not None for s in replay.segments)
+            if n in chosen or has_kept or replay.routes is not None:
+                segments = [dataclasses.replace(segment) for segment in replay.segments]
+                pairs += zip(replay.segments, segments, strict=True)
+                copies.append(dataclasses.replace(replay, segments=segments, stages_done=0))
+        self._by_transformers(copies)
+        for segment, copy in pairs:
+            copy.tolerance = TOLERANCES.get(_dtypes(self._part).get(segment.engine, ""), TOLERANCE)
+            copy.is_rounded = segment.is_rounded
+            segment.kept_errors = copy.kept_errors
+        compared = [copy for _, copy in pairs if not (copy.is_rounded and copy.is_unrouted)]
+        self.tokens_checked = sum(len(copy.token_ids) for copy in compared)
+        wrong = sum(int((~_agreeing(copy)).sum()) for copy in compared)
+        allowed = CHECKED_WRONG_MAX if any(copy.is_rounded for copy in compared) else 0.0
+        if wrong > allowed * self.tokens_checked:
+            message = (
+                f"{wrong} of {self.tokens_checked} tokens that transformers computed, too, differ "
+                f"from the engines' by more than {compared[0].tolerance:g}"
+            )
+            self.problems.append(Problem(-1, -1, message))
+
+    def _by_transformers(self, replays: list[Replay]) -> None:
+        from tidegate.observability.audit.replay import replay_all  # imports torch
+
+        dtypes = _dtypes(self._part).values()
         replay_all(
             replays,
-            weights,
-            progress,
-            own_weights=own_weights,
-            quantization=_quantization(part),
-            in_double=in_double,
+            self._weights,
+            self._progress,
+            own_weights=self._own_weights,
+            quantization=_quantization(self._part),
+            in_double=all(TOLERANCES.get(dtype, TOLERANCE) <= TOLERANCE for dtype in dtypes),
         )
+
+    def _weights(self, version: int) -> Path:
+        return archived_weights(self._part, version)
+
+    def _own_weights(self, adapter: str, version: int) -> Path:
+        return self._archive.adapters[adapter][version]
+
+
+def _replays_of(rivals: Iterable[Rival]) -> list[Replay]:
+    """Return the replays of rivals, some of which share one."""
+    return [*{id(rival.replay): rival.replay for rival in rivals}.values()]
+
+
+def _judged(rivals: Iterable[Rival]) -> list[Rival]:
+    """Return the rivals about which the log-probs say something."""
+    return [rival for rival in rivals if not any(p.span.is_unrouted for p in rival.parts)]
 
 
 def write_audit(directory: Path, report: AuditReport) -> Path:
@@ -421,7 +602,7 @@ def write_audit(directory: Path, report: AuditReport) -> Path:
     path = Path(directory) / AUDIT_FILE
     body = {
         **asdict(report),
-        "agrees": report.agrees,
+        "agrees": report.agrees and report.has_power,
         "verdict": report.verdict,
         "lines": report.lines(),
     }
@@ -444,15 +625,22 @@ def _quantization(directory: Path) -> str:
         ) from error
 
 
-def _engine_build(directory: Path, replays: Iterable[Replay]) -> EngineBuild:
-    """Return how the engines of a deterministic run computed.
+def _engine_build(directory: Path, replays: Iterable[Replay], *, exact: bool) -> EngineBuild:
+    """Return how the run's engines computed.
 
     Raises:
-        AuditError: they were not deterministic, or not all alike.
+        AuditError: they were not all alike, or not Tidegate's own on CPUs; or not deterministic, if
+            ``exact``.
     """
     run = _run_of(directory)
     settings = run.get("settings") or {}
-    if not settings.get("deterministic"):
+    names = {segment.engine for replay in replays for segment in replay.segments}
+    recorded = (run.get("statistics") or {}).get("engines") or []
+    engines = [engine for engine in recorded if engine.get("name") in names]
+    is_deterministic = bool(settings.get("deterministic")) or (
+        bool(engines) and all(engine.get("is_deterministic") for engine in engines)
+    )
+    if exact and not is_deterministic:
         raise AuditError(
             f"{directory} was not recorded with deterministic=True, so other batches give other "
             f"bits; leave --exact out"
@@ -463,16 +651,18 @@ def _engine_build(directory: Path, replays: Iterable[Replay]) -> EngineBuild:
             f"the engines of {directory} had {ranks} ranks, and an exact audit computes with one; "
             f"leave --exact out"
         )
-    engines = {segment.engine for replay in replays for segment in replay.segments}
-    dtypes = {dtype for engine, dtype in _dtypes(directory).items() if engine in engines}
+    dtypes = {dtype for engine, dtype in _dtypes(directory).items() if engine in names}
     if len(dtypes) != 1:
         raise AuditError(
             f"the engines of {directory} computed in {sorted(dtypes) or 'an unrecorded dtype'}; an "
             f"exact audit needs one dtype, so leave --exact out"
         )
-    recorded = (run.get("statistics") or {}).get("engines") or []
-    blocks = {engine.get("block_tokens", 0) for engine in recorded} - {0}
-    return EngineBuild(dtypes.pop(), _quantization(directory), max(blocks, default=16))
+    builds = {(engine.get("model_code"), engine.get("device")) for engine in engines}
+    if not exact and (len(engines) != len(names) or builds != {("tidegate", "cpu")}):
+        raise AuditError(f"the engines of {directory} are not known to be Tidegate's on a CPU")
+    blocks = {engine.get("block_tokens", 0) for engine in engines} - {0}
+    quantization = _quantization(directory)
+    return EngineBuild(dtypes.pop(), quantization, max(blocks, default=16), is_deterministic)
 
 
 def _dtypes(directory: Path) -> dict[str, str]:

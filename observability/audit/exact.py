@@ -1,18 +1,19 @@
-"""Bit-exact replay of a deterministic run's tokens, for `tidegate audit --exact`.
+"""Replay of a run's tokens by the engine's own kernels, for `tidegate audit`.
 
 Runs Tidegate's own engine code in this process: for each stage of a replay, the tagged version
 computes the stage's context positions into the KV cache that earlier stages have filled, and
 samples again, with the turn's seed, at every position that a token was sampled from. Deterministic
 engines compute the same bits in any batch, so a sampled token or a log-prob that differs in one bit
-proves a wrong tag, however near the two versions are. Unlike :mod:`replay`, it can't find faults
-that the engine's own code has.
+proves a wrong tag, however near the two versions are. Those of others differ by rounding, because
+their prompts were computed beside other ones. Unlike :mod:`replay`, it can't find faults that the
+engine's own code has.
 
 Letters in shapes: S sampled tokens of a step, V vocabulary.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from tidegate.engine.sampling.options import OptionReader, RowOptions
 from tidegate.engine.sampling.sampling import RowSampling
 from tidegate.errors import AuditError, ConfigError, ModelError, TurnRefused, WeightsRefused
 from tidegate.observability.audit.archived_model import VersionFiles
+from tidegate.observability.audit.replay import Tokens, logprob_of
 from tidegate.observability.audit.replay_plan import (
     NO_ADAPTER,
     EngineBuild,
@@ -46,7 +48,7 @@ STEP_TOKENS_MAX = 2048
 """Context positions of one step."""
 
 
-def replay_exactly(
+def replay_by_engine(
     replays: Iterable[Replay],
     weights: Callable[[int], Path],
     progress: Callable[[int], None],
@@ -56,7 +58,7 @@ def replay_exactly(
 ) -> None:
     """Fill in ``replayed`` of every segment by the engine's own code.
 
-    A token that is not sampled again gets NaN, which never agrees.
+    A token that a deterministic engine does not sample again gets NaN, which never agrees.
 
     Args:
         replays: contexts whose weights are archived.
@@ -66,8 +68,8 @@ def replay_exactly(
         build: how the run's engines computed.
 
     Raises:
-        AuditError: weights can't be loaded, or this machine can't compute the model
-            deterministically.
+        AuditError: weights can't be loaded, or this machine can't compute the model as the engines
+            did.
     """
     todo = list(replays)
     engine = _ReplayEngine(todo, weights, own_weights, build)
@@ -98,6 +100,12 @@ class _ReplayEngine:
         )
         assert isinstance(runner, ModelRunner)  # open_model refuses others if deterministic
         self._runner = runner
+        is_mixture = any(layer.has_experts for layer in runner.config.layers)
+        if is_mixture and build.dtype != "float32" and not build.is_deterministic:
+            raise AuditError("rounding decides which experts a token is routed to")
+        self._is_deterministic = build.is_deterministic
+        self._computed: dict[int, int] = {}
+        """Positions of a replay that another one computes, by the replay's id."""
         self._options = OptionReader(vocab_size=self._model.vocab_size, max_running_turns=1)
 
     def _blocks(self, replay: Replay) -> int:
@@ -133,12 +141,33 @@ class _ReplayEngine:
             progress(key[1])
             ready = due.pop(key)
             self._load(key)
-            samples = [s for r in ready for s in self._samples(r, tables[id(r)])]
-            self._compute(samples)
+            self._share_prompts(ready, tables)
+            phases: defaultdict[int, list[_Sample]] = defaultdict(list)
+            for replay in ready:
+                for sample in self._samples(replay, tables[id(replay)]):
+                    phases[sample.phase].append(sample)
+            for _, samples in sorted(phases.items()):
+                self._compute(samples)
             for replay in ready:
                 replay.stages_done += 1
                 if replay.stages_done < len(replay.stages):
                     due[_weights_due(replay)].append(replay)
+
+    def _share_prompts(self, ready: list[Replay], tables: dict[int, list[int]]) -> None:
+        """Let contexts that begin with the same tokens share the blocks of these, computed once."""
+        prompts: dict[tuple[str, bytes], tuple[Replay, int]] = {}
+        self._computed.clear()
+        for replay in ready:
+            stage = _stage(replay)
+            first = min(segment.position for segment in replay.segments) - 1
+            shared = min(first, stage.end) // self._block_tokens
+            if stage.start or not shared:
+                continue
+            tokens = replay.context[: shared * self._block_tokens].tobytes()
+            leader, _ = prompts.setdefault((replay.adapter.name, tokens), (replay, shared))
+            if leader is not replay:
+                tables[id(replay)][:shared] = tables[id(leader)][:shared]
+                self._computed[id(replay)] = shared * self._block_tokens
 
     def _files(self, key: tuple[ReplayedAdapter, int]) -> VersionFiles:
         adapter, version = key
@@ -170,7 +199,11 @@ class _ReplayEngine:
         self._runner.swap(weights)
 
     def _samples(self, replay: Replay, table: list[int]) -> Iterator["_Sample"]:
-        """Yield a stage's rows in the order of positions: chunks, and single sampling positions."""
+        """Yield a stage's rows in the order of positions: chunks, and single sampling positions.
+
+        As the engine does, prompts are computed as chunks and output token by token. Chunks have
+        even phases and output odd ones: phases are computed one after the other.
+        """
         stage = _stage(replay)
         drawn: defaultdict[int, list[tuple[Segment, int]]] = defaultdict(list)
         for segment in replay.segments:
@@ -178,24 +211,31 @@ class _ReplayEngine:
             first = max(stage.start, segment.position - 1)
             for position in range(first, min(stage.end, _end(segment) - 1)):
                 drawn[position].append((segment, position + 1 - segment.position))
-        start = stage.start
+        start = stage.start + self._computed.pop(id(replay), 0)
+        phase = 0
         for position in sorted(drawn):
-            yield from self._chunks(replay, table, start, position)
+            if position > start and phase % 2:
+                phase += 1
+            yield from self._chunks(replay, table, start, position, phase)
+            phase |= 1
             row = Row(replay.context[position : position + 1], position, table, None)
             row.adapter = replay.adapter.name
             for segment, token in drawn[position]:
                 sampling = self._sampling(replay, segment, token)
-                yield _Sample(replace(row, sampling=sampling), segment, token)
+                yield _Sample(
+                    replace(row, sampling=sampling), phase, segment, token, replay.context
+                )
             start = position + 1
-        yield from self._chunks(replay, table, start, stage.end)
+        yield from self._chunks(replay, table, start, stage.end, phase + phase % 2)
 
     def _chunks(
-        self, replay: Replay, table: list[int], start: int, end: int
+        self, replay: Replay, table: list[int], start: int, end: int, phase: int
     ) -> Iterator["_Sample"]:
         """Yield rows that compute the KV of positions ``[start, end)`` and sample nothing."""
         for first in range(start, end, STEP_TOKENS_MAX):
             tokens = replay.context[first : min(end, first + STEP_TOKENS_MAX)]
-            yield _Sample(Row(tokens, first, table, None, adapter=replay.adapter.name))
+            row = Row(tokens, first, table, None, adapter=replay.adapter.name)
+            yield _Sample(row, phase)
 
     def _sampling(self, replay: Replay, segment: Segment, token: int) -> RowSampling:
         turn = segment.sampling
@@ -249,11 +289,16 @@ class _ReplayEngine:
             self._run(step)
 
     def _run(self, step: list["_Sample"]) -> None:
-        output = self._runner.step([sample.row for sample in step])
-        drawn = [(s.segment, s.token) for s in step if s.segment is not None]
-        for n, (segment, token) in enumerate(drawn):
+        rows = [sample.row for sample in step]
+        output, logits = self._runner.step_with_logits(rows)
+        drawn = [(s.segment, s.token, s.context) for s in step if s.segment is not None]
+        for n, (segment, token, context) in enumerate(drawn):
             is_same = output.token_ids[n] == segment.token_ids[token] and n not in output.failures
-            segment.replayed[token] = output.logprobs[n] if is_same else np.nan
+            if is_same:
+                segment.replayed[token] = output.logprobs[n]
+            elif not self._is_deterministic:
+                # Rounding decided between two tokens: what the recorded one's log-prob would be.
+                segment.replayed[token] = logprob_of(logits[n], segment, token, context)
 
 
 @dataclass(slots=True)
@@ -261,9 +306,13 @@ class _Sample:
     """A row of a step, and the recorded token that it samples again, if any."""
 
     row: Row
+    phase: int
+    """Rows of a lower phase are computed before."""
     segment: Segment | None = None
     token: int = 0
     """Index of the token in the segment."""
+    context: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
+    """The replay's context, of a row that samples."""
 
 
 def _stage(replay: Replay) -> KvSpan:
@@ -285,7 +334,7 @@ def _open_model(directory: Path, build: EngineBuild) -> ServedModel:
     """Open an archived model as the run's engines did.
 
     Raises:
-        AuditError: this machine can't compute it deterministically.
+        AuditError: this machine can't compute it so.
     """
     if build.dtype not in ("float32", "bfloat16"):
         raise AuditError(
@@ -297,7 +346,7 @@ def _open_model(directory: Path, build: EngineBuild) -> ServedModel:
         model = open_model(
             directory,
             "float32" if build.dtype == "float32" else "bfloat16",
-            is_deterministic=True,
+            is_deterministic=build.is_deterministic,
             quantization=quantization.get(build.quantization),
         )
     except (ConfigError, ModelError) as error:
@@ -305,5 +354,6 @@ def _open_model(directory: Path, build: EngineBuild) -> ServedModel:
             f"{directory} can't be computed exactly on this machine: {error}. Audit on a machine "
             "like the engines', or leave --exact out"
         ) from error
-    assert isinstance(model, OwnModel)  # transformers' models are refused if deterministic
+    if not isinstance(model, OwnModel):
+        raise AuditError(f"the engines computed {directory} by transformers")
     return model

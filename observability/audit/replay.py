@@ -386,6 +386,16 @@ def _store_logprobs(logits: torch.Tensor, batch: list[Replay]) -> None:
         segment.replayed[a:b] = logprobs[end - (b - a) : end]
 
 
+def logprob_of(logits: torch.Tensor, segment: Segment, token: int, context: Tokens) -> float:
+    """Return the log-prob of a segment's token, drawn from logits [V]."""
+    sampling = segment.sampling
+    edited = edit_logits(logits[None], segment, context, token)
+    settings = [sampling.temperature, sampling.top_k, sampling.top_p, _min_p(segment)]
+    recorded = torch.from_numpy(segment.recorded[token : token + 1])
+    token_ids = torch.tensor([int(segment.token_ids[token])])
+    return float(sampled_logprobs(edited, token_ids, torch.tensor([settings]), recorded))
+
+
 def _store_kept_errors(segment: Segment, start: int, logits: torch.Tensor) -> None:
     """Check the kept sets of the segment's tokens from ``start`` on, drawn from logits [N, V]."""
     kept_sets, temperature = segment.sampling.kept_ids, segment.sampling.temperature

@@ -160,7 +160,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class EngineBuild:
-    """Settings of a deterministic engine on which its bits depend, beside weights and processor."""
+    """Settings of an engine on which its bits depend, beside weights and processor."""
 
     dtype: str
     """Compute dtype, e.g. ``float32``."""
@@ -168,6 +168,8 @@ class EngineBuild:
     """Quantization of the weights; empty for none."""
     block_tokens: int
     """Number of context positions per KV block."""
+    is_deterministic: bool
+    """Whether a turn has the same bits in any batch, so that a replay has them, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,10 @@ def _differences(segment: Segment) -> npt.NDArray[np.float64]:
 
 
 def rivals_of(
-    replays: Iterable[Replay], changes: Iterable[PassChange], archived: Archived
+    replays: Iterable[Replay],
+    changes: Iterable[PassChange],
+    archived: Archived,
+    tokens_max: int | None = None,
 ) -> list[Rival]:
     """Return the rivals of planned replays whose weights are archived.
 
@@ -190,33 +193,34 @@ def rivals_of(
         replays: the record's own replays, with archived weights.
         changes: consecutive passes of turns, whose boundary is a recompute.
         archived: weights that can be replayed.
+        tokens_max: number of each span's first tokens that a rival is about; all if None.
     """
     found: list[Rival] = []
     for replay in replays:
-        found += _other_versions(replay, archived)
-        found += _moved_boundaries(replay)
-        found += _fresh_kv(replay)
+        found += _other_versions(replay, archived, tokens_max)
+        found += _moved_boundaries(replay, tokens_max)
+        found += _fresh_kv(replay, tokens_max)
     for change in changes:
         stages = [*change.earlier, *change.later]
         if {(stage.version, change.adapter) for stage in stages} <= archived:
-            found += _recomputes(change)
+            found += _recomputes(change, tokens_max)
     return found
 
 
-def _other_versions(replay: Replay, archived: Archived) -> Iterator[Rival]:
+def _other_versions(replay: Replay, archived: Archived, tokens_max: int | None) -> Iterator[Rival]:
     """Yield each span under the version before and after its own."""
     for number, stage in enumerate(replay.stages):
         spans = [each for each in replay.segments if stage.start < each.position <= stage.end]
         for other in (stage.version - 1, stage.version + 1):
             if spans and (other, replay.adapter) in archived:
                 stages = [*replay.stages[:number], KvSpan(other, stage.start, stage.end)]
-                parts = [_part(span, slice(None)) for span in spans]
+                parts = [_part(span, slice(tokens_max)) for span in spans]
                 shared = _replay(replay, stages, parts)
                 for part in parts:  # one by one, because one turn alone may be tagged wrong
                     yield Rival("version", f"v{other}", shared, (part,))
 
 
-def _moved_boundaries(replay: Replay) -> Iterator[Rival]:
+def _moved_boundaries(replay: Replay, tokens_max: int | None) -> Iterator[Rival]:
     """Yield spans between which KV was kept, with their boundary one token earlier and later."""
     for number, (old, new) in enumerate(itertools.pairwise(replay.stages)):
         ended = [e for e in replay.segments if e.position - 1 + len(e.token_ids) == old.end]
@@ -230,27 +234,27 @@ def _moved_boundaries(replay: Replay) -> Iterator[Rival]:
                 KvSpan(old.version, old.start, boundary),
                 KvSpan(new.version, boundary, new.end),
             ]
-            parts = [_part(first, slice(None))]
+            parts = [_part(first, slice(tokens_max))]
             if shift < 0:
                 parts.insert(0, _part(last, slice(len(last.token_ids) - 1, None)))
             claim = _moved(first, shift)
             yield Rival("boundary", claim, _replay(replay, stages, parts), tuple(parts))
 
 
-def _fresh_kv(replay: Replay) -> Iterator[Rival]:
+def _fresh_kv(replay: Replay, tokens_max: int | None) -> Iterator[Rival]:
     """Yield spans on KV of other versions as if their own had computed all of it."""
     for span in replay.segments:
         if span.is_mixed:
             stages = [KvSpan(span.version, 0, span.position - 1 + len(span.token_ids))]
-            part = _part(span, slice(None))
+            part = _part(span, slice(tokens_max))
             yield Rival("kv", "fresh KV", _replay(replay, stages, [part]), (part,))
 
 
-def _recomputes(change: PassChange) -> Iterator[Rival]:
+def _recomputes(change: PassChange, tokens_max: int | None) -> Iterator[Rival]:
     """Yield a recompute that did not happen, or that happened one token earlier or later."""
     earlier, later, last, first = change.earlier, change.later, change.last, change.first
     at = first.position - 1  # the first position that the later pass samples from
-    whole, one = slice(None), slice(0, 1)
+    whole, one = slice(tokens_max), slice(0, 1)
     own_end = at + len(first.token_ids)
     claims: list[tuple[Kind, str, _Part, list[KvSpan], list[KvSpan]]] = [
         (

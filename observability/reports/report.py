@@ -196,7 +196,8 @@ def adapter_table(adapters: Sequence[Facts]) -> list[str]:
 def _audit_cell(facts: Facts) -> str:
     if facts.audit is None:
         return "-"
-    return "agrees" if facts.audit["agrees"] else "**disagrees**"
+    verdict = str(facts.audit["verdict"])
+    return "**disagrees**" if verdict == "DISAGREES" else verdict
 
 
 def page_lines(

@@ -318,8 +318,8 @@ def engine_options(
         command += ["--quantization", settings.quantization]
     if settings.tensor_parallel_size > 1:
         command += ["--tensor-parallel-size", str(settings.tensor_parallel_size)]
-    if settings.deterministic:
-        command.append("--deterministic")
+    if settings.deterministic is not None:
+        command.append("--deterministic" if settings.deterministic else "--no-deterministic")
     for module in settings.logits_processors:
         command += ["--logits-processors", module]
     return command

@@ -63,7 +63,7 @@ class EngineSide:
         self.fleet = Fleet(
             settings.fleet,
             send,
-            is_deterministic=settings.engine.deterministic,
+            is_deterministic=bool(settings.engine.deterministic),
             quantization=settings.engine.quantization or "",
             kv_policy=settings.weights.kv_policy,
             weight_channel=init_weights.channel,

@@ -436,10 +436,12 @@ class EngineSettings(SettingsRecord):
     are too large or too slow for one process. All of them swap to new weights together, or none
     does. If the model fits one process, add ``engines`` instead, which exchange nothing while they
     decode."""
-    deterministic: bool = False
+    deterministic: bool | None = None
     """Makes engines batch-invariant: a turn's tokens and log-probs are the same to the last bit,
-    whatever else is in the batch, and however the turn is chunked, preempted or moved. Set it to
-    compute a turn's tokens again, bit for bit, or for ``tidegate audit --exact``; costs some speed.
+    whatever else is in the batch, and however the turn is chunked, preempted or moved, so that an
+    audit repeats every bit. None does so where it costs next to nothing: in bfloat16 on CPUs
+    without AMX, with one rank and no quantization. True refuses engines that can't, and costs
+    some speed in float32.
     Engines give the same bits if they have the same kind of processor, C++ compiler and KV block
     size (``--block-tokens``; ``statistics().engines[…].block_tokens`` shows it)."""
     speculative_method: str | None = None

@@ -88,7 +88,7 @@ class RunOptions(TypedDict, total=False):
     logits_processors: Sequence[str]
     quantization: Literal["int8", "fp8"] | None
     tensor_parallel_size: int
-    deterministic: bool
+    deterministic: bool | None
     speculative_method: str | None
     dtype: Literal["auto", "float32", "bfloat16"]
     device: str

@@ -313,7 +313,7 @@ def _hello(name: str, limits: EngineLimits, model: ServedModel, settings: RunSet
         model_code=model.code,
         dtype=model.dtype,
         score_kinds=list(model.scoring.score_kinds),
-        is_deterministic=settings.engine.deterministic,
+        is_deterministic=model.is_deterministic,
         sleep_levels=[],
         supports_submit_turns=True,
         supports_sessions=True,
