@@ -4,7 +4,7 @@ Each set-up runs in virtual time, and again with each change that its diagnosis 
 measured from its definition: publishes per second of the virtual clock, once the pipeline is full.
 Nothing here uses a formula of the code under test.
 
-    python -m tests.orchestrator.telemetry.drawn_runs 200
+    python -m tests.orchestrator.telemetry.drawn_runs 200 [FIRST_SEED]
 """
 
 import asyncio
@@ -236,9 +236,11 @@ class Table:
 
 
 def main() -> None:
-    """Apply the advice of the first N set-ups; exit with status 1 if too much of it is wrong."""
+    """Apply the advice of N set-ups; exit with status 1 if too much of it is wrong."""
     table = Table()
-    for outcome in sweep(range(int(sys.argv[1])), applied_advice, workers=core_count()):
+    count, first_seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    seeds = range(first_seed, first_seed + count)
+    for outcome in sweep(seeds, applied_advice, workers=core_count()):
         for applied in outcome:
             table.add(applied)
             sys.stdout.write(f"{applied.set_up.seed:>4} {applied}\n")
