@@ -193,8 +193,7 @@ def summary(
         f"more versions, {sum(trained) / max(1, len(trained)):.1%} with an update between turns",
         f"  staleness {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
         f"{facts.staleness_bound}",
-        f"  audit: {audit.tokens_agreeing} of {audit.tokens} tokens agree; "
-        f"{'agrees' if audit.agrees else 'DISAGREES'}",
+        f"  audit: {audit.tokens_agreeing} of {audit.tokens} tokens agree; {audit.verdict}",
     ]
 
 

@@ -197,7 +197,9 @@ class WeightVersions(TargetVersions):
         if update is not None and self.is_undecided:
             self._assigned_version = update.version
             self._stop_timer()
-        version = max(self._next_version(""), self._assigned_version + 1)
+        # The run learns of a release only after this event, which may have released one.
+        used = max(self._assigned_version, self.newest_version)
+        version = max(self._next_version(""), used + 1)
         if update is not None and not update.is_released:
             self._withdraw()
             self._base = before  # it has not failed, so the newer version contains its tensors

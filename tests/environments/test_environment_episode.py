@@ -269,7 +269,9 @@ async def test_a_run_in_a_pool_loses_only_the_rollouts_whose_environment_crashes
             trained += batch.tasks[::4]
             await rollouts.publish(load_file(model / "model.safetensors"))
         assert trained == [0, 1, 2, 4, 5, 6]
-        assert play.counts.failed == 12  # four rollouts, each retried twice
+        # Four rollouts, each retried twice; others that shared a process with them several times
+        # may have failed, too, and were retried.
+        assert play.counts.failed >= 12
         spent_s = rollouts.statistics().episode_activity_s
         assert spent_s.keys() == {"environment", "tool add"}
         assert min(spent_s.values()) > 0

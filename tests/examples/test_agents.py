@@ -53,9 +53,11 @@ def test_an_agent_trains_within_its_bound_and_every_token_agrees(
     assert report["staleness_bound"] == 2
     assert report["max_staleness"] <= 2
     assert report["discarded_rollouts"] == {}
-    assert json.loads((tmp_path / f"run-{task}" / AUDIT_FILE).read_text())["agrees"]
+    audit = json.loads((tmp_path / f"run-{task}" / AUDIT_FILE).read_text())
+    assert audit["tokens_agreeing"] == audit["tokens"]
+    assert not audit["problems"]
     output = capsys.readouterr().out
-    assert "; agrees" in output
+    assert f"tokens agree; {audit['verdict']}" in output
     assert f"  {counted} " in output
     assert children(recursive=True) == []
 

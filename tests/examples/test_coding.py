@@ -96,4 +96,6 @@ def test_a_model_trains_on_its_programs_and_every_token_agrees(
     assert report["versions"] == 2
     assert report["max_staleness"] <= 2
     assert report["discarded_rollouts"] == {}
-    assert json.loads((tmp_path / "run-code" / AUDIT_FILE).read_text())["agrees"]
+    audit = json.loads((tmp_path / "run-code" / AUDIT_FILE).read_text())
+    assert audit["tokens_agreeing"] == audit["tokens"]
+    assert not audit["problems"]

@@ -27,7 +27,8 @@ def test_both_agents_train_within_bounds_of_their_own_and_every_token_agrees(
         assert facts.staleness_bound == bound
         assert facts.max_staleness <= bound
         assert facts.audit is not None
-        assert facts.audit["agrees"]
+        assert facts.audit["tokens_agreeing"] == facts.audit["tokens"]
+        assert not facts.audit["problems"]
         assert f"{name}: reward by tenth of the run" in output
 
 

@@ -46,7 +46,7 @@ CORE = Core(Rules(policy=Synchronous(groups_per_batch=1), group_size=1))
             SavedRollout,
             Rollout.__slots__,
             # agents and branches are the other ends of home and branch_of.
-            "adapter agents branches ended_s filed_logprobs filed_token_ids group_id "
+            "adapter agents began_s branches ended_s filed_logprobs filed_token_ids group_id "
             "may_have_media",
         ),
         (SavedGroup, Group.__struct_fields__, "task is_evaluation agents"),
