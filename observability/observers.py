@@ -240,6 +240,7 @@ class Observers:
             directory,
             settings=_settings_as_json(settings),
             model=settings.model,
+            archive_weights=settings.records.archive_weights,
             resumed_batches=resumed_batches,
             on_failure=on_failure,
         )

@@ -42,12 +42,7 @@ from tidegate.observability.audit.rivals import (
     judge_exactly,
     rivals_of,
 )
-from tidegate.observability.records.recording import (
-    QUEUED_WEIGHTS_MAX,
-    archived_adapter,
-    archived_weights,
-    archives,
-)
+from tidegate.observability.records.recording import QUEUED_WEIGHTS_MAX
 from tidegate.observability.records.run_directories import (
     RUN_FILE,
     has_ended,
@@ -61,6 +56,14 @@ from tidegate.observability.records.trajectories import (
     TRAJECTORIES_FILE,
     count_trajectories,
     read_trajectories_of_one,
+)
+from tidegate.observability.records.weight_archive import (
+    RebuiltVersions,
+    archived_adapter,
+    archived_versions,
+    archived_weights,
+    archives,
+    complete_versions,
 )
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.weight_sync.parts import WeightParts
@@ -207,12 +210,20 @@ class AuditReport:
     """Whether tokens and log-probs were sampled again by the engine's code and compared by bits."""
     tokens_checked: int = 0
     """Number of tokens that `transformers` computed, too, if an engine's kernels replayed all."""
+    tokens_left_out: int = 0
+    """Tokens of weights that the run's setting ``archive_weights`` does not keep; they can't be
+    checked."""
+    archive_weights: str = "all"
+    """The run's setting."""
+    versions_left_out: tuple[int, ...] = ()
+    """Versions of these tokens, and of the KV that they attended to, that are not archived."""
 
     @property
     def agrees(self) -> bool:
         """Whether every replayed token agrees with its tag, and there are no problems."""
         accounted = self.tokens_agreeing + self.tokens_unknown
         accounted += self.tokens_unreplayable + self.tokens_unarchived + self.tokens_unrouted
+        accounted += self.tokens_left_out
         return not self.problems and accounted == self.tokens
 
     def lines(self) -> list[str]:
@@ -245,6 +256,13 @@ class AuditReport:
             lines.append(
                 f"{self.tokens_unarchived} tokens were not replayed: a process was killed before "
                 f"it had archived their weights"
+            )
+        if self.tokens_left_out:
+            lines.append(
+                f"{self.tokens_left_out} tokens were not replayed: the run's "
+                f"archive_weights={self.archive_weights!r} did not keep "
+                f"{_in_ranges(self.versions_left_out)}; record with archive_weights='all' to audit "
+                f"all tokens"
             )
         if self.tokens_unrouted:
             lines.append(
@@ -348,7 +366,8 @@ def audit_run(
     replays: list[Replay] = []
     verdicts: list[RivalVerdict] = []
     other_dtypes: dict[str, str] = {}
-    unarchived = unreplayable = row = checked = 0
+    unarchived = unreplayable = row = checked = left_out = 0
+    versions_left_out: set[int] = set()
     are_exact: list[bool] = []
     rollouts_wanted = _rollouts_wanted(recorded, rollouts_max)
     for part in parts:
@@ -377,16 +396,19 @@ def audit_run(
         archive = _archive_of(part, planned)
         replayable = _replayable(planned, archive, problems)
         unarchived += archive.tokens_lost
+        left_out += archive.tokens_left_out
+        versions_left_out |= archive.versions_missed
         unreplayable += archive.tokens_unreplayable
         changes = [change for plan in plans_of_part for change in plan.changes]
         plans += plans_of_part
         if not replayable:
             continue
-        audited = _PartAudit(part, archive, replayable, changes, progress)
-        if tolerance is None or exact:
-            verdicts += audited.run(exact=exact)
-        else:
-            verdicts += audited.by_transformers()
+        with RebuiltVersions() as rebuilt:
+            audited = _PartAudit(part, archive, rebuilt, replayable, changes, progress)
+            if tolerance is None or exact:
+                verdicts += audited.run(exact=exact)
+            else:
+                verdicts += audited.by_transformers()
         problems += audited.problems
         checked += audited.tokens_checked
         are_exact.append(audited.is_exact)
@@ -430,6 +452,9 @@ def audit_run(
         other_dtypes=other_dtypes,
         is_exact=bool(are_exact) and all(are_exact),
         tokens_checked=checked,
+        tokens_left_out=left_out,
+        archive_weights=_archive_setting(directory),
+        versions_left_out=tuple(sorted(versions_left_out)),
     )
 
 
@@ -445,12 +470,14 @@ class _PartAudit:
         self,
         part: Path,
         archive: "_Archive",
+        rebuilt: RebuiltVersions,
         replays: list[Replay],
         changes: list[PassChange],
         progress: Callable[[int], None],
     ) -> None:
         self._part = part
         self._archive = archive
+        self._rebuilt = rebuilt
         self._replays = replays
         self._changes = changes
         self._progress = progress
@@ -581,7 +608,7 @@ class _PartAudit:
         )
 
     def _weights(self, version: int) -> Path:
-        return archived_weights(self._part, version)
+        return self._rebuilt.directory(archived_weights(self._part, version))
 
     def _own_weights(self, adapter: str, version: int) -> Path:
         return self._archive.adapters[adapter][version]
@@ -685,10 +712,16 @@ class _Archive:
     """Versions that a process may have published but was killed before archiving."""
     adapters: Mapping[str, Mapping[int, Path]]
     """Directories of the versions of adapters that count their own, by name and version."""
+    left_out: frozenset[int]
+    """Versions that the run's setting does not keep."""
     tokens_lost: int = 0
     """Tokens of replays that need lost versions."""
     tokens_unreplayable: int = 0
     """Tokens of adapters with versions of their own none of which was archived."""
+    tokens_left_out: int = 0
+    """Tokens of replays that need versions left out."""
+    versions_missed: set[int] = field(default_factory=set)
+    """Versions left out that replays need."""
 
 
 def _refuse_without_weights(directory: Path) -> None:
@@ -697,6 +730,11 @@ def _refuse_without_weights(directory: Path) -> None:
             f"{directory} is not a directory; give a run's directory, such as runs/latest/async"
         )
     if not any(_versions_in(archive) for archive in archives(directory)):
+        if (setting := _archive_setting(directory)) == "none":
+            raise AuditError(
+                f"{directory} was recorded with archive_weights={setting!r}, so it has no weights "
+                "to replay its tokens through; record with archive_weights='all'"
+            )
         raise AuditError(
             f"{directory / 'weights'} has no weights; an audit replays tokens through the weights "
             "that a run with run_directory archives"
@@ -722,13 +760,17 @@ def _float32_tolerance(config: Any) -> float:
 
 def _archive_of(directory: Path, replays: Iterable[Replay]) -> _Archive:
     """Return the weights of one process's records, and of the adapters that its replays need."""
-    versions = {v for archive in archives(directory) for v in _versions_in(archive)}
-    parts = {v: WeightParts.read(archived_weights(directory, v)) for v in versions}
-    archived = {(v, ReplayedAdapter(name)) for v in versions for name in ("", *parts[v].adapters)}
+    parts = complete_versions(directory)
+    archived = {(v, ReplayedAdapter(name)) for v in parts for name in ("", *parts[v].adapters)}
     names = {replay.adapter.name for replay in replays if replay.adapter.has_own_versions}
     adapters = {name: archived_adapter(directory, name) for name in names}
-    archived |= {(v, ReplayedAdapter(name, True)) for name in names for v in adapters[name]}
-    return _Archive(archived, frozenset(_lost_versions(directory) - versions), adapters)
+    for name in names:
+        for version, path in adapters[name].items():
+            if (WeightParts.read(path).over or 0) in parts:
+                archived.add((version, ReplayedAdapter(name, True)))
+    lost = _lost_versions(directory) - parts.keys()
+    left_out = _versions_left_out(directory) - parts.keys() - lost
+    return _Archive(archived, frozenset(lost), adapters, frozenset(left_out))
 
 
 def _lost_versions(directory: Path) -> set[int]:
@@ -746,8 +788,40 @@ def _lost_versions(directory: Path) -> set[int]:
         run = _run_of(part)
         if run and not has_ended(run):
             newest = max(_versions_in(part / "weights"), default=-1)
-            lost |= set(range(newest + 1, newest + 2 + QUEUED_WEIGHTS_MAX))
+            step = _archive_step(_archive_setting(part))
+            lost |= set(range(newest + 1, newest + 1 + step * (1 + QUEUED_WEIGHTS_MAX)))
     return lost
+
+
+def _versions_left_out(directory: Path) -> set[int]:
+    """Return the versions that the run's setting does not keep, some of which may be archived all
+    the same."""
+    setting = _archive_setting(directory)
+    newest = max(archived_versions(directory), default=-1)
+    return set() if setting == "all" else set(range(newest + _archive_step(setting)))
+
+
+def _archive_setting(directory: Path) -> str:
+    """Return the setting ``archive_weights`` of a process; older runs archived all versions."""
+    settings = _run_of(directory).get("settings") or {}
+    return str(settings.get("archive_weights", "all"))
+
+
+def _archive_step(setting: str) -> int:
+    """Return at which multiples versions are archived."""
+    kind, _, count = setting.partition(":")
+    return int(count) if kind == "every" and count.isdecimal() else 1
+
+
+def _in_ranges(versions: Sequence[int]) -> str:
+    """Return ascending versions as ``v1 to v3, v5``."""
+    ranges: list[tuple[int, int]] = []
+    for version in versions:
+        if ranges and version == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], version
+        else:
+            ranges.append((version, version))
+    return ", ".join(f"v{a}" if a == b else f"v{a} to v{b}" for a, b in ranges)
 
 
 def _versions_in(archive: Path) -> set[int]:
@@ -780,6 +854,9 @@ def _replayable(replays: list[Replay], archive: _Archive, problems: list[Problem
             archive.tokens_unreplayable += tokens
         elif not adapter.has_own_versions and {v for v, _ in unknown} <= archive.lost_versions:
             archive.tokens_lost += tokens
+        elif not adapter.has_own_versions and {v for v, _ in unknown} <= archive.left_out:
+            archive.tokens_left_out += tokens
+            archive.versions_missed |= {v for v, _ in unknown}
         else:
             of = f" with adapter {adapter.name!r}" if adapter.name else ""
             for segment in replay.segments:

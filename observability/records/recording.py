@@ -6,8 +6,7 @@
     trajectories.arrows   Arrow IPC stream: one row per rollout, appended as rollouts end
     trajectories.parquet  the same rows, with the provenance of each token; written by close()
     trace.json            Chrome trace for ui.perfetto.dev; written by close()
-    weights/v00012/       one directory per version; a full set loads with transformers
-    weights/adapters/     NAME/v00003/ of adapters that count their own versions
+    weights/              the versions: :mod:`weight_archive`
 
 The run calls it through the :class:`Recorder` interface, from several threads. One background
 thread writes the files (:mod:`run_files`). If its queue is full, callers block: nothing is dropped
@@ -17,7 +16,6 @@ until all that was recorded so far is written.
 
 import importlib.metadata
 import platform
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tidegate.errors import ConfigError, RecordingFailed, RunClosed
-from tidegate.observability.records.run_directories import (
-    ADAPTERS,
-    RUN_FILE,
-    directory_name,
-    is_part,
-    process_directories,
-    read_run_file,
-)
+from tidegate.observability.records.run_directories import RUN_FILE
 from tidegate.observability.records.run_files import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     RunFiles,
-    appearing_whole,
     replace_file,
 )
 from tidegate.observability.records.trace import TRACE_FILE, Trace
@@ -48,6 +38,11 @@ from tidegate.observability.records.trajectories import (
     RolloutSnapshot,
     read_trajectories,
     snapshot_rollout,
+)
+from tidegate.observability.records.weight_archive import (
+    WeightArchive,
+    adapter_weights_path,
+    weights_path,
 )
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.rollout import Rollout
@@ -65,7 +60,7 @@ from tidegate.transport.private_directory import make_private_directory
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RecordedRollout", "RecordedTurn", "RunRecorder", "read_trajectories", "weights_path"]
+__all__ = ["RecordedRollout", "RecordedTurn", "RunRecorder", "read_trajectories"]
 
 QUEUED_WEIGHTS_MAX = 2
 """Copies of the whole model that may wait for the disk; a third call of ``weights`` blocks."""
@@ -80,59 +75,6 @@ PACKAGES = ("tidegate", "torch", "transformers", "pyarrow", "pyzmq", "msgspec", 
 """Packages whose versions are recorded in run.json."""
 
 
-def weights_path(directory: Path, version: int) -> Path:
-    """Return the directory of the archived weights of ``version`` below a process's directory."""
-    return Path(directory) / "weights" / f"v{version:05d}"
-
-
-def adapter_weights_path(directory: Path, name: str, version: int) -> Path:
-    """Return the directory of an archived version of an adapter that counts its own."""
-    return Path(directory) / "weights" / ADAPTERS / directory_name(name) / f"v{version:05d}"
-
-
-def archives(directory: Path) -> list[Path]:
-    """Return where a process's weights may be: its own archive, then the run's other ones."""
-    parts = (
-        process_directories(directory.parent)
-        if is_part(directory)
-        else process_directories(directory)
-    )
-    return [p / "weights" for p in dict.fromkeys([directory, *parts]) if (p / "weights").is_dir()]
-
-
-def archived_weights(directory: Path, version: int) -> Path:
-    """Return the directory of the archived weights of ``version``, from any of the archives."""
-    name = weights_path(directory, version).name
-    found = (archive / name for archive in archives(directory) if (archive / name).is_dir())
-    return next(found, weights_path(directory, version))
-
-
-def archived_adapter(directory: Path, name: str) -> dict[int, Path]:
-    """Return the directories of an adapter's archived versions, for one process's records.
-
-    The process may have recorded the run, in which the adapter may be trained, or the trained
-    adapter itself. Versions of other processes count only if this one has resumed the run: else it
-    numbered them anew.
-    """
-    processes = [directory]
-    if (directory / RUN_FILE).exists() and read_run_file(directory)["resumed_batches"] is not None:
-        processes += process_directories(directory.parent if is_part(directory) else directory)
-    own_name = directory_name(name)
-    found: dict[int, Path] = {}
-    for process in processes:
-        is_own = own_name in (process.name, process.parent.name)
-        for archive in (
-            adapter_weights_path(process, name, 0).parent,
-            *archives(process / ADAPTERS / own_name),
-            *(archives(process) if is_own else ()),
-        ):
-            for path in sorted(archive.glob("v*")):
-                entry = WeightParts.read(path).adapters.get(name)
-                if entry is not None and path.name == f"v{entry.version:05d}":
-                    found.setdefault(entry.version, path)
-    return found
-
-
 class RunRecorder(Recorder):
     """Writes the directory of one process of a run. Close it, or use it in ``with``.
 
@@ -140,6 +82,7 @@ class RunRecorder(Recorder):
         directory: is created, with mode 0700.
         settings: recorded in run.json.
         model: the model's directory; its weights are archived as version 0.
+        archive_weights: which versions are archived; the run's setting of this name.
         resumed_batches: batches in the checkpoint that the process resumes from; None for a new
             run.
         on_failure: called once, from the writing thread, if a file can't be written.
@@ -156,6 +99,7 @@ class RunRecorder(Recorder):
         *,
         settings: Mapping[str, object],
         model: Path,
+        archive_weights: str = "all",
         resumed_batches: int | None = None,
         on_failure: Callable[[RecordingFailed], None] = lambda failure: None,
     ) -> None:
@@ -194,7 +138,8 @@ class RunRecorder(Recorder):
         self._statistics_due_s = 0.0
         self._files = RunFiles(self.directory, on_failure)
         self._write_run_file()
-        self._files.submit(self._archive_model, "weights/v00000")
+        self._weights = WeightArchive(self.directory, self._model, archive_weights)
+        self._files.submit(self._weights.write_model, "weights/v00000")
 
     # ------------------------------------------------------------ called during the run
 
@@ -286,7 +231,7 @@ class RunRecorder(Recorder):
         parts: WeightParts = WHOLE,
     ) -> None:
         """Archive a version, copied before this returns; ``parts``: what else it consists of."""
-        self._archive(weights_path(self.directory, version), state_dict, parts)
+        self._archive(version, weights_path(self.directory, version), state_dict, parts)
 
     def adapter_weights(
         self,
@@ -299,18 +244,25 @@ class RunRecorder(Recorder):
 
         One thread writes all files in order, so rows of its tokens are written after it.
         """
-        self._archive(adapter_weights_path(self.directory, name, version), tensors, parts)
+        target = adapter_weights_path(self.directory, name, version)
+        self._archive(version, target, tensors, parts)
 
     def _archive(
-        self, target: Path, state_dict: "Mapping[str, torch.Tensor]", parts: WeightParts
+        self,
+        version: int,
+        target: Path,
+        state_dict: "Mapping[str, torch.Tensor]",
+        parts: WeightParts,
     ) -> None:
         self._refuse_if_closed()
+        if not self._weights.takes(version, parts):
+            return
         tensors = _detached_copies(state_dict, keeps_shared=parts.is_adapter)
         self._weights_slots.acquire()
 
         def write() -> None:
             try:
-                self._archive_tensors(target, tensors, parts)
+                self._weights.write(target, tensors, parts)
             finally:
                 self._weights_slots.release()
 
@@ -401,23 +353,6 @@ class RunRecorder(Recorder):
     def _write_run_file(self) -> None:
         body = to_json(self._run)
         self._files.submit(lambda: replace_file(self.directory / RUN_FILE, body), RUN_FILE)
-
-    def _archive_model(self) -> None:
-        """Archive version 0: the model's own directory may be gone when the run is audited."""
-        with appearing_whole(weights_path(self.directory, 0)) as target:
-            for pattern in ("config.json", "*.safetensors", "*.safetensors.index.json"):
-                for file in self._model.glob(pattern):
-                    shutil.copy(file, target / file.name)
-
-    def _archive_tensors(
-        self, directory: Path, tensors: "dict[str, torch.Tensor]", parts: WeightParts
-    ) -> None:
-        from safetensors.torch import save_file  # imports torch, which takes a second
-
-        with appearing_whole(directory) as target:
-            save_file(tensors, target / parts.file_name, metadata={"format": "pt"})
-            shutil.copy(self._model / "config.json", target / "config.json")
-            parts.write(target)
 
 
 def _detached_copies(

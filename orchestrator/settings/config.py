@@ -559,8 +559,13 @@ class RecordSettings(SettingsRecord):
 
     run_directory: Path | None = None
     """Directory for trajectories, weights, metrics and a trace, for ``tidegate report`` and
-    ``audit``; None records nothing. Weights of every version are archived: a run takes their size
-    times its versions on disk."""
+    ``audit``; None records nothing."""
+    archive_weights: Annotated[str, Field(pattern=r"^(all|none|(every|last):[1-9]\d*)$")] = "all"
+    """Weight versions kept in ``run_directory``: ``all``, which an audit of all tokens needs;
+    ``last:N``, the newest N and what they are patches of; ``every:N``, the versions that N divides;
+    or ``none``. Adapters and partial sets are kept but for ``none``. A version is a patch of what
+    changed since the one before, a whole set if more than half did (as in float32), and at least
+    every 32nd time. The process keeps a copy of the last one in memory."""
     dashboard_address: str | None = None
     """HOST:PORT of the dashboard and of the metrics for Prometheus. Port 0 takes a free one, which
     ``dashboard_url`` reports. If other hosts can reach the address, visitors need a token."""

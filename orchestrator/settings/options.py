@@ -105,6 +105,7 @@ class RunOptions(TypedDict, total=False):
     weight_update_timeout_s: float
     # records
     run_directory: Path | str | None
+    archive_weights: str
     dashboard_address: str | None
     journal: bool
     keep_full_journal: bool

@@ -263,9 +263,11 @@ class ShardedPublish(WeightPublish):
 
     def _wanted(self, reserved: Reserved) -> PartsWanted:
         settings, run = self._run.settings.weights, self._run
+        records = run.settings.records
         base = run.written_by_ranks
-        # A recorder archives whole tensors, which patches alone do not give.
-        can_patch = settings.weight_deltas == "elements" and run.recorder is None
+        # Archives are of whole tensors, which patches alone do not give.
+        is_archived = records.run_directory is not None and records.archive_weights != "none"
+        can_patch = settings.weight_deltas == "elements" and not is_archived
         is_base = base is not None and base.version == reserved.delta_base_version
         return PartsWanted(
             reserved.version,

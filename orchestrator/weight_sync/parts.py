@@ -1,7 +1,7 @@
 """File beside an archived weight version that names the other versions it consists of.
 
-The publish path writes it, and `tidegate audit` and the recorder read it. A version that is a whole
-set of the model's own tensors has no such file. The file is JSON.
+The recorder writes it, and `tidegate audit` reads it. A version all of whose tensors lie beside it,
+and are the model's own, has no such file. The file is JSON.
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ import msgspec
 
 from tidegate.errors import AuditError
 from tidegate.transport.regular_files import read_regular
+from tidegate.transport.weight_messages import TensorSpec
 
 PARTS_FILE = "parts.json"
 
@@ -32,6 +33,26 @@ class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Whether the tensors belong to an adapter instead of the model."""
     adapters: dict[str, ArchivedAdapter] = {}
     """LoRA adapters of the version, by name."""
+    patch_of: int | None = None
+    """Version whose whole set becomes this version's by the tensors of this file. None if the file
+    has all of them."""
+    patches: tuple[TensorSpec, ...] = ()
+    """Tensors of the file that are patches; the others are whole."""
+    equal: dict[str, str] = {}
+    """Tensors of a whole set that the file omits, with the one whose bytes each has."""
+    linked: dict[str, int] = {}
+    """CRC-32 of the files that are hard links to the model directory's, by name."""
+
+    @property
+    def is_whole_set(self) -> bool:
+        """Whether the version is a whole set of the model's tensors, maybe kept as a patch."""
+        return self.over is None and not self.is_adapter
+
+    @property
+    def needed(self) -> set[int]:
+        """Versions that this version can't be loaded without; may have itself."""
+        found = {self.over, self.patch_of, *(entry.version for entry in self.adapters.values())}
+        return {version for version in found if version is not None}
 
     @property
     def file_name(self) -> str:
@@ -40,6 +61,8 @@ class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         random."""
         if self.is_adapter:
             return "adapter.safetensors"
+        if self.patch_of is not None:
+            return "patch.safetensors"
         return "model.safetensors" if self.over is None else "part.safetensors"
 
     def write(self, directory: Path) -> None:

@@ -25,10 +25,14 @@ VERSIONS = 3
 
 
 def make_models(
-    versions: int = VERSIONS, model_type: str = "qwen3", drift: float = 0.02, **config_fields: Any
+    versions: int = VERSIONS,
+    model_type: str = "qwen3",
+    drift: float = 0.02,
+    changed_share: float = 1.0,
+    **config_fields: Any,
 ) -> list[Any]:
-    """Return a random model and its successors, each of whose weights move by ``drift`` times a
-    normal number from the one before."""
+    """Return a random model and its successors, each ``changed_share`` of whose weights move by
+    ``drift`` times a normal number from the one before."""
     torch.manual_seed(1)
     fields = {
         "vocab_size": VOCAB,
@@ -50,7 +54,10 @@ def make_models(
         model.load_state_dict(models[-1].state_dict())
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * drift)
+                change = torch.randn_like(parameter) * drift
+                if changed_share < 1:
+                    change *= torch.rand_like(parameter) < changed_share
+                parameter.add_(change)
         models.append(model)
     return models
 
@@ -290,12 +297,20 @@ KINDS: list[Callable[[list[Any], int], Rollout]] = [
 
 
 def record_run(
-    directory: Path, models: list[Any], rollouts: list[Rollout], *, dtype: str = "float32"
+    directory: Path,
+    models: list[Any],
+    rollouts: list[Rollout],
+    *,
+    dtype: str = "float32",
+    archive_weights: str = "all",
 ) -> Path:
     """Record rollouts and weights as a run does, of engines that computed in ``dtype``."""
     model = directory.with_name(directory.name + "-model")
     models[0].save_pretrained(model)
-    with RunRecorder(directory, settings={}, model=model) as recorder:
+    settings = {"archive_weights": archive_weights}
+    with RunRecorder(
+        directory, settings=settings, model=model, archive_weights=archive_weights
+    ) as recorder:
         for version, weights in enumerate(models[1:], start=1):
             recorder.weights(version, weights.state_dict())
         for engine in ("engine-0", "engine-1"):

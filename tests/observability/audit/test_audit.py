@@ -19,7 +19,8 @@ from tests.observability.sampled_runs import KINDS, edit_rollout, make_models, r
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import TOLERANCE, AuditReport, audit_run
 from tidegate.observability.audit.replay import kept_set_error, sampled_logprobs
-from tidegate.observability.records.recording import read_trajectories, weights_path
+from tidegate.observability.records.recording import read_trajectories
+from tidegate.observability.records.weight_archive import weights_path
 from tidegate.transport.sampling import LogitsProcessor
 
 pytestmark = pytest.mark.wire
@@ -553,6 +554,58 @@ def test_a_directory_without_a_run_names_the_missing_file(run: Path, tmp_path: P
     shutil.rmtree(run / "weights")
     with pytest.raises(AuditError, match="has no weights"):
         audit_run(run)
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Record three versions, of which one weight in twenty changes, by a setting."""
+    models = make_models(3, drift=0.2, changed_share=0.05)
+    rollouts = [
+        sampled_runs.one_version(models, version, version=version, tokens=6) for version in range(3)
+    ]
+    rollouts.append(sampled_runs.aborted(models, 3))
+    directory = tmp_path_factory.mktemp("runs")
+    return lambda setting: record_run(
+        directory / setting.replace(":", "-"), models, rollouts, archive_weights=setting
+    )
+
+
+def test_an_audit_replays_versions_that_are_archived_as_patches(
+    patched: Callable[[str], Path],
+) -> None:
+    run = patched("all")
+    assert (weights_path(run, 2) / "patch.safetensors").exists()
+    report = audit_run(run)
+    assert (report.agrees, report.has_power, report.versions) == (True, True, 3)
+    assert report.tokens_agreeing == report.tokens
+
+    shutil.copy(weights_path(run, 1) / "patch.safetensors", weights_path(run, 2))
+    with pytest.raises(AuditError, match=r"v00002 can't be loaded"):
+        audit_run(run)
+
+
+@pytest.mark.parametrize(
+    ("setting", "left_out", "replayed"),
+    [("every:2", "v1", [0, 2]), ("every:4", "v1 to v2", [0])],
+)
+def test_an_audit_says_which_versions_were_not_kept_and_what_to_set(
+    patched: Callable[[str], Path], setting: str, left_out: str, replayed: list[int]
+) -> None:
+    report = audit_run(patched(setting))
+    assert report.agrees
+    assert report.versions == len(replayed)
+    assert report.tokens_left_out == report.tokens - report.tokens_agreeing > 0
+    assert (
+        f"archive_weights='{setting}' did not keep {left_out}; record with archive_weights='all'"
+        in "\n".join(report.lines())
+    )
+
+
+def test_a_run_without_archived_weights_is_refused_with_the_setting(
+    patched: Callable[[str], Path],
+) -> None:
+    with pytest.raises(AuditError, match=r"archive_weights='none', .* archive_weights='all'"):
+        audit_run(patched("none"))
 
 
 def test_damaged_or_incomplete_weights_can_not_be_audited(run: Path) -> None:

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tidegate.errors import AuditError, ConfigError, RunClosed
-from tidegate.observability.records.recording import RunRecorder, read_trajectories, weights_path
+from tidegate.observability.records.recording import RunRecorder, read_trajectories
 from tidegate.observability.records.trace import MERGE_GAP_US, Trace, read_trace
+from tidegate.observability.records.weight_archive import RebuiltVersions, weights_path
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
@@ -236,8 +237,9 @@ def test_archived_weights_are_those_at_the_call_even_if_training_continues(
             weight.mul_(2)
 
     for version in range(1, 6):
-        path = weights_path(tmp_path / "run", version)
-        tensors = load_file(path / "model.safetensors")
+        with RebuiltVersions() as rebuilt:
+            path = rebuilt.directory(weights_path(tmp_path / "run", version))
+            tensors = load_file(path / "model.safetensors")
         assert set(tensors) == {"weight"}
         assert torch.equal(tensors["weight"], torch.full((2, 2), 2.0 ** (version - 1)))
         assert (path / "config.json").read_text() == (model / "config.json").read_text()

@@ -13,7 +13,8 @@ from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import ConfigError, TurnRefused, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
-from tidegate.observability.records.recording import RunRecorder, adapter_weights_path
+from tidegate.observability.records.recording import RunRecorder
+from tidegate.observability.records.weight_archive import adapter_weights_path
 
 pytestmark = pytest.mark.wire
 
