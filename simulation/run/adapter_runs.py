@@ -550,8 +550,11 @@ class AdapterRun(RunOfProcesses):
                 trainers.create_task(trainer.train(scheduler), name=trainer.name)
                 for trainer in self._trainers.values()
             ]
-            await asyncio.wait(tasks)
-            beside.cancel()
+            try:
+                await asyncio.wait(tasks)
+            finally:  # in this order, because a group cancels its tasks in one that varies
+                for task in (beside, *tasks):
+                    task.cancel()
 
     async def _use_base(self, scheduler: Scheduler) -> None:
         """Evaluate the run's own weights and pause all engines, now and then."""

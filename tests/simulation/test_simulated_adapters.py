@@ -189,6 +189,10 @@ def test_a_seed_with_adapters_is_deterministic() -> None:
     assert simulate_adapters(3).digest == simulate_adapters(3).digest
 
 
+def test_a_crash_ends_the_trainers_of_adapters_in_the_same_order_each_time() -> None:
+    assert len({simulate_adapters(27).digest for _ in range(4)}) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("plant", "seed"), MUTATIONS, ids=[each.__name__ for each, _ in MUTATIONS])
 def test_a_planted_fault_between_adapters_is_detected(
