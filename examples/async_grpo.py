@@ -7,6 +7,7 @@
     python -m examples.async_grpo --step-time-s 0          # engines as fast as this machine
     python -m examples.async_grpo --mode async --dashboard 127.0.0.1:0  # in the browser
     python -m examples.async_grpo --model PATH             # any Qwen2, Qwen3 or Llama directory
+    make demo-real                                         # a pretrained model, in a chat
 
 The loop is in ``grpo.py``: it takes batches and publishes weights while the engines keep
 generating. The task is in ``calculator.py``, the small model in ``tiny_model.py``, the table that
@@ -23,22 +24,31 @@ import dataclasses
 import itertools
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import tidegate
-from examples.calculator import long_tailed_tasks, solve, tasks
-from examples.compare_modes import comparison_text
+from examples.calculator import Split, long_tailed_tasks, solve, tasks
+from examples.compare_modes import comparison_text, publish_text, sample_text
 from examples.grpo import learn
 from examples.tiny_model import make_model
+from examples.word_lists import list_words, word_tasks
 from tidegate.observability.reports.comparison import draw_comparison, read_runs
 from tidegate.observability.reports.report import write_report
+from tidegate.orchestrator.episodes.runner import EpisodeFunction
 
 MODES = {"sync": 0, "one-step": 1, "async": 2}
 """Staleness bound of each mode, in weight versions."""
 
-TASKS = {"long-tail": long_tailed_tasks, "short": tasks}
+TASKS: dict[str, tuple[Callable[[Split, int], Iterator[Any]], EpisodeFunction]] = {
+    "long-tail": (long_tailed_tasks, solve),
+    "short": (tasks, solve),
+    "words": (word_tasks, list_words),
+}
+"""Source of tasks, and their episode, by name."""
 
 STEP_TIME_S = 0.02
 """Minimum step time of paced engines: 50 tokens per second and turn, a common speed of large models
@@ -63,7 +73,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, help="Hugging Face directory; default: create a small model")
     add("--mode", choices=MODES, help="default: run all, one after the other, and compare")
-    add("--task", choices=TASKS, default="long-tail", help="number of terms of the sums")
+    add(
+        "--task",
+        choices=TASKS,
+        default="long-tail",
+        help="lengths of sums; or words: lists of words, in a chat",
+    )
     add("--step-time-s", type=float, default=STEP_TIME_S, help="minimum time of an engine's step")
     add(
         "--pause-mode",
@@ -93,6 +108,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--held-out", type=int, default=256, help="number of tasks to evaluate")
     add("--evaluate-every", type=int, help="in versions; default: only before and after")
     add("--learning-rate", type=float, default=3e-4)
+    add("--last-layers", type=int, help="train and publish these layers only; default: all")
+    add("--rows-max", type=int, help="train so many rollouts of a batch, of the largest advantages")
+    add("--target-reward", type=float, default=TARGET_REWARD, help="whose time is compared")
     add("--correction", choices=("importance", "none"), default="importance")
     add("--seed", type=int, default=0)
     add("--runs", type=Path, default=Path("runs"), help="directory of the runs and the model")
@@ -107,7 +125,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
     """Train, and evaluate meanwhile; everything is recorded in ``run_directory``."""
     model_path, warm_up = find_model(options)
-    make_tasks = TASKS[options.task]
+    make_tasks, episode = TASKS[options.task]
     held_out = list(itertools.islice(make_tasks("held_out", HELD_OUT_SEED), options.held_out))
     training = list(
         itertools.islice(
@@ -134,15 +152,17 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
         seed=options.seed,
     ) as rollouts:
         every = options.evaluate_every or options.versions + 1
-        rollouts.evaluate_every(every, held_out, episode=solve)
+        rollouts.evaluate_every(every, held_out, episode=episode)
         measured = await learn(
             rollouts,
-            solve,
+            episode,
             model=model_path,
             training=training,
             learning_rate=options.learning_rate,
             corrects=options.correction != "none",
             is_colocated=options.colocated,
+            last_layers=options.last_layers,
+            rows_max=options.rows_max,
         )
         rollouts.record_facts(
             mode=mode,
@@ -186,7 +206,12 @@ def compare(options: argparse.Namespace, directory: Path) -> None:
         run(options, mode, directory / mode)
     runs = read_runs([directory / mode for mode in MODES])
     slots = options.engines * options.max_running_turns
-    lines = comparison_text(runs, target=TARGET_REWARD, slots=slots)
+    lines = comparison_text(runs, target=options.target_reward, slots=slots)
+    lines += [
+        "",
+        *publish_text(directory / "async"),
+        *sample_text(directory / "async", runs[-1].facts.model),
+    ]
     draw_comparison(directory / "comparison.png", runs)
     (directory / "comparison.txt").write_text("\n".join(lines) + "\n")
     point_latest_to(directory)

@@ -6,8 +6,15 @@ as in ``tidegate compare``; ratios are relative to the first run.
 
 import statistics
 from collections.abc import Callable, Sequence
+from math import sqrt
+from pathlib import Path
 
+from transformers import AutoTokenizer
+
+from tidegate.observability.records.recording import weights_path
+from tidegate.observability.records.trajectories import read_trajectories
 from tidegate.observability.reports.comparison import ComparedRun
+from tidegate.observability.reports.facts import Facts
 
 BATCHES_SMOOTHED = 3
 """Number of batches averaged into the reward at one time: the mean reward of a single batch of 128
@@ -59,6 +66,7 @@ def comparison_text(runs: Sequence[ComparedRun], *, target: float, slots: int) -
         _row("  speedup", _ratios(to_target)),
         _row("held-out reward before", [_reward(each.reward_before) for each in facts]),
         _row("held-out reward after", [_reward(each.reward_after) for each in facts]),
+        _row("  standard error, at most", [_reward(_standard_error(each)) for each in facts]),
         _row("tokens per second", [f"{each.tokens_per_s:.0f}" for each in facts]),
         _row("trainer idle", [f"{each.trainer_idle_share:.0%}" for each in facts]),
         _row("engines idle (in no step)", [f"{each.engine_idle_share:.0%}" for each in facts]),
@@ -75,6 +83,24 @@ def comparison_text(runs: Sequence[ComparedRun], *, target: float, slots: int) -
     return [*lines, *_time_rows(runs)]
 
 
+def publish_text(directory: Path) -> list[str]:
+    """Return a line about the size of a run's publishes, as archived."""
+    sizes = [file.stat().st_size for file in weights_path(directory, 1).glob("*.safetensors")]
+    return [f"each publish brought {sum(sizes) / 1e6:.1f} MB to each engine"]
+
+
+def sample_text(directory: Path, model: str) -> list[str]:
+    """Return a held-out task of a run, and what ``model`` sampled for it before and after."""
+    evaluated = [each for each in read_trajectories(directory) if each.state == "evaluated"]
+    same = [each for each in evaluated if each.task == evaluated[0].task]
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    lines = [f"a held-out task, before and after: {same[0].task}"]
+    for each in (same[0], same[-1]):
+        start = each.turns[0].start
+        lines.append(f"  reward {each.reward:.2f}: {tokenizer.decode(each.token_ids[start:])!r}")
+    return lines
+
+
 def _time_rows(runs: Sequence[ComparedRun]) -> list[str]:
     last_s = max(run.facts.wall_s for run in runs)
     times = [last_s * (row + 1) / TIMES_SHOWN for row in range(TIMES_SHOWN)]
@@ -86,6 +112,14 @@ def _time_rows(runs: Sequence[ComparedRun]) -> list[str]:
         )
         for at_s in times
     ]
+
+
+def _standard_error(facts: Facts) -> float | None:
+    """Return the standard error of the reward after, if each reward is 0 or 1; of rewards in
+    between it is lower."""
+    reward = facts.reward_after
+    tasks = max((each.tasks for each in facts.evaluations), default=0)
+    return sqrt(reward * (1 - reward) / tasks) if reward is not None and tasks else None
 
 
 def _at(curve: Sequence[Point], at_s: float, end_s: float) -> str:

@@ -3,7 +3,8 @@
 The demos (``async_grpo``, ``agent_demo``, ``configured``) call :func:`learn` with their tasks and
 episode.
 
-Shapes: R rows in a batch, P of them in one pass, T tokens in the longest of these, N sampled ones.
+Shapes: R rows in a batch, P of them in one pass, T tokens in the longest of these, S from the first
+sampled one to the end, N sampled ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ multiplications, few enough that rows of one pass have similar lengths."""
 
 WeighTokens = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function of tokens' log-ratios, behaviour log-probabilities, advantages and mask that returns
-their weights in the loss. [P, T - 1] each, but advantages [P, 1]."""
+their weights in the loss. [P, S] each, but advantages [P, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,16 @@ async def learn(
     learning_rate: float,
     corrects: bool = True,
     is_colocated: bool = False,
+    last_layers: int | None = None,
+    rows_max: int | None = None,
 ) -> Measured:
     """Train on all tasks. ``model`` is the engines' initial model directory.
 
-    If ``is_colocated``, engines release their memory while the trainer trains.
+    If ``is_colocated``, engines release their memory while the trainer trains. ``last_layers`` is
+    as of :func:`load_trainer`; then publishes bring these layers only. ``rows_max`` is as of
+    :func:`train_step`.
     """
-    policy, optimizer = load_trainer(model, learning_rate)
+    policy, optimizer = load_trainer(model, learning_rate, last_layers)
     measured: list[OffPolicyness] = []
     with MemoryMarks() as marks:
         marks.begin("rollout")
@@ -74,7 +79,8 @@ async def learn(
                 # level 2 discards weights too: new ones follow anyway
                 await rollouts.sleep(level=2, mode="keep")
             marks.begin("train")
-            if (seen := train_step(policy, optimizer, batch, corrects=corrects)) is not None:
+            seen = train_step(policy, optimizer, batch, corrects=corrects, rows_max=rows_max)
+            if seen is not None:
                 measured.append(seen)
                 await rollouts.report_off_policyness(
                     effective_sample_size=seen.ess, mismatch_kl=seen.k3, by_lag=seen.by_lag
@@ -83,7 +89,11 @@ async def learn(
                 optimizer.zero_grad()  # frees the gradients' memory before the engines need it
             marks.begin("rollout")
             # wakes the engines' weights, not their KV caches
-            await rollouts.publish(policy.state_dict())
+            if last_layers is None:
+                await rollouts.publish(policy.state_dict())
+            else:
+                layers = trained_weights(policy)
+                await rollouts.publish(layers, batches=[batch], partial=True)
             if is_colocated:
                 await rollouts.wake()
     return Measured(summary(measured), marks.megabytes)
@@ -97,13 +107,33 @@ def summary(measured: Sequence[OffPolicyness]) -> dict[str, float]:
     return {"mean_kl": sum(kl) / len(kl), "highest_kl": max(kl), "lowest_ess": ess}
 
 
-def load_trainer(path: Path, learning_rate: float) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
-    """Load the trainer's model and its optimizer."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+def load_trainer(
+    path: Path, learning_rate: float, last_layers: int | None = None
+) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    """Load the trainer's model and its optimizer.
+
+    It trains all parameters in float32; or with ``last_layers`` only these layers: they are kept in
+    float32 and computed in the model's own type, as all others are.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32 if last_layers is None else "auto", local_files_only=True
     )
+    if last_layers is not None:
+        model.requires_grad_(False)
+        layers: Any = model.base_model.layers
+        layers[-last_layers:].float().requires_grad_(True)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     return model, optimizer
+
+
+def trained_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters that are trained, in the model's own type."""
+    return {
+        name: each.detach().to(model.dtype)
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
 
 
 def train_step(
@@ -113,14 +143,18 @@ def train_step(
     *,
     corrects: bool = True,
     weigh: WeighTokens | None = None,
+    rows_max: int | None = None,
 ) -> OffPolicyness | None:
     """Take one optimizer step on a batch; return None if no group carries a gradient.
 
     Only rows with a non-zero advantage are computed. Tokens get importance weights (trainer over
     behaviour probability) unless ``corrects`` is False, which shows what the correction is worth.
-    ``weigh`` is another correction, applied to each pass alone.
+    ``weigh`` is another correction, applied to each pass alone. ``rows_max`` computes only so many
+    rows, those of the largest advantages, which teach most.
     """
     rows = batch.advantages.nonzero().squeeze(1)
+    if rows_max is not None and rows_max < len(rows):
+        rows = rows[batch.advantages[rows].abs().topk(rows_max).indices]
     if not len(rows):
         return None
     optimizer.zero_grad()
@@ -167,14 +201,21 @@ def _backward(
     """Add the gradient of some rows; return their tokens' log-ratios and versions. [N]"""
     longest = int(batch.attention_mask[rows].sum(1).max())
     token_ids = batch.token_ids[rows, :longest]
+    # The prompt that all rows begin with needs no logits: half the multiplications of a small model
+    # with a large vocabulary.
+    first = int(batch.loss_mask[rows].any(0).nonzero()[0])
     # Without attention_mask: padding is at the end, where no counted token attends to it, and a
     # plain causal mask takes half the time.
-    logits = model(input_ids=token_ids).logits[:, :-1].float()
+    with torch.autocast("cpu", model.dtype, enabled=model.dtype != torch.float32):
+        # Indices, not a slice: contiguous, or the gradient takes three times as long.
+        kept = torch.arange(first - 1, longest - 1)
+        logits = model(input_ids=token_ids, logits_to_keep=kept).logits
+    sampled = token_ids[:, first:]
     logprobs = -torch.nn.functional.cross_entropy(
-        logits.transpose(1, 2), token_ids[:, 1:], reduction="none"
-    )  # [P, T - 1]
-    mask = batch.loss_mask[rows, 1:longest].bool()
-    behaviour = batch.logprobs[rows, 1:longest]
+        logits.flatten(0, 1).float(), sampled.flatten(), reduction="none"
+    ).view_as(sampled)  # [P, S]
+    mask = batch.loss_mask[rows, first:longest].bool()
+    behaviour = batch.logprobs[rows, first:longest]
     advantages = batch.advantages[rows, None]
     weight = None
     if weigh is not None:
@@ -190,4 +231,4 @@ def _backward(
     )
     loss.backward()  # type: ignore[no-untyped-call]
     log_ratio = (logprobs.detach() - behaviour)[mask]
-    return log_ratio, batch.weight_versions[rows, 1:longest][mask]
+    return log_ratio, batch.weight_versions[rows, first:longest][mask]

@@ -60,6 +60,32 @@ def test_the_gradient_is_that_of_all_rows_at_once(
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
 
 
+def test_only_the_last_layers_change_and_they_are_what_is_published(small: Path) -> None:
+    model, optimizer = grpo.load_trainer(small, 1e-3, last_layers=1)
+    before = copy.deepcopy(model.state_dict())
+    grpo.train_step(model, optimizer, a_batch())
+    changed = {name for name, each in model.state_dict().items() if (each != before[name]).any()}
+
+    assert changed
+    published = grpo.trained_weights(model)
+    assert changed <= published.keys()
+    assert {name.split(".")[2] for name in published} == {str(model.config.num_hidden_layers - 1)}
+    assert {each.dtype for each in published.values()} == {model.dtype}
+
+
+def test_with_a_limit_the_rows_of_the_largest_advantages_are_trained(small: Path) -> None:
+    model, optimizer = grpo.load_trainer(small, 1e-3)
+    limited = copy.deepcopy(model)
+    batch = a_batch()
+    its_optimizer = torch.optim.AdamW(limited.parameters(), lr=0.0)
+    grpo.train_step(limited, its_optimizer, batch, rows_max=3)
+    batch.advantages = torch.tensor([1.0, 0.0, -1.0, 0.0, 2.0, 0.0])
+    grpo.train_step(model, optimizer, batch)
+
+    for mine, theirs in zip(model.parameters(), limited.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def test_micro_batches_group_rows_of_similar_length_each_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
