@@ -11,8 +11,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from tidegate.observability.records.recording import weights_path
 from tidegate.observability.records.trajectories import read_trajectories
+from tidegate.observability.records.weight_archive import weights_path
 from tidegate.observability.reports.comparison import ComparedRun
 from tidegate.observability.reports.facts import Facts
 
@@ -84,9 +84,9 @@ def comparison_text(runs: Sequence[ComparedRun], *, target: float, slots: int) -
 
 
 def publish_text(directory: Path) -> list[str]:
-    """Return a line about the size of a run's publishes, as archived."""
+    """Return a line about the size of a run's first version in its archive."""
     sizes = [file.stat().st_size for file in weights_path(directory, 1).glob("*.safetensors")]
-    return [f"each publish brought {sum(sizes) / 1e6:.1f} MB to each engine"]
+    return [f"the first version that was trained takes {sum(sizes) / 1e6:.1f} MB of the archive"]
 
 
 def sample_text(directory: Path, model: str) -> list[str]:

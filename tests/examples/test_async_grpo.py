@@ -114,7 +114,7 @@ def test_without_a_mode_all_are_run_on_the_same_tasks_and_compared(
     assert rows[1].split()[-3:] == ["0", "1", "2"]
     assert rows[2] == f"{'engines paced to steps of at least':<46}" + 3 * "      1 ms"
     assert any(row.startswith("rollouts of two or more versions") for row in rows)
-    assert "each publish brought 1.2 MB to each engine" in rows
+    assert any(row.startswith("the first version that was trained takes ") for row in rows)
     assert [row.split()[0] for row in rows[-2:]] == ["reward", "reward"]
     assert (tmp_path / "demo" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert audit_run(tmp_path / "demo" / "async").agrees
