@@ -315,6 +315,7 @@ record(directory, model, *successors(first_weights(), 4))
 """
 
 
+@pytest.mark.wire
 def test_a_process_killed_while_it_writes_a_version_leaves_a_readable_archive(
     tmp_path: Path, model: Path
 ) -> None:
