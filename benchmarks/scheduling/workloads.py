@@ -18,7 +18,7 @@ MACHINES = ROLLOUT_MACHINES + TRAINER_MACHINES
 """Number of machines; for colocated policies all of them roll out and train."""
 
 RHO = 0.9
-"""The published model's ratio, :attr:`Workload.rho`."""
+"""Ratio of the published model; that of a workload is :attr:`Workload.rho`."""
 
 SWITCH_S = 4.0
 """Seconds to switch between rollout and training on the same machines, both ways together."""

@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -403,7 +404,7 @@ def audit_run(
         plans += plans_of_part
         if not replayable:
             continue
-        with RebuiltVersions() as rebuilt:
+        with closing(RebuiltVersions()) as rebuilt:
             audited = _PartAudit(part, archive, rebuilt, replayable, changes, progress)
             if tolerance is None or exact:
                 verdicts += audited.run(exact=exact)

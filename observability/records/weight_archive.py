@@ -17,8 +17,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -103,7 +102,7 @@ def archived_versions(directory: Path) -> dict[int, Path]:
 
 
 def complete_versions(directory: Path) -> dict[int, WeightParts]:
-    """Return the parts of the versions of which everything they are made of is archived."""
+    """Return the parts of the versions that can be rebuilt: what they patch is archived, too."""
     complete: dict[int, WeightParts] = {}
     for version, path in archived_versions(directory).items():
         parts = WeightParts.read(path)
@@ -218,7 +217,7 @@ class WeightArchive:
         return distinct, parts
 
     def _remove_older(self) -> None:
-        """Remove all but the newest versions, and what these are made of."""
+        """Remove all versions but the newest ones, and those that they are patches of."""
         if self._last is None:
             return
         found = archived_versions(self._directory)
@@ -236,10 +235,9 @@ class WeightArchive:
 
 
 class RebuiltVersions:
-    """Model directories of archived versions, of which patches are rebuilt in a temporary one.
+    """Model directories of archived versions; patches are rebuilt in a temporary directory.
 
-    Use it in ``with``: the temporary directory, of up to :data:`REBUILT_KEPT` models, is removed at
-    the end. ``$TMPDIR`` says where it is.
+    That holds up to :data:`REBUILT_KEPT` models, where ``$TMPDIR`` says. Close it at the end.
     """
 
     def __init__(self) -> None:
@@ -251,15 +249,8 @@ class RebuiltVersions:
         self._last: tuple[Path, Tensors] | None = None
         """The version that was rebuilt last: the next one mostly follows it."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Remove the temporary directory."""
         self._temporary.cleanup()
 
     def directory(self, archived: Path) -> Path:

@@ -233,7 +233,7 @@ class SleepControl:
                 engine.failure = why
 
     def on_swapped(self, name: str, message: WeightsLive) -> None:
-        """Record that an engine serves other weights, so that it has some."""
+        """Record that an engine has swapped: its weights neither sleep nor are missing."""
         if (engine := self._state.engines.get(name)) is not None:
             engine.needs_weights = False
             engine.asleep.discard("weights")

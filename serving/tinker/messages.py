@@ -37,7 +37,7 @@ class ClientConfigRequest(TinkerRequest, frozen=True, kw_only=True):
 
 
 class CreateSessionRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``create_session``."""
+    """Body of ``create_session``: begins a client's session."""
 
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
@@ -47,7 +47,7 @@ class CreateSessionRequest(TinkerRequest, frozen=True, kw_only=True):
 
 
 class SessionRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``session_heartbeat``."""
+    """Body of ``session_heartbeat``: keeps a session alive."""
 
     session_id: str
 
@@ -69,7 +69,7 @@ class OptimizerFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreateModelRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``create_model``."""
+    """Body of ``create_model``: a base model, and the LoRA adapter to train on it."""
 
     session_id: str
     model_seq_id: Number
@@ -80,7 +80,7 @@ class CreateModelRequest(TinkerRequest, frozen=True, kw_only=True):
 
 
 class ModelRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``get_info`` and ``unload_model``."""
+    """Body of ``get_info`` and ``unload_model``: one trained model."""
 
     model_id: str
 
@@ -97,7 +97,7 @@ class AdamFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class OptimStepRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``optim_step``."""
+    """Body of ``optim_step``: one step of the optimizer, with its parameters."""
 
     model_id: str
     seq_id: int
@@ -106,7 +106,7 @@ class OptimStepRequest(TinkerRequest, frozen=True, kw_only=True):
 
 
 class SaveWeightsRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``save_weights``."""
+    """Body of ``save_weights``: a checkpoint that training can continue from."""
 
     model_id: str
     seq_id: int
@@ -132,7 +132,7 @@ class LoadWeightsRequest(TinkerRequest, frozen=True, kw_only=True):
 
 
 class WeightsInfoRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``weights_info``."""
+    """Body of ``weights_info``: a checkpoint to describe."""
 
     tinker_path: str
 
@@ -144,13 +144,13 @@ class TtlRequest(TinkerRequest, frozen=True, kw_only=True):
 
 
 class CancelFutureRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``cancel_future``."""
+    """Body of ``cancel_future``: a request that nobody waits for any more."""
 
     request_id: str
 
 
 class SaveSamplerRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``save_weights_for_sampler``."""
+    """Body of ``save_weights_for_sampler``: weights to sample with."""
 
     model_id: str
     seq_id: int
@@ -162,7 +162,7 @@ class SaveSamplerRequest(TinkerRequest, frozen=True, kw_only=True):
 
 
 class CreateSamplingSessionRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``create_sampling_session``."""
+    """Body of ``create_sampling_session``: a model or checkpoint to sample from."""
 
     session_id: str
     sampling_session_seq_id: Number
@@ -184,7 +184,7 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """``sampling_params``."""
+    """``sampling_params`` of ``asample``: how tokens are drawn, and where they end."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -195,7 +195,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``asample``."""
+    """Body of ``asample``: a prompt, and how many answers to draw."""
 
     prompt: PromptFields
     sampling_params: SamplingFields
@@ -222,7 +222,7 @@ class SampleRequest(TinkerRequest, frozen=True, kw_only=True):
 
 
 class RetrieveFutureRequest(TinkerRequest, frozen=True, kw_only=True):
-    """``retrieve_future``."""
+    """Body of ``retrieve_future``: a request whose result is awaited."""
 
     request_id: str
     allow_metadata_only: bool = False

@@ -232,6 +232,7 @@ class SimulatedRun:
             return await call
         finally:
             call.cancel()
+            await asyncio.wait([call])
 
     async def _wait_until_ready(self) -> None:
         with contextlib.suppress(Exception):  # the future's holder gets the error

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import threading
 from array import array
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -237,7 +238,7 @@ def test_archived_weights_are_those_at_the_call_even_if_training_continues(
             weight.mul_(2)
 
     for version in range(1, 6):
-        with RebuiltVersions() as rebuilt:
+        with closing(RebuiltVersions()) as rebuilt:
             path = rebuilt.directory(weights_path(tmp_path / "run", version))
             tensors = load_file(path / "model.safetensors")
         assert set(tensors) == {"weight"}

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def successors(weights: Tensors, count: int) -> list[Tensors]:
 
 
 def rebuilt(directory: Path, version: int) -> Tensors:
-    with RebuiltVersions() as versions:
+    with closing(RebuiltVersions()) as versions:
         path = versions.directory(archived_weights(directory, version))
         return load_file(path / "model.safetensors")
 
@@ -129,7 +130,7 @@ def test_each_version_is_rebuilt_to_the_bit(tmp_path: Path, dtype: torch.dtype) 
     for version, weights in reversed([*enumerate(versions, start=1)]):
         assert WeightParts.read(weights_path(run, version)).patch_of == version - 1
         assert_same_bits(rebuilt(run, version), weights)
-    with RebuiltVersions() as all_versions:  # in order, as an audit asks for them
+    with closing(RebuiltVersions()) as all_versions:  # in order, as an audit asks for them
         for version, weights in enumerate(versions, start=1):
             path = all_versions.directory(archived_weights(run, version))
             assert_same_bits(load_file(path / "model.safetensors"), weights)
