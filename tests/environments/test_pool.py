@@ -302,7 +302,8 @@ async def test_worker_processes_get_secret_variables_only_if_passed_by_name(
 def test_no_worker_process_outlives_its_parent(tmp_path: Path, end: signal.Signals) -> None:
     marker = tmp_path / "marker"
     program = f"""
-import asyncio, tidegate
+import asyncio, faulthandler, tidegate
+faulthandler.dump_traceback_later(25.0)
 async def main():
     with tidegate.EnvironmentPool(processes=1) as pool:
         environment = pool.environment({MODULE!r} + ":Unruly", marker={str(marker)!r})()
@@ -310,13 +311,19 @@ async def main():
         await environment.step("hang with a child")
 asyncio.run(main())
 """
-    run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    errors = tmp_path / "errors"
+    with errors.open("w") as stderr:
+        run = subprocess.Popen([sys.executable, "-c", program], stderr=stderr)
     while not (marker.exists() and marker.read_text().count(" ")):
         time.sleep(0.01)
         assert run.poll() is None
     worker, child = map(int, marker.read_text().split())
     run.send_signal(end)
-    run.wait(30.0)
+    try:
+        run.wait(30.0)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        pytest.fail(errors.read_text())  # what each thread waited for
     while not is_gone(worker):
         time.sleep(0.01)
     while not is_gone(child):
