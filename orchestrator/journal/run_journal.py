@@ -158,6 +158,11 @@ class RunJournal:
         else:
             self._pending_actions.append((self._appended, action))
 
+    def discard_actions(self) -> None:
+        """Call none of the actions that wait for a commit: the run has ended, and what they use is
+        closed. The records themselves are still committed."""
+        self._pending_actions.clear()
+
     def compact_if_due(self) -> None:
         """Replace the events with a snapshot of the core, if there are many."""
         due = max(SNAPSHOT_AFTER_BYTES, SNAPSHOT_SHARE * self._snapshot_bytes)

@@ -363,6 +363,8 @@ class Run:
             try:
                 scheduler.close()
             finally:
+                if self._journal.journal is not None:
+                    self._journal.journal.discard_actions()
                 for engine in scheduler.fleet.engines:
                     scheduler.fleet.send(engine, Shutdown())
                 self.loop_watch.stop()  # nothing else runs on the loop: it may wait for processes

@@ -1,5 +1,6 @@
 """A run's journal stays complete if its events can't be replaced by a snapshot."""
 
+import asyncio
 import logging
 import random
 
@@ -79,3 +80,18 @@ async def test_a_journal_whose_snapshot_is_too_large_keeps_every_event_and_says_
     assert [record for _, record in driver.store.read()] == driver.records
     assert [message.split()[0] for message in caplog.messages] == ["journal=growing"]
     assert restored_digest(driver) == digest(driver.core)
+
+
+async def test_a_commit_after_the_run_has_ended_calls_nothing_that_waited_for_it() -> None:
+    driver = JournaledDriver()
+    play(driver)
+    assert driver.journal is not None
+    called: list[str] = []
+    is_committed = asyncio.Event()
+
+    driver.journal.when_safe(lambda: called.append("acknowledged"))
+    driver.journal.discard_actions()
+    driver.journal.when_safe(is_committed.set)
+    await is_committed.wait()
+
+    assert called == []
