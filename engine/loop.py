@@ -328,8 +328,10 @@ class EngineLoop:
             return True
         self._pace(started_ns)
         columns = self._scheduler.complete(output)
+        took_ns = self._clock.monotonic_ns() - started_ns
+        self._scheduler.step_took(took_ns / 1e9)
         if columns is not None:
-            self._send_step(columns, started_ns, self._clock.monotonic_ns() - started_ns)
+            self._send_step(columns, started_ns, took_ns)
         return True
 
     def _pace(self, started_ns: int) -> None:

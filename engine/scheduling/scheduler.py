@@ -67,6 +67,8 @@ class StepPlanner:
         self._planned: list[EngineSequence] = []
         self.decodes = 0
         """Number of sequences of the last plan that decode; the others prefill."""
+        self.drafted = 0
+        """Number of draft tokens of the last plan."""
 
     def plan(self, tokens: int, version: int, *, may_start: bool) -> list[EngineSequence]:
         """Return the sequences of a step of at most ``tokens`` tokens, with chunks and drafts set.
@@ -86,6 +88,7 @@ class StepPlanner:
                 tokens_left -= self._plan_chunk(sequence, tokens_left)
                 if tokens_left == 0:
                     break
+        self.drafted = 0
         if self._speculation is not None:
             self._plan_drafts(self._speculation, tokens_left)
         return planned
@@ -127,6 +130,7 @@ class StepPlanner:
             sequence.tokens[sequence.length : sequence.length + sequence.drafted] = draft[
                 : sequence.drafted
             ]
+            self.drafted += sequence.drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,19 +581,22 @@ class EngineScheduler:
         self._planned = self._planner.plan(
             self._budget.tokens, self.version, may_start=self._gate.turns_start
         )
-        if self._speculation is None:
-            if self._planned != before or self._planner.decodes != len(before):
-                self._batch = None
-            elif self._batch is None and before and all(map(can_decode_plainly, before)):
-                self._batch = DecodeBatch(before)
-            if self._batch is not None:
-                return self._batch.rows
-            return [sequence.next_row() for sequence in self._planned]
-        return [
-            row
-            for sequence in self._planned
-            for row in (sequence.next_row(), *sequence.draft_rows())
-        ]
+        if self._planner.drafted:
+            self._batch = None
+            return [row for rows in self.planned_rows() for row in rows]
+        if self._planned != before or self._planner.decodes != len(before):
+            self._batch = None
+        elif self._batch is None and before and all(map(can_decode_plainly, before)):
+            self._batch = DecodeBatch(before)
+        if self._batch is not None:
+            return self._batch.rows
+        return [sequence.next_row() for sequence in self._planned]
+
+    def step_took(self, seconds: float) -> None:
+        """Record what the step that was planned last has taken, from its plan to its messages."""
+        decodes = self._planner.decodes
+        if self._speculation is not None and decodes == len(self._planned):
+            self._speculation.costs.add(decodes, self._planner.drafted, seconds)
 
     def complete(self, output: StepOutput) -> StepColumns | None:
         """Apply a step's output to the planned sequences; None if the step sampled nothing."""
@@ -680,6 +687,11 @@ class EngineScheduler:
         self.forget_kv()
 
     # ------------------------------------------------------------ state
+
+    @property
+    def planned_draft_tokens(self) -> int:
+        """Number of draft tokens of the step that was planned last."""
+        return self._planner.drafted
 
     @property
     def step_tokens_max(self) -> int:

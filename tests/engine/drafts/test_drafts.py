@@ -13,9 +13,10 @@ from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.drafts.rollouts import SAMPLES_MAX, RolloutDrafts
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduling.drafts import (
+    TRIAL_STEPS,
     DraftLengthController,
+    StepCosts,
     Tokens,
-    break_even_acceptance,
 )
 from tidegate.engine.scheduling.scheduler import StepColumns
 from tidegate.engine.scheduling.sequences import EngineSequence, admit
@@ -133,7 +134,7 @@ def test_turns_with_penalties_get_no_draft_tokens() -> None:
 
 def test_draft_length_grows_with_acceptance_and_shrinks_with_running_turns() -> None:
     pace = DraftLengthController()
-    alone, among_many = break_even_acceptance(1), break_even_acceptance(64)
+    alone, among_many = StepCosts().break_even(1), StepCosts().break_even(64)
     assert alone == 0.2
     assert (pace.count(10, alone), pace.count(10, among_many)) == (5, 1)
     for _ in range(20):
@@ -141,11 +142,11 @@ def test_draft_length_grows_with_acceptance_and_shrinks_with_running_turns() -> 
     assert (pace.count(10, alone), pace.count(10, among_many)) == (16, 16)
     for _ in range(60):
         pace.record(4, 2, 10)
-    assert (pace.count(10, alone), pace.count(10, break_even_acceptance(8))) == (3, 1)
+    assert (pace.count(10, alone), pace.count(10, StepCosts().break_even(8))) == (3, 1)
 
 
 def test_drafting_for_a_turn_with_low_acceptance_backs_off() -> None:
-    pace, enough = DraftLengthController(), break_even_acceptance(8)
+    pace, enough = DraftLengthController(), StepCosts().break_even(8)
     waits, length = [], 20
     for _ in range(7):
         pace.record(1, 0, length)
@@ -156,6 +157,50 @@ def test_drafting_for_a_turn_with_low_acceptance_backs_off() -> None:
     assert waits == [2, 4, 8, 16, 32, 64, 64]
     pace.record(1, 1, length)
     assert pace.count(length, enough) == 1
+
+
+def seconds_taken(
+    turns: int, drafts: Oracle | None, *, drafted_s: float = 0.010, token_s: float = 0.001
+) -> float:
+    """Return what ``turns`` sequences of 400 tokens take if a step takes 10 ms without drafts, with
+    drafts ``drafted_s``, and each token ``token_s`` more."""
+    engine = FakeEngine(drafts=drafts, num_blocks=200 * turns, context_tokens_max=500)
+    for turn in range(turns):
+        engine.submit([turn, 2, 3], 400)
+    total_s = 0.0
+    while rows := engine.scheduler.plan():
+        drafted = engine.scheduler.planned_draft_tokens
+        engine.scheduler.complete(engine.runner.step(rows))
+        took_s = (drafted_s if drafted else 0.010) + token_s * (turns + drafted)
+        engine.scheduler.step_took(took_s)
+        total_s += took_s
+    return total_s
+
+
+@pytest.mark.parametrize("turns", [1, 8])
+@pytest.mark.parametrize("right", [0.0, 0.5])
+def test_drafts_that_do_not_pay_cost_two_percent_at_most(turns: int, right: float) -> None:
+    plain_s = seconds_taken(turns, None)
+    for costs in ({"drafted_s": 0.04}, {"token_s": 0.02}):
+        plain_s = seconds_taken(turns, None, token_s=costs.get("token_s", 0.001))
+        assert seconds_taken(turns, Oracle(right), **costs) <= 1.02 * plain_s
+
+
+def test_drafts_that_are_mostly_right_speed_up_few_turns() -> None:
+    assert seconds_taken(1, Oracle(0.9)) < 0.4 * seconds_taken(1, None)
+    assert seconds_taken(8, Oracle(0.9)) < 0.8 * seconds_taken(8, None)
+
+
+def test_steps_of_each_kind_are_measured_again_although_the_other_kind_is_faster() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.add(1, 0, 0.01)
+    costs.add(1, 4, 0.9)
+    assert costs.saved(1, 4, 4.0) < 0.0
+    for _ in range(TRIAL_STEPS):
+        assert not costs.lack_drafted
+        costs.add(1, 0, 0.01)
+    assert costs.lack_drafted
 
 
 # ---------------------------------------------------------------- prompt lookup
