@@ -108,6 +108,9 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         return UNUSABLE
     if model.warning is not None:
         print_stderr(f"warning: {model.warning}")
+    weights = f"{stored_bytes(arguments.model) / 2**30:.2f} GiB of weights in files"
+    cache = _cache_text(model, limits)
+    print_stderr(f"memory: {weights}, twice while new ones are staged; KV cache: {cache}")
     # All objects so far live to the end, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
@@ -399,11 +402,15 @@ def _kv_bytes(arguments: argparse.Namespace, device: torch.device | None) -> int
 
 def _runner(model: ServedModel, limits: EngineLimits) -> Runner:
     """Allocate the weights and the KV cache, nearly all of an engine's memory."""
-    blocks, block_tokens = limits.num_blocks, limits.block_tokens
-    kv_bytes = blocks * _block_bytes(model, block_tokens)
-    cache = f"{blocks} blocks of {block_tokens} tokens, {kv_bytes / 2**30:.1f} GiB"
-    with blame_memory(doing=f"for a KV cache of {cache}", remedy="lower num_kv_blocks"):
-        return model.make_runner(num_blocks=blocks, block_tokens=block_tokens)
+    doing = f"for a KV cache of {_cache_text(model, limits)}"
+    with blame_memory(doing=doing, remedy="lower num_kv_blocks"):
+        return model.make_runner(num_blocks=limits.num_blocks, block_tokens=limits.block_tokens)
+
+
+def _cache_text(model: ServedModel, limits: EngineLimits) -> str:
+    kv_bytes = limits.num_blocks * _block_bytes(model, limits.block_tokens)
+    size = f"{kv_bytes / 2**30:.1f} GiB"
+    return f"{limits.num_blocks} blocks of {limits.block_tokens} tokens, {size}"
 
 
 def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:

@@ -106,6 +106,11 @@ def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
     assert reported in refusal.message
 
 
+def test_an_engine_says_what_its_memory_is_for(engine: Orchestra) -> None:
+    engine.generate(PROMPT, GREEDY)
+    assert "KV cache: 128 blocks of 16 tokens, 0.0 GiB" in engine.stderr.read_text()
+
+
 def test_a_long_refusal_message_is_truncated(engine: Orchestra) -> None:
     endless = LogitsProcessor("x" * 100_000).to_str()
     engine.submit(PROMPT, SamplingParams(max_tokens=2, logits_processors=[endless]))
