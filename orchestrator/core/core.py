@@ -296,6 +296,13 @@ class Core:
         return self.trainer_version + self.handed.num_held // self.policy.batches_per_version
 
     @property
+    def deadline_version(self) -> int:
+        """Newest version at which a batch handed over now may be trained, for the policy that must
+        not leave a group too late: a failed publish has named batches, and its number may not be
+        used again."""
+        return self.trainer_version + self.handed.num_unpublished // self.policy.batches_per_version
+
+    @property
     def next_version(self) -> int:
         """Version number of the next publish.
 
@@ -621,7 +628,7 @@ class Core:
         if not wanted:  # only split remainders are left, if any
             return None if self.groups.running_groups else list(self.groups.in_order)
         ends = self.groups.rollout_ends if self.policy.splits_groups else 0
-        version = self.consumption_version
+        version = self.deadline_version
         selection = (version, wanted, self.groups.revision, ends)
         if selection == self._failed_selection:
             return None

@@ -273,6 +273,11 @@ class HandOvers:
         return sum([not batch.is_trained for batch in self.holding])
 
     @property
+    def num_unpublished(self) -> int:
+        """Number of batches that no released version was made from."""
+        return sum([batch.version is None for batch in self.holding])
+
+    @property
     def unpublished_groups(self) -> int:
         """Number of outstanding groups of batches that no released version was made from."""
         groups = 0

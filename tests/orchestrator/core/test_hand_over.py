@@ -197,6 +197,32 @@ def test_a_batch_named_for_a_publish_that_failed_can_be_named_again_and_is_in_th
     assert [batch.version for batch in driver.core.handed.holding] == [1, 1]
 
 
+def test_a_number_that_a_failed_publish_took_lets_no_waiting_group_get_too_old() -> None:
+    policy = BoundedStaleness(max_staleness=2, groups_per_batch=1, consumption_order="completion")
+    driver = Driver(policy=policy, group_size=1)
+    driver.join("a")
+    driver.fill()  # groups 0, 1, 2
+    slow = driver.running[2]
+    driver.ask_turn(slow)  # sampled by version 0, while its episode runs on
+    assert [group.group_id for group in ask(driver).groups] == [0]
+    driver.publish_and_swap()
+    driver.fill()  # group 3
+    driver.solve(driver.running[1])
+    driver.do(ev.BatchRequested())
+    driver.name([2])  # group 1, whose publish then fails
+    driver.solve(driver.running[3])
+
+    driver.do(ev.BatchRequested())  # group 3 has ended, but group 2 is late if it waits
+    driver.return_reward(slow)
+    assert [group.group_id for group in driver.batches[-1].groups] == [2]
+    driver.name([3])
+    driver.published += 1  # the number of the publish that failed
+    driver.publish_and_swap()
+    driver.do(ev.BatchRequested())
+
+    assert [group.group_id for group in driver.batches[-1].groups] == [3]
+
+
 def test_a_batchs_age_is_final_when_a_publish_names_it() -> None:
     """The counts have the planned version until then."""
     driver = new_driver(max_staleness=3)
