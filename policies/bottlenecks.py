@@ -4,10 +4,13 @@
 ``statistics().forecast`` and ``tidegate plan`` show its sentence. It recomputes the time per batch
 with one thing changed, in a model of the run that has the run's own durations:
 
-* A batch is admitted at the publish η + 1 batches before its own, and is ready when all its groups
-  have ended, the batches before it are ready, and the engines have done its work in turn.
+* A batch is admitted at the publish η + 1 batches before its own. Its rollouts start when engines
+  have a free slot, those of the batches before it first.
+* It is ready when all its groups have ended, the batches before it are ready, and the engines have
+  done its work in turn.
 * The trainer takes it when it is ready and the batch before is published.
-* Decoding takes longer the more rollouts share a step.
+* Decoding takes longer the more rollouts share a step, and a publish the longer and the more
+  frequent steps are, because it waits for them.
 """
 
 import math
@@ -45,15 +48,12 @@ INCREASE_MAX = 4
 """Largest multiple of a speed, of engines or of outstanding groups to advise: the further from what
 was measured, the less is known."""
 
-SCALE_MAX, SCALE_IN_ORDER_MAX = 8.0, 1.25
-"""Largest scale of durations by which the model is calibrated. In order of admission the measured
-durations decide, so a time that they don't explain is not theirs."""
-
-CALIBRATED_WITHIN = 0.03
-"""Largest distance of the model's time from the measured one that is left as it is."""
+PUBLISH_STEPS = 2.5
+"""Steps that a publish waits for while engines are busy: half of the one that runs, the one after
+which weights are staged, and the one after which they are swapped."""
 
 SIMULATED_BATCHES = 160
-"""Batches of the model's run: a diagnosis takes 8 ms, once a batch."""
+"""Batches of the model's run: a diagnosis takes 10 ms, once a batch."""
 
 
 def _mixed_shares() -> list[float]:
@@ -102,10 +102,12 @@ class RunFigures:
     activity_s: float
     """Seconds of ``rollout_s`` in tools, environments, scoring and named activities."""
     group_s: Sequence[float]
-    """Seconds from a group's begin to its end, of recent groups, in ascending order."""
+    """Seconds of the longest rollout of recent groups without time in engines' queues, in ascending
+    order."""
     groups_per_batch: int
-    is_in_order: bool
-    """Whether groups are consumed in the order of admission."""
+    waits_for_stragglers: bool
+    """Whether a batch waits for the groups that the staleness bound has it train: those admitted
+    next, whatever the order of consumption."""
     work_shares: Sequence[float] = (1.0,)
     """Tokens of recent batches over their mean."""
     max_staleness: float | None
@@ -121,6 +123,11 @@ class RunFigures:
     def trainer_idle_share(self) -> float:
         """Share of time in which the trainer waits for a batch."""
         return max(0.0, 1 - self.trainer_s / self.batch_s)
+
+    @property
+    def served_s(self) -> float:
+        """Seconds of ``rollout_s`` outside engines' queues."""
+        return max(self.decode_s, self.rollout_s - self.queue_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +185,6 @@ class Diagnosis:
 def diagnose(run: RunFigures) -> Diagnosis:
     """Decide what limits a run, and what to change by how much."""
     model = RunModel(run)
-    model.calibrate()
     allowed = model.max_staleness
     now_s = model.batch_s()
     bounds = range(allowed, INCREASE_MAX * (allowed + 1))
@@ -247,7 +253,7 @@ def _savings(run: RunFigures) -> Iterable[Change]:
         yield Change("engines", fewer, 0.0)
     bounds = range(model.max_staleness + 1)
     lower = _first_as_fast(bounds, lambda bound: model.batch_s(max_staleness=bound), AS_FAST)
-    has_queue_spare = run.is_in_order and SPARE * run.work_s <= run.batch_s
+    has_queue_spare = run.waits_for_stragglers and SPARE * run.work_s <= run.batch_s
     if run.max_staleness is not None and has_queue_spare and lower < model.max_staleness:
         yield Change("max_staleness", lower, 0.0)
 
@@ -281,7 +287,7 @@ def _evidence(run: RunFigures) -> str:
     for name, part_s in (("engines' queues", run.queue_s), ("tools", run.activity_s)):
         if part_s >= SHARE_SHOWN_MIN * run.rollout_s:
             figures.append(f"rollouts {part_s / run.rollout_s:.1%} of their time in {name}")
-    tail = sum(run.group_s) / len(run.group_s) / run.rollout_s
+    tail = sum(run.group_s) / len(run.group_s) / run.served_s
     if tail >= TAIL_SHOWN_MIN:
         figures.append(f"groups {tail:.1f} times as long as rollouts")
     if run.prefilled_per_sampled >= PREFILLS_SHOWN_MIN:
@@ -305,31 +311,14 @@ class RunModel:
         mean_s = sum(run.group_s) / len(run.group_s)
         self._durations_s = [
             _quantile(run.group_s, share ** (1 / run.groups_per_batch))
-            if run.is_in_order
+            if run.waits_for_stragglers
             else mean_s
             for share in _SHARES
         ]
-        self._decode_share = min(1.0, run.decode_s / run.rollout_s)
-        queue_share = min(1 - self._decode_share, run.queue_s / run.rollout_s)
-        self._other_share = 1 - self._decode_share - queue_share
-
-    def calibrate(self) -> None:
-        """Scale all durations until the model takes the measured time, if it is far from it.
-
-        The scale stands for what the model leaves out, such as groups that are waited for although
-        others have ended. It stays as it is where the durations don't decide.
-        """
-        measured_s, durations_s = self._run.batch_s, self._durations_s
-        high = SCALE_IN_ORDER_MAX if self._run.is_in_order else SCALE_MAX
-        low = 1 / high
-        if abs(self.batch_s() / measured_s - 1) <= CALIBRATED_WITHIN:
-            return
-        for _ in range(8):
-            scale = math.sqrt(low * high)
-            self._durations_s = [scale * each for each in durations_s]
-            low, high = (low, scale) if self.batch_s() > measured_s else (scale, high)
-        if abs(self.batch_s() / measured_s - 1) > CALIBRATED_WITHIN:
-            self._durations_s = durations_s
+        self._decode_share = run.decode_s / run.served_s
+        self._busy_share = max(0.01, 1 - run.engine_idle_share)
+        step_s = run.cost.fixed_s + run.cost.row_s * run.rows
+        self._publish_wait_s = min(run.publish_s, PUBLISH_STEPS * self._busy_share * step_s)
 
     def batch_s(
         self,
@@ -345,9 +334,16 @@ class RunModel:
         speed = (engines or run.engines) / run.engines
         batch_s = run.batch_s
         for _ in range(4):  # rows depend on the time, and the time on rows
-            stretch = self._decode_share * self._slowdown(run.batch_s / batch_s / speed)
-            durations = [(stretch + self._other_share) * each for each in self._durations_s]
-            found_s = self._simulated_batch_s(durations, bound, run.work_s / speed, trainer_s)
+            slowdown = self._slowdown(run.batch_s / batch_s / speed)
+            stretch = 1 + self._decode_share * (slowdown - 1)
+            longer_wait = slowdown * min(1 / self._busy_share, run.batch_s / batch_s)
+            found_s = self._simulated_batch_s(
+                [stretch * each for each in self._durations_s],
+                bound,
+                work_s=run.work_s / speed,
+                running_s=slowdown * run.decode_s,
+                trainer_s=trainer_s + self._publish_wait_s * (longer_wait - 1),
+            )
             batch_s = (batch_s + found_s) / 2
         return found_s
 
@@ -363,15 +359,26 @@ class RunModel:
         return min(longest_s, run.cost.fixed_s / free if free > 0 else longest_s) / step_s
 
     def _simulated_batch_s(
-        self, durations: Sequence[float], bound: int, work_s: float, trainer_s: float
+        self,
+        durations: Sequence[float],
+        bound: int,
+        *,
+        work_s: float,
+        running_s: float,
+        trainer_s: float,
     ) -> float:
+        """``running_s``: seconds of the engines' work left in rollouts that fill all slots."""
         shares = self._run.work_shares
         published: list[float] = []
-        ready_s = worked_s = published_s = 0.0
+        ready_s = started_s = worked_s = published_s = 0.0
         for number, duration_s in enumerate(durations):
             admitted_s = published[number - bound - 1] if number > bound else 0.0
+            first_s = max(started_s, admitted_s)
             worked_s = max(worked_s, admitted_s) + work_s * shares[number % len(shares)]
-            ready_s = max(ready_s, admitted_s + duration_s, worked_s)
+            # The last rollout starts when all that is left of the work is running, and the longest
+            # at any time between the first and the last.
+            started_s = max(first_s, worked_s - running_s)
+            ready_s = max(ready_s, (first_s + started_s) / 2 + duration_s, worked_s)
             published_s = max(published_s, ready_s) + trainer_s
             published.append(published_s)
         first = min(len(durations) // 3, 2 * bound + 4)  # until then the pipeline fills

@@ -116,6 +116,8 @@ class RunTotals:
     window_groups: int | None = 1
     """Number of groups, from the oldest unfinished one on, that consumption may choose from; 1 for
     the order of admission, None for the order of completion."""
+    waits_for_stragglers: bool = True
+    """As :attr:`~tidegate.policies.bottlenecks.RunFigures.waits_for_stragglers`."""
     eager_versions: int | None = None
     """Number of versions before admission is just in time; None: it never is."""
     activity_s: float = 0.0
@@ -141,9 +143,10 @@ class Forecaster:
         self._versions = (0, 0)
         """Trainer's version at the first and at the last batch."""
         self._recent: deque[BatchMark] = deque(maxlen=RECENT_BATCHES + 1)
-        self._rollout_s: deque[float] = deque(maxlen=RECENT_GROUPS)
-        self._group_s: deque[float] = deque(maxlen=RECENT_GROUPS)
-        """Seconds from the begin to the end of recent rollouts and groups."""
+        self._groups: deque[npt.NDArray[np.float64]] = deque(maxlen=RECENT_GROUPS)
+        """Tokens and seconds of each rollout of recent groups: [2, rollouts]."""
+        self._timed = (0, 0.0)
+        """Number of rollouts so far whose seconds are known, and their sum."""
         self._engines: tuple[EngineStatistics, ...] = ()
         """Engines at the last batch, because they are gone when a run has ended."""
         self._known: tuple[int, RunForecast | None] = (0, None)
@@ -182,9 +185,14 @@ class Forecaster:
         self._staleness += int(staleness.sum())
         begins = np.flatnonzero(np.diff(group_ids, prepend=group_ids[0] - 1))
         self._recent.append(BatchMark(usage, int(tokens.sum()), len(tokens), len(begins)))
-        self._rollout_s.extend(_known(ended_s - began_s))
-        of_groups = np.maximum.reduceat(ended_s, begins) - np.minimum.reduceat(began_s, begins)
-        self._group_s.extend(_known(of_groups))
+        rollouts = np.stack([tokens, ended_s - began_s])  # nan: a resumed run knows no old begins
+        groups = [g for g in np.split(rollouts, begins[1:], axis=1) if not np.isnan(g).any()]
+        self._groups.extend(groups)
+        count, seconds = self._timed
+        self._timed = (
+            count + sum(group.shape[1] for group in groups),
+            seconds + float(sum(group[1].sum() for group in groups)),
+        )
 
     def forecast(self, totals: RunTotals) -> RunForecast | None:
         """Return the forecast after the last batch; None before two batches, or without steps of
@@ -235,7 +243,7 @@ class Forecaster:
         first, last, batches = recent[0].usage, recent[-1].usage, len(recent) - 1
         wall_s = last.wall_s - first.wall_s
         load = EngineLoad(engines)
-        if wall_s <= 0 or load.full_tokens_per_s is None or not self._group_s:
+        if wall_s <= 0 or load.full_tokens_per_s is None or not self._groups:
             return None
         tokens = [mark.tokens for mark in recent[1:]]
         mean_tokens = sum(tokens) / batches
@@ -247,6 +255,8 @@ class Forecaster:
                 outstanding_groups_max=totals.outstanding_groups_max,
                 groups_per_version=self._groups_per_version,
             )
+        rollout_s = self._timed[1] / self._timed[0]
+        decode_s, queue_s = load.decode_s / rollouts, load.waiting_s / rollouts
         trainer_s = max(0.0, (last.trainer_busy_s - first.trainer_busy_s) / batches)
         return RunFigures(
             batch_s=wall_s / batches,
@@ -260,19 +270,38 @@ class Forecaster:
             full_rows=load.full_rows,
             rows=load.rows,
             cost=load.cost,
-            rollout_s=sum(self._rollout_s) / len(self._rollout_s),
-            decode_s=load.decode_s / rollouts,
-            queue_s=load.waiting_s / rollouts,
+            rollout_s=rollout_s,
+            decode_s=decode_s,
+            queue_s=queue_s,
             activity_s=totals.activity_s / rollouts,
-            group_s=sorted(self._group_s),
+            group_s=self._group_s(decode_s, max(0.0, rollout_s - decode_s - queue_s)),
             groups_per_batch=max(1, round(sum(mark.groups for mark in recent[1:]) / batches)),
-            is_in_order=totals.window_groups is not None,
+            waits_for_stragglers=totals.waits_for_stragglers,
             work_shares=[each / mean_tokens for each in tokens],
             max_staleness=allowed,
             staleness=self._staleness / max(1, self._trained),
             queue_staleness=totals.queue_staleness,
             prefilled_per_sampled=totals.prefilled_tokens / max(1, load.tokens),
         )
+
+    def _group_s(self, decode_s: float, other_s: float) -> list[float]:
+        """Return the seconds of the longest rollout of recent groups without time in engines'
+        queues, in ascending order.
+
+        Rollouts decode in proportion to their tokens. Of the rest of its time, each lost the same
+        in queues, because what is long in tools is not long in queues; what is left has the mean
+        ``other_s``.
+        """
+        tokens, seconds = np.concatenate(self._groups, axis=1)
+        decode = tokens * (decode_s * self._lengths.rollouts / self._lengths.tokens)
+        rest = np.maximum(0.0, seconds - decode)
+        other = np.maximum(0.0, rest - max(0.0, rest.mean() - other_s))
+        if other.any():
+            other *= other_s / other.mean()
+        sizes = [group.shape[1] for group in self._groups]
+        begins = np.cumsum([0, *sizes[:-1]])
+        longest: list[float] = np.sort(np.maximum.reduceat(decode + other, begins)).tolist()
+        return longest
 
     def _in_flight(self, rho: float, window_groups: int | None) -> float:
         lengths, slots = self._lengths, sum(e.max_running_turns for e in self._engines)
@@ -301,18 +330,22 @@ def window_groups(policy: StalenessPolicy) -> int | None:
     return 1 if order == "admission" else None
 
 
+def waits_for_stragglers(policy: StalenessPolicy) -> bool:
+    """Return whether a batch waits for running groups that would become too old: in any order, if
+    all that are outstanding must be trained within the bound, and none is masked or dropped."""
+    bound = policy.guaranteed_bound
+    if bound is None or getattr(policy, "deadline_policy", "wait") != "wait":
+        return False
+    most = (bound + 1) * policy.batches_per_version * policy.groups_per_batch
+    return policy.allowed_groups <= most
+
+
 def _made_per_kept(ledger: LedgerSnapshot) -> float:
     """Return the tokens sampled per token not discarded, without the tokens of rollouts that the
     run's end discarded."""
     cut_off = ledger.discarded.get("run_ended", 0)
     discarded = ledger.discarded_total - cut_off
     return 1 + discarded / max(1, ledger.generated - cut_off - discarded)
-
-
-def _known(seconds: npt.NDArray[np.float64]) -> list[float]:
-    """Return the durations that are known, as a list: a resumed run does not know old begins."""
-    known: list[float] = seconds[~np.isnan(seconds)].tolist()
-    return known
 
 
 class EngineLoad:

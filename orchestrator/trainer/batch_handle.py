@@ -42,7 +42,12 @@ from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
-from tidegate.orchestrator.telemetry.forecast import Forecaster, RunTotals, window_groups
+from tidegate.orchestrator.telemetry.forecast import (
+    Forecaster,
+    RunTotals,
+    waits_for_stragglers,
+    window_groups,
+)
 from tidegate.orchestrator.telemetry.off_policy import off_policy
 from tidegate.orchestrator.telemetry.recorder import Recorder, TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunStatistics, mean_of_counts
@@ -243,6 +248,7 @@ class MeasuredHandle(ABC):
             ledger=core.ledger.snapshot(),
             outstanding_groups_max=core.policy.outstanding_groups_max,
             window_groups=window_groups(core.policy),
+            waits_for_stragglers=waits_for_stragglers(core.policy),
             eager_versions=core.policy.just_in_time_after_versions,
             activity_s=sum(scheduler.episode_seconds().values()),
             publish_s=publish_s / max(1, self._timekeeper.publishes),

@@ -148,7 +148,7 @@ class _Forms:
             activity_s=0.0,
             group_s=[token_s * tokens for tokens in self._longest],
             groups_per_batch=candidate.groups_per_batch,
-            is_in_order=True,
+            waits_for_stragglers=True,
             max_staleness=candidate.max_staleness,
         )
 

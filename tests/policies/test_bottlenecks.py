@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tidegate.policies.bottlenecks import Diagnosis, RunFigures, diagnose
+from tidegate.policies.bottlenecks import Diagnosis, RunFigures, diagnose, expected_batch_s
 from tidegate.policies.predictions import DecodeCost
 
 BALANCED = RunFigures(
@@ -25,7 +25,7 @@ BALANCED = RunFigures(
     activity_s=0.0,
     group_s=[20.0],
     groups_per_batch=8,
-    is_in_order=True,
+    waits_for_stragglers=True,
     max_staleness=4.0,
 )
 """A run in which neither side waits for long."""
@@ -107,3 +107,53 @@ def test_a_range_is_stated_for_each_gain() -> None:
     low, high = change.gain_range
     assert low < change.gain < high
     assert f"({low:.0%} to {high:.0%})" in str(change)
+
+
+def test_the_longest_rollout_of_a_batch_starts_while_engines_have_others_to_start() -> None:
+    run = replace(
+        BALANCED,
+        max_staleness=0.0,
+        trainer_s=2.0,
+        publish_s=0.0,
+        work_s=10.0,
+        cost=DecodeCost(0.0, 0.001),
+        rollout_s=4.0,
+        decode_s=4.0,
+        group_s=[9.0],
+    )
+    # When 4 s of work are left in the running rollouts, after 6 s, the last one starts.
+    assert expected_batch_s(run) == pytest.approx(6.0 / 2 + 9.0 + 2.0)
+    assert expected_batch_s(replace(run, group_s=[5.0])) == pytest.approx(10.0 + 2.0)
+
+
+def test_a_faster_trainer_waits_longer_for_each_publish_because_engines_are_busier() -> None:
+    def gain(step_s: float) -> float:
+        run = replace(
+            BALANCED,
+            trainer_s=10.0,
+            publish_s=1.0,
+            engine_idle_share=0.8,
+            work_s=0.5,
+            cost=DecodeCost(step_s, 0.0),
+            rollout_s=3.0,
+            decode_s=3.0,
+            group_s=[5.0],
+        )
+        return next(each.gain for each in diagnose(run).changes if each.lever == "training")
+
+    assert gain(step_s=0.002) == pytest.approx(10 / (9 / 4 + 1) - 1, rel=0.05)
+    # Of 2.5 steps, a fifth is waited for now: b = 9/4 + 10/b seconds per batch.
+    assert gain(step_s=2.0) == pytest.approx(10 / 4.48 - 1, rel=0.05)
+
+
+def test_stragglers_take_a_batchs_time_unless_others_overtake_them() -> None:
+    run = replace(
+        BALANCED,
+        max_staleness=1.0,
+        trainer_s=2.0,
+        work_s=2.0,
+        group_s=[5.0, 50.0],
+        cost=DecodeCost(0.0, 0.001),
+    )
+    overtaken = replace(run, waits_for_stragglers=False)
+    assert expected_batch_s(run) > 1.5 * expected_batch_s(overtaken)

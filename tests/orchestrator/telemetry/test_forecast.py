@@ -4,17 +4,30 @@ import asyncio
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import tidegate
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
-from tidegate.orchestrator.telemetry.forecast import Forecaster, RunTotals, window_groups
+from tidegate.orchestrator.telemetry.forecast import (
+    Forecaster,
+    RunTotals,
+    waits_for_stragglers,
+    window_groups,
+)
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast
 from tidegate.orchestrator.telemetry.timekeeping import Usage
-from tidegate.policies.asynchrony import BoundedStaleness, Order, Unbounded
+from tidegate.policies.asynchrony import (
+    BoundedStaleness,
+    DeadlinePolicy,
+    OneStepOffPolicy,
+    Order,
+    Unbounded,
+)
 from tidegate.policies.consumption import Window
+from tidegate.policies.rounds import Synchronous, TailPacking
 from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest
 
 pytestmark = pytest.mark.slow
@@ -192,3 +205,44 @@ def test_the_order_of_consumption_is_the_policys() -> None:
 
     assert [window(order) for order in ("admission", Window(5), "completion")] == [1, 5, None]
     assert window_groups(Unbounded(groups_per_batch=4, outstanding_groups_limit=8)) is None
+
+
+def test_a_batch_waits_for_stragglers_in_any_order_unless_the_policy_gives_them_up() -> None:
+    def waits(deadline_policy: DeadlinePolicy) -> bool:
+        return waits_for_stragglers(
+            BoundedStaleness(
+                max_staleness=2,
+                groups_per_batch=4,
+                consumption_order="completion",
+                deadline_policy=deadline_policy,
+            )
+        )
+
+    assert waits("wait")
+    assert not any([waits("mask"), waits("split"), waits("drop")])
+    assert waits_for_stragglers(BoundedStaleness(max_staleness=2, groups_per_batch=4))
+    assert waits_for_stragglers(Synchronous(groups_per_batch=4))
+    assert waits_for_stragglers(OneStepOffPolicy(groups_per_batch=4))
+    assert not waits_for_stragglers(TailPacking(groups_per_batch=4))
+    assert not waits_for_stragglers(Unbounded(groups_per_batch=4, outstanding_groups_limit=8))
+
+
+def test_a_tools_stragglers_are_as_long_as_they_are_however_long_all_rollouts_queue() -> None:
+    forecaster = Forecaster()
+    engine = replace(an_engine(), waiting_turns_s=200 * 10.0)  # 8,000 tokens: 200 rollouts
+    for number in range(8):
+        forecaster.add_batch(
+            np.full(2, 40),
+            np.full(2, number),
+            np.zeros(2, int),
+            np.arange(2),
+            began_s=np.zeros(2),
+            ended_s=np.array([0.4 + 10 + 1, 0.4 + 10 + 9]),  # decoding, queues, tools
+            trainer_version=number,
+            usage=Usage(wall_s=0.2 * (number + 1), trainer_idle_share=0.75),
+            engines=[engine],
+        )
+    totals = RunTotals(ledger=LedgerSnapshot(generated=640), outstanding_groups_max=3)
+    forecast = forecaster.forecast(totals)
+    assert forecast is not None
+    assert "groups 1.7 times as long as rollouts" in forecast.advice  # 9.4 s and 5.4 s
