@@ -129,6 +129,11 @@ class RunFigures:
         """Seconds of ``rollout_s`` outside engines' queues."""
         return max(self.decode_s, self.rollout_s - self.queue_s)
 
+    @property
+    def batch_error(self) -> float:
+        """Standard error of the mean tokens per batch, as a share: few batches were measured."""
+        return math.sqrt(sum((each - 1) ** 2 for each in self.work_shares)) / len(self.work_shares)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -138,11 +143,13 @@ class Change:
     value: float
     gain: float
     """Expected gain as a share; 0 for a change that saves engines or staleness at no loss."""
+    noise: float = 0.0
+    """Standard error of the gain, because few batches were measured."""
 
     @property
     def gain_range(self) -> tuple[float, float]:
         """Gains within the advice's error: the model is too optimistic where two limits meet."""
-        return 0.5 * self.gain - 0.05, 1.2 * self.gain + 0.05
+        return 0.5 * self.gain - 0.05 - self.noise, 1.2 * self.gain + 0.05 + self.noise
 
     def __str__(self) -> str:
         what = {
@@ -201,6 +208,7 @@ def diagnose(run: RunFigures) -> Diagnosis:
         count = _first_as_fast(counts, lambda count: model.batch_s(engines=count))
         gains.append(Change("engines", count, now_s / model.batch_s(engines=count) - 1))
     gains = sorted((c for c in gains if c.gain >= GAIN_MIN), key=lambda change: -change.gain)
+    gains = [replace(each, noise=run.batch_error * (1 + each.gain)) for each in gains]
     limit = _limit_of(gains)
     return Diagnosis(limit, _evidence(run), (*gains, *_savings(run)), useful)
 

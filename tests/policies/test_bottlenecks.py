@@ -157,3 +157,15 @@ def test_stragglers_take_a_batchs_time_unless_others_overtake_them() -> None:
     )
     overtaken = replace(run, waits_for_stragglers=False)
     assert expected_batch_s(run) > 1.5 * expected_batch_s(overtaken)
+
+
+def test_the_stated_error_is_smaller_the_more_batches_were_measured_or_the_more_equal() -> None:
+    def width(*work_shares: float) -> float:
+        run = replace(BALANCED, trainer_s=2.0, work_s=2.0, rows=15.0, group_s=[48.0])
+        change = diagnose(replace(run, work_shares=work_shares)).changes[0]
+        low, high = change.gain_range
+        return (high - low - 0.7 * change.gain - 0.1) / (1 + change.gain)
+
+    assert width(1.0, 1.0) == pytest.approx(0.0)
+    assert width(*[0.8, 1.2] * 8) == pytest.approx(2 * 0.2 / 4)
+    assert width(*[0.8, 1.2] * 32) == pytest.approx(2 * 0.2 / 8)

@@ -201,7 +201,9 @@ def test_the_report_shows_the_forecast_and_the_discards(tmp_path: Path, model: P
     assert "| stale | 9 | 900 | 100.0 | 12.5% | 0:17 (5), 0:3 (1 to 4) |" in page
     assert "trained 60.0 tokens on average, generated 80.0, ratio 0.75" in page
     report = report_of(run)
-    assert report["forecast"]["changes"] == [{"lever": "max_staleness", "value": 4, "gain": 0.33}]
+    assert report["forecast"]["changes"] == [
+        {"lever": "max_staleness", "value": 4, "gain": 0.33, "noise": 0.0}
+    ]
     assert report["discards"]["stale"]["lengths"] == {"64": 9}
 
 
