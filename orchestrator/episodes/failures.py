@@ -6,12 +6,9 @@ same lines of code; the message may differ.
 """
 
 import logging
-import os
 import traceback
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tidegate.errors import (
@@ -26,12 +23,12 @@ from tidegate.errors import (
     InfrastructureFailed,
     ModelError,
     PolicyFailed,
-    TidegateError,
     TurnRefused,
     TurnTimeout,
 )
 from tidegate.orchestrator.core.failure_counts import FailureKey, FailureOutcome
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState
+from tidegate.orchestrator.episodes.tracebacks import OUR_DIRECTORY, for_users
 from tidegate.policies.failures import FailureCause
 
 CONSECUTIVE_FAILURES_MAX = 100
@@ -67,12 +64,6 @@ DISTINCT_ERRORS_MAX = 64
 REASONS_MAX = 32
 """Number of distinct failure reasons, because each is an account of the ledger; later ones are
 counted as ``other``."""
-
-OUR_DIRECTORY = str(Path(__file__).parents[2])
-"""Directory of Tidegate's own code, whose lines are not shown as the place of an error."""
-
-TRACEBACKS = "TIDEGATE_TRACEBACKS"
-"""Environment variable; ``full`` keeps Tidegate's own lines in tracebacks of its errors."""
 
 log = logging.getLogger("tidegate")
 
@@ -158,42 +149,6 @@ def place_of(function: Any) -> str:
         function = type(function).__call__
     code = getattr(function, "__code__", None)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def for_users(error: BaseException) -> BaseException:
-    """Remove Tidegate's own lines from the traceback of an error, and of its causes; return it.
-
-    Only of errors that Tidegate raises on purpose: their message says all. Any other may be a
-    defect of Tidegate's, and loses just the lines that called the user's code.
-    """
-    if os.environ.get(TRACEBACKS) == "full":
-        return error
-    each: BaseException | None = error
-    seen: set[int] = set()
-    while each is not None and id(each) not in seen:  # a user's causes may form a circle
-        seen.add(id(each))
-        frames: list[TracebackType] = []
-        trace = each.__traceback__
-        while trace is not None:
-            is_ours = trace.tb_frame.f_code.co_filename.startswith(OUR_DIRECTORY)
-            if not is_ours or (frames and not isinstance(each, TidegateError)):
-                frames.append(trace)
-            trace = trace.tb_next
-        if frames or isinstance(each, TidegateError):
-            users: TracebackType | None = None
-            for frame in reversed(frames):
-                users = TracebackType(users, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-            each.__traceback__ = users
-        each = each.__cause__
-    return error
-
-
-def at_the_call(error: TidegateError) -> BaseException:
-    """Return an error as a call of the trainer's raises it: without the lines below the call, which
-    are no lines of the trainer's."""
-    if os.environ.get(TRACEBACKS) == "full":
-        return error
-    return for_users(error.with_traceback(None))
 
 
 def _described(error: BaseException) -> str:

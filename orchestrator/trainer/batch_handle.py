@@ -35,8 +35,8 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.failure_counts import failure_statistics
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.failures import at_the_call
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.episodes.tracebacks import at_the_call
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import ResumeToken, resume_token
 from tidegate.orchestrator.scheduler.batch_requests import BatchRequest

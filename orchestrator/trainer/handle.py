@@ -34,7 +34,7 @@ from typing import (
 )
 
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.orchestrator.episodes.failures import at_the_call
+from tidegate.orchestrator.episodes.tracebacks import at_the_call
 from tidegate.orchestrator.fleet.scores import (
     Pooling,
     Readout,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from tidegate.observability.records.run_directories import RUN_FILE, next_part
+from tidegate.orchestrator.episodes.tracebacks import shorten_tracebacks
 from tidegate.orchestrator.fleet.launcher import EngineLauncher, LocalEngineLauncher
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
@@ -55,6 +56,7 @@ def serve(
     Raises:
         ConfigError: a setting is unknown, out of range or impossible.
     """
+    shorten_tracebacks()
     return Rollouts(run_settings(**settings), run_parts, resume, on_batch=on_batch)
 
 
@@ -78,6 +80,7 @@ def score_server(**settings: Unpack[RunOptions]) -> Scorer:
     Raises:
         ConfigError: a setting is unknown, out of range or impossible.
     """
+    shorten_tracebacks()
     return Scorer(run_settings(**settings), run_parts)
 
 
@@ -113,6 +116,7 @@ def vllm_server(
     """
     from tidegate.serving.vllm_server import VLLMServer
 
+    shorten_tracebacks()
     checked = run_settings(**settings)
     return VLLMServer(
         _serve_requests(checked, settings),
@@ -159,6 +163,7 @@ def tinker_server(
     """
     from tidegate.serving.tinker.server import TinkerServer
 
+    shorten_tracebacks()
     checked = run_settings(**settings)
     if "kv_policy" not in checked.weights.model_fields_set:
         settings["kv_policy"] = "keep"  # what the API promises of in-flight samplers

@@ -27,6 +27,7 @@ from typing_extensions import override
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, RunLost, TidegateError
 from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.control_events import PublishWait
+from tidegate.orchestrator.episodes.tracebacks import shorten_tracebacks
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
@@ -598,6 +599,7 @@ def connect(
     Raises:
         ConfigError: the address, the keys or the rank are wrong.
     """
+    shorten_tracebacks()
     keys = None if curve_key_directory is None else read_engine_keys(Path(curve_key_directory))
     return RemoteRollouts(
         address,

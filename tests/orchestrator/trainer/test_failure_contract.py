@@ -11,7 +11,7 @@ import pytest
 import tidegate
 from tidegate.errors import EpisodeError
 from tidegate.orchestrator.core.failure_counts import FailureStatistics
-from tidegate.orchestrator.episodes.failures import TRACEBACKS
+from tidegate.orchestrator.episodes.tracebacks import TRACEBACKS
 from tidegate.policies.failures import FailureCause
 from tidegate.testing import ServeInTests
 
