@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import torch
 
 from tidegate.engine.device.devices import CPU, find_device
@@ -45,6 +46,7 @@ from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.kernels.compiled import library
 from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import KV_POLICIES, PAUSE_MODES, PROTOCOL, Hello
 from tidegate.transport.printable import print_stderr
@@ -106,8 +108,9 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         if ranks is not None:
             ranks.close()
         return UNUSABLE
-    if model.warning is not None:
-        print_stderr(f"warning: {model.warning}")
+    warnings = _warnings(model, device)
+    for warning in warnings:
+        print_stderr(f"warning: {warning}")
     weights = f"{stored_bytes(arguments.model) / 2**30:.2f} GiB of weights in files"
     cache = _cache_text(model, limits)
     print_stderr(f"memory: {weights}, twice while new ones are staged; KV cache: {cache}")
@@ -117,7 +120,8 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     adapters = AdapterVersions(_adapters_max(arguments, runner))
     if isinstance(runner, ModelRunner):
         runner.adapter_versions = adapters
-    link = OrchestratorLink(socket, _hello(arguments, model, limits, adapters.versions_max))
+    hello = _hello(arguments, model, limits, adapters.versions_max)
+    link = OrchestratorLink(socket, msgspec.structs.replace(hello, warnings=warnings))
     gpu = None if device is None else CudaGpu(device)
     staging = ranks.staging(model.allocate, WeightReceiverConfig(arguments.connect, keys, gpu=gpu))
     try:
@@ -434,6 +438,18 @@ def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
     if status == ENDED:
         print_stderr(f"engine ends: {reason}")
     return status
+
+
+def _warnings(model: ServedModel, device: torch.device | None) -> list[str]:
+    """Return what the run's user should know of this engine."""
+    warnings = [] if model.warning is None else [model.warning]
+    if device is None and library() is None:
+        warnings.append(
+            "no kernels could be compiled, so torch's operators compute the model, in two to three "
+            "times the CPU time; install a C++ compiler, or name one by CXX. The engine's log has "
+            "the reason"
+        )
+    return warnings
 
 
 def _adapters_max(arguments: argparse.Namespace, runner: Runner) -> int:

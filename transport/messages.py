@@ -144,6 +144,9 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Live versions of adapters with versions of their own; they outlive a connection."""
     device: str = ""
     """Device that the model is computed on: ``cpu``, ``cuda:0``. Empty: not reported."""
+    warnings: list[str] = []
+    """What makes the engine slow or its model unusual, for the run's user to read: no compiler, a
+    model computed by ``transformers``. A run logs each text once."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):

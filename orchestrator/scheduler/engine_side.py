@@ -25,6 +25,7 @@ from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
 from tidegate.orchestrator.weight_sync.adapters import AdapterManager
 from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.orchestrator.weight_sync.parts import ArchivedAdapter, WeightParts
+from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     AdapterLive,
     Hello,
@@ -37,6 +38,9 @@ from tidegate.transport.messages import (
     WeightsLive,
 )
 from tidegate.transport.scoring import ScoreFailed, ScoreResult, ScoreTokens
+
+WARNINGS_MAX = 32
+"""Number of distinct warnings of engines that are logged."""
 
 log = logging.getLogger("tidegate")
 
@@ -101,6 +105,8 @@ class EngineSide:
         """Engines that this run has started; None: the run can start none."""
         self._pins: dict[str, int] = {}
         """Number of pinned evaluations, by engine that has them. It has left weight control."""
+        self._warned: set[str] = set()
+        """Warnings of engines that were logged."""
         self._lent: set[str] = set()
         """Pinned engines that return to training afterwards."""
         self._starting: dict[str, str | None] = {}
@@ -223,6 +229,7 @@ class EngineSide:
         engine = event.engine
         if isinstance(event, ev.EngineJoined):
             self._check_dtype(engine)
+            self._show_warnings(engine)
             self._pending.notify()
             known = self._core.turns.engines.get(engine)
             if known is not None and known.is_draining and known.epoch == event.epoch:
@@ -268,6 +275,14 @@ class EngineSide:
                 expected,
                 expected,
             )
+
+    def _show_warnings(self, engine: str) -> None:
+        """Log what an engine warns of, each text once: engines of one model mostly warn alike."""
+        hello = self._hello_of(engine)
+        for text in () if hello is None else hello.warnings:
+            if text not in self._warned and len(self._warned) < WARNINGS_MAX:
+                self._warned.add(text)
+                log.warning("engine=%s %s", engine, cut(text))
 
     # ------------------------------------------------------------ engines kept for evaluations
 
