@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tidegate
 from examples.memory_marks import MemoryMarks
+from tidegate.engine.models.quiet_transformers import quiet_transformers
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.policies.diagnostics import LagBucket, measure_mismatch, measure_mismatch_by_lag
 from tidegate.policies.objectives import decoupled_ppo_loss
@@ -115,9 +116,10 @@ def load_trainer(
     It trains all parameters in float32; or with ``last_layers`` only these layers: they are kept in
     float32 and computed in the model's own type, as all others are.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32 if last_layers is None else "auto", local_files_only=True
-    )
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32 if last_layers is None else "auto", local_files_only=True
+        )
     if last_layers is not None:
         model.requires_grad_(False)
         layers: Any = model.base_model.layers

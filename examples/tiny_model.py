@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from examples.calculator import INSTRUCTION
 from examples.imitation import DemonstrationSource, Progress, warm_up
 from examples.warm_up import ToolDemonstrations
+from tidegate.engine.models.quiet_transformers import quiet_transformers
 
 PAD, EOS = 0, 1
 VOCABULARY = [
@@ -179,7 +179,7 @@ def _save(
     report: WarmUpReport,
 ) -> None:
     """Write a Hugging Face model directory, the marker last."""
-    with _no_progress_bars():
+    with quiet_transformers():
         model.save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {**TOKENIZER_CONFIG, "model_max_length": recipe.context_tokens}
@@ -187,18 +187,6 @@ def _save(
     if recipe.chat_template is not None:
         (directory / "chat_template.jinja").write_text(recipe.chat_template)
     (directory / MARKER).write_text(json.dumps(asdict(report), indent=2) + "\n")
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Suppress transformers' progress bars, which would garble the caller's own display."""
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _read_report(directory: Path) -> WarmUpReport | None:

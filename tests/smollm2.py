@@ -20,6 +20,8 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tidegate.engine.models.quiet_transformers import quiet_transformers
+
 DIRECTORY = Path(__file__).parents[1] / "runs/smollm2-135m"
 
 WORDS = regex.compile(
@@ -102,4 +104,5 @@ def _byte_pairs(word: str, ranks: dict[tuple[str, ...], int]) -> list[str]:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    with quiet_transformers():
+        make(Path(sys.argv[1]))

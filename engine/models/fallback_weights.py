@@ -7,8 +7,7 @@ whatever the dtype, as in Tidegate's own models.
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tidegate.engine.memory.out_of_memory import is_out_of_memory
 from tidegate.engine.models.checkpoint import tensor_names
 from tidegate.engine.models.model_weights import refuse_lacking
+from tidegate.engine.models.quiet_transformers import quiet_transformers
 from tidegate.engine.weights.weight_conversions import (
     Conversion,
     converted_targets,
@@ -245,7 +245,7 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
     """
     auto: Any = transformers.AutoModelForCausalLM
     try:
-        with _no_progress_bars():
+        with quiet_transformers():
             module, info = auto.from_pretrained(
                 path,
                 dtype=dtype,
@@ -319,19 +319,6 @@ def clamp_time_steps(module: torch.nn.Module) -> None:
 
         mixer.register_forward_pre_hook(enter)
         mixer.register_forward_hook(leave, always_call=True)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep progress bars off the engine's stderr, which is for errors."""
-    log: Any = transformers.utils.logging
-    were_enabled = log.is_progress_bar_enabled()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_enabled:
-            log.enable_progress_bar()
 
 
 class _Float32Head(torch.nn.Module):

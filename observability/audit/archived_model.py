@@ -7,10 +7,8 @@ the engine's code, so that an engine's fault can't hide in its own proof. The ca
 version's directory.
 """
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from tidegate.engine.models.fallback_weights import clamp_time_steps
+from tidegate.engine.models.quiet_transformers import quiet_transformers
 from tidegate.errors import AuditError
 from tidegate.orchestrator.weight_sync.parts import WeightParts
 from tidegate.transport.regular_files import check_regular
@@ -230,7 +229,7 @@ def _overlay_saved(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
             )
         saved[entry] = tensor
     is_tied = _is_tied(model)
-    with _quiet_transformers():
+    with quiet_transformers():
         reloaded = type(model).from_pretrained(
             None, config=model.config, state_dict=saved, dtype=torch.float32
         )
@@ -288,7 +287,7 @@ def load_weights(directory: Path) -> Any:
     _refuse_without_config(directory)
     auto: Any = transformers.AutoModelForCausalLM
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, info = auto.from_pretrained(
                 directory,
                 dtype=torch.float32,
@@ -312,18 +311,3 @@ def load_weights(directory: Path) -> Any:
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # transformers 5.17's default leaves the cap out
     return model.eval()
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bars and warnings: an audit loads many versions."""
-    log: Any = transformers.utils.logging
-    bars_enabled, level = log.is_progress_bar_enabled(), log.get_verbosity()
-    log.disable_progress_bar()
-    log.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if bars_enabled:
-            log.enable_progress_bar()

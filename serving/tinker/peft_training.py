@@ -19,6 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tidegate.engine.models.quiet_transformers import quiet_transformers
 from tidegate.serving.tinker.losses import RATIO_MASK, TARGETS, LossFunction, loss_function
 from tidegate.serving.tinker.training import (
     LORA_ALPHA,
@@ -67,7 +68,8 @@ class PeftTraining:
 
     def __init__(self, model: Path, *, device: str = "cpu") -> None:
         """Load the base model, in the dtype of its directory."""
-        base: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        with quiet_transformers():
+            base: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
         if getattr(base.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             base.set_attn_implementation("eager")  # transformers 5.17's default leaves the cap out
         base.requires_grad_(False)
