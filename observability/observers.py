@@ -210,7 +210,7 @@ class Observers:
         dashboard's URL."""
         fleet, records = self._settings.fleet, self._settings.records
         return (
-            f"model: {self._settings.model}; engines: {fleet.engines_started}\n"
+            f"model: {self._settings.model}; engines: {fleet.engines_started}, starting\n"
             f"records: {records.run_directory or 'none (run_directory is not set)'}\n"
             f"dashboard: {self.url or 'none (dashboard_address is not set)'}"
         )

@@ -153,7 +153,7 @@ class ProgressDisplay(Recorder):
                 self._statistics = read()
         s = self._statistics
         if s is None or not s.engines:
-            return Text("waiting for engines")
+            return Text("waiting for engines, which import torch and load the model")
         table = Table.grid(padding=(0, 3))
         reward = f"{self._rewards[-1]:.3f}" if self._rewards else "-"
         table.add_row("batch", self._number(), "reward", reward)

@@ -49,6 +49,10 @@ from tidegate.transport.weight_channels import sender
 
 Result = TypeVar("Result")
 
+SLOW_START_S = 3.0
+"""Time from which a start is reported as slow: engines of a small model join sooner on two quiet
+cores, most of it the import of torch."""
+
 EPISODES_END_TIMEOUT_S = 15.0
 """Time that cancelled episodes have to clean up; then the run ends without them."""
 
@@ -351,7 +355,7 @@ class Run:
             async with asyncio.TaskGroup() as group:
                 group.create_task(scheduler.run(), name="scheduler")
                 engines.start()
-                await self._engines_joined(scheduler)
+                await self._engines_joined(scheduler, logs)
                 engines.may_restart = True
                 self.ready.set_result(None)
         except BaseException as error:
@@ -370,9 +374,20 @@ class Run:
                 self.loop_watch.stop()  # nothing else runs on the loop: it may wait for processes
                 engines.stop()
 
-    async def _engines_joined(self, scheduler: Scheduler) -> None:
+    async def _engines_joined(self, scheduler: Scheduler, logs: Path) -> None:
         wanted = max(1, self.settings.fleet.engines_started)
         timeout_s = self.settings.fleet.engine_start_timeout_s
+
+        def report_slow_start() -> None:
+            log.warning(
+                "start=waiting engines=%d/%d: they import torch, load the model and, once per "
+                "machine, compile kernels; their logs are in %s",
+                len(scheduler.fleet.engines),
+                wanted,
+                logs,
+            )
+
+        slow = asyncio.get_running_loop().call_later(SLOW_START_S, report_slow_start)
         try:
             async with asyncio.timeout(timeout_s):
                 await scheduler.wait_for_engines(wanted)
@@ -385,6 +400,8 @@ class Run:
                 or f"not ready after {timeout_s:.0f} s; raise engine_start_timeout_s if loading "
                 f"this model takes longer",
             ) from None
+        finally:
+            slow.cancel()
 
 
 def cause_of(error: BaseException) -> BaseException:
