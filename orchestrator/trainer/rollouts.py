@@ -215,8 +215,12 @@ class Scorer(MeasuredHandle, RunHandle):
         self._exit_on_sigterm()
         self._run.start()
         self._run.show(read=self._read, statistics=self._statistics_of)
-        share_cores(self.settings)
+        self._share_cores()
         await result_of(self._run.ready)
+
+    def _share_cores(self) -> None:
+        """Share the machine's cores with engines; simulated runs override it, which have none."""
+        share_cores(self.settings)
 
     @override
     def _exit(self, error: BaseException | None = None) -> None:

@@ -31,7 +31,10 @@ from tidegate.transport.zeromq import encode_frame
 LAST_FRAMES_MAX = 40
 """Number of frames shown in the report of a failure: a screenful."""
 
-DESCRIPTION_CHARS_MAX = 200
+SHOWN_FRAMES_MAX = 8
+"""Number of frames shown beside a user's failed test, whose cause they rarely are."""
+
+DESCRIPTION_CHARS_MAX = 120
 """Characters after which a shown frame is cut off."""
 
 COLUMNS = {"turns": "I", "counts": "I", "token_ids": "i", "logprobs": "f"}
@@ -57,7 +60,7 @@ class CarriedFrame:
         return f"{self.at_s:9.4f} s  {self.engine} {arrow} {description[:DESCRIPTION_CHARS_MAX]}"
 
 
-def _describe(message: Message) -> str:
+def _describe(message: msgspec.Struct) -> str:
     """Format a message for a reader: columns as lists, and without fields equal to defaults."""
     parts = []
     for field in msgspec.structs.fields(message):
@@ -66,6 +69,10 @@ def _describe(message: Message) -> str:
             continue
         if isinstance(value, bytes):
             value = array(COLUMNS.get(field.name, "B"), value).tolist()
+        elif isinstance(value, msgspec.Struct):
+            value = _describe(value)
+        elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+            value = f"[{', '.join(map(_describe, value))}]"
         parts.append(f"{field.name}={value}")
     return f"{type(message).__name__}({', '.join(parts)})"
 

@@ -39,7 +39,7 @@ from tidegate.simulation.engine.scripted import (
     ScriptedModel,
     files_of,
 )
-from tidegate.simulation.engine.wire import FrameLog
+from tidegate.simulation.engine.wire import SHOWN_FRAMES_MAX, FrameLog
 from tidegate.simulation.run.virtual_time import VirtualTime
 from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
@@ -150,7 +150,8 @@ class SimulatedRun:
     @property
     def story(self) -> list[str]:
         """State of each engine, and the last frames carried, as lines of text."""
-        return [*map(str, self._hosts), *map(str, self._frame_log.last)]
+        last = list(self._frame_log.last)[-SHOWN_FRAMES_MAX:]
+        return [*map(str, self._hosts), *map(str, last)]
 
     # ------------------------------------------------------------ called by the client handles
 
@@ -331,6 +332,10 @@ class SimulatedRollouts(Rollouts):
     def _make_run(self) -> Run:
         self._timekeeper = Timekeeper(None, now_us=lambda: round(self._time.now_s * 1e6))
         return cast(Run, self.simulated)
+
+    @override
+    def _share_cores(self) -> None:
+        """Leave torch its threads: no engine runs on this machine."""
 
     @override
     async def _enter(self) -> None:

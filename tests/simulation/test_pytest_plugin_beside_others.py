@@ -113,6 +113,27 @@ def test_a_failed_test_reports_the_last_messages_of_its_engines(pytester: pytest
     )
 
 
+def test_a_failed_test_shows_few_messages_and_no_raw_bytes(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        async def ask(episode, task):
+            episode.append(task)
+            await episode.generate(max_tokens=8)
+            return 1.0
+
+        async def test_that_fails(tidegate_serve):
+            async with tidegate_serve(engines=1) as rollouts:
+                await rollouts.evaluate(["1+1="] * 6, episode=ask)
+                assert False
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    messages = [line for line in result.outlines if " engine-0 -> " in line or " <- " in line]
+    assert 0 < len(messages) <= 8
+    assert max(map(len, messages)) < 160
+    assert not any("\\x" in line for line in result.outlines)
+
+
 def test_a_session_without_the_fixtures_imports_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

@@ -12,6 +12,7 @@ from tidegate.orchestrator.fleet.processes import engine_command, engine_options
 from tidegate.orchestrator.settings import config
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.orchestrator.trainer.rollouts import share_cores
+from tidegate.testing import ServeInTests
 
 
 def settings(**values: Any) -> RunSettings:
@@ -122,3 +123,15 @@ def test_engines_get_the_share_of_the_memory_that_the_run_sets() -> None:
 def test_a_trainer_that_publishes_on_the_engines_gpu_shares_its_memory() -> None:
     asked = settings(device="cuda:0", weight_channel="cuda_ipc")
     assert options_of(asked, "engine-0") == ("cuda:0", "2")
+
+
+async def test_a_simulated_run_leaves_torch_its_threads(
+    on_cores: pytest.MonkeyPatch, tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads = [12]
+    on_cores.setattr(torch, "get_num_threads", lambda: threads[-1])
+    on_cores.setattr(torch, "set_num_threads", threads.append)
+    async with tidegate_serve(engines=2):
+        pass
+    assert threads == [12]
+    assert "torch_threads" not in caplog.text
