@@ -281,7 +281,8 @@ def _warm_up_items(facts: Facts) -> list[tuple[str, str]]:
 
 def _results(facts: Facts) -> list[str]:
     rows = [
-        ("mode; pause mode; KV policy", _modes_cell(facts)),
+        ("mode", facts.mode or "-"),
+        ("pause mode; KV policy", f"{facts.pause_mode or '-'}; {facts.kv_policy or '-'}"),
         (
             "training reward, first and last tenth of the batches",
             f"{_number(facts.training_reward_start)}; {_number(facts.training_reward_end)}",
@@ -338,7 +339,17 @@ def _tool_calls_cell(facts: Facts) -> str:
 
 
 def _modes_cell(facts: Facts) -> str:
-    return "; ".join(value or "-" for value in (facts.mode, facts.pause_mode, facts.kv_policy))
+    modes = (facts.mode, facts.pause_mode, facts.kv_policy)
+    return "; ".join(value for value in modes if value) or "-"
+
+
+def _rewards_cell(facts: Facts) -> str:
+    """Return the held-out rewards before and after; those of training where none was recorded."""
+    held_out = facts.reward_before, facts.reward_after
+    if held_out != (None, None):
+        return " to ".join(map(_number, held_out))
+    training = facts.training_reward_start, facts.training_reward_end
+    return "-" if training == (None, None) else f"{' to '.join(map(_number, training))} (training)"
 
 
 def _publish_cell(facts: Facts) -> str:
@@ -432,8 +443,7 @@ def _comparison(facts: Facts, others: list[Facts]) -> list[str]:
         name = f"**{run.run}**" if run is facts else run.run
         lines.append(
             f"| {name} | {_modes_cell(run)} | {run.wall_s:.1f} | {run.trainer_idle_share:.1%} | "
-            f"{run.engine_idle_share:.1%} | {_number(run.reward_before)} to "
-            f"{_number(run.reward_after)} | "
+            f"{run.engine_idle_share:.1%} | {_rewards_cell(run)} | "
             f"{run.max_staleness} of {_bound(run.staleness_bound)} | "
             f"{run.mixed_version_share:.1%} |"
         )

@@ -23,6 +23,13 @@ from tidegate.orchestrator.scheduler.batch_requests import BatchRequest, BatchRe
 from tidegate.orchestrator.scheduler.task_feed import TaskIterators
 from tidegate.orchestrator.telemetry.recorder import Recorder
 
+UNNAMED = (
+    ". No publish named it in time: name what a version was made from, "
+    "publish(…, batches=[batch]), which a partial publish must, or hold fewer batches"
+)
+"""Advice beside a held batch that has become stale, because a trainer that never names its batches
+gets their tasks again for ever."""
+
 log = logging.getLogger("tidegate")
 
 Handle = Callable[[ev.Event, EpisodeFunction | None], None]
@@ -179,9 +186,10 @@ class TrainerSide:
             case ev.LoseBatch(number=number, reason=reason):
                 log.warning(
                     "batch=%d reason=%s: the trainer holds it and must not train on it any more; "
-                    "its tasks are started again",
+                    "its tasks are started again%s",
                     number,
                     reason,
+                    UNNAMED if reason == "stale" else "",
                 )
             case ev.RefuseBatch(request=request, unpublished_groups=groups, held=held):
                 error = PublishNeeded(

@@ -147,6 +147,18 @@ def test_the_report_compares_runs_of_the_same_model_only(tmp_path: Path, model: 
     assert "unfinished" not in page
 
 
+def test_a_run_without_a_mode_or_held_out_rewards_shows_no_dashes_in_their_place(
+    tmp_path: Path, model: Path
+) -> None:
+    runs = tmp_path / "runs"
+    a_run(runs / "sibling", model)
+    page = write_report(a_run(runs / "one", model, mode=None)).read_text()
+    assert "| pause mode; KV policy | keep; recompute |" in page
+    (row,) = [line for line in page.splitlines() if line.startswith("| **one** ")]
+    assert row.split(" | ")[1] == "keep; recompute"
+    assert row.split(" | ")[5] == "0.000 to 0.400 (training)"
+
+
 def test_a_run_without_a_timeline_still_has_a_picture(tmp_path: Path, model: Path) -> None:
     run = a_run(tmp_path / "runs" / "one", model)
     write_report(run)

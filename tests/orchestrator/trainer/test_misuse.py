@@ -23,6 +23,7 @@ from tidegate.observability.dashboard.dashboard import URL_FILE
 from tidegate.orchestrator.trainer import run as run_module
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.staleness import StalenessPolicy
+from tidegate.testing import ServeInTests
 
 pytestmark = pytest.mark.wire
 
@@ -450,3 +451,19 @@ def test_tasks_that_raise_what_ends_a_process_end_the_run_and_not_the_trainer(mo
     ):
         for _ in rollouts.batches(tasks(), episode=one_turn):
             pass
+
+
+async def test_a_trainer_that_never_names_its_batches_is_told_how(
+    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(episode: tidegate.Episode, task: int) -> float:
+        episode.append("a question")
+        await episode.generate(max_tokens=4)
+        return float(episode.index)
+
+    async with tidegate_serve(group_size=2, groups_per_batch=2, max_staleness=1) as rollouts:
+        async for _ in rollouts.batches(range(16), episode=answer):
+            await rollouts.publish({}, batches=[])
+            if "reason=stale" in caplog.text:
+                break
+    assert "publish(…, batches=[batch]), which a partial publish must" in caplog.text
