@@ -14,8 +14,9 @@ advantages and the loss.
 """
 
 import importlib.metadata
+import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 TRLEpisode = Callable[[Episode, Any], Awaitable[float | Mapping[str, Any]]]
-"""An episode for TRL. Its task is TRL's prompt: a text, or a list of messages. It returns the
-reward, or a mapping of values for the reward functions."""
+"""An episode for TRL. Its task is TRL's prompt, a text or a list of messages, or the prompt's row
+of a dataset. It returns the reward, or a mapping of values for the reward functions."""
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """TRL's type of the function: takes the prompts and the trainer."""
@@ -48,17 +49,25 @@ SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 """accelerate's names of distributed modes in which no rank has all weights."""
 
 
-def trl_rollout_func(run: SyncRollouts | None, *, episode: TRLEpisode) -> RolloutFunc:
+def trl_rollout_func(
+    run: SyncRollouts | None,
+    *,
+    episode: TRLEpisode,
+    dataset: Iterable[Mapping[str, Any]] | None = None,
+) -> RolloutFunc:
     """Return a ``rollout_func`` for TRL's ``GRPOTrainer`` whose rollouts come from ``run``.
 
-    ``episode`` gets TRL's prompt as its task. The mapping that it returns goes to the reward
+    ``episode`` gets TRL's prompt as its task. TRL passes no other column of the dataset, such as a
+    reference answer: with ``dataset``, rows that have a ``prompt`` each, the task is the prompt's
+    whole row. The mapping that it returns goes to the reward
     functions, one keyword argument for each key; a plain reward goes there as ``reward``. TRL's
     training prompts become batches of the run, and its evaluation prompts the run's evaluations.
 
     With several TRL processes, the first one has the run and the others give ``run=None``.
 
     Raises:
-        ConfigError: ``run`` was not made by ``serve_sync``, or the installed TRL is too old. The
+        ConfigError: ``run`` was not made by ``serve_sync``, the installed TRL is too old, or two
+            rows of ``dataset`` have one prompt and other columns that differ. The
             returned function raises it too: in its first call if the trainer's settings do not fit
             the run's, and in any call if its prompts or an episode's values do not fit.
     """
@@ -68,7 +77,22 @@ def trl_rollout_func(run: SyncRollouts | None, *, episode: TRLEpisode) -> Rollou
             "TRL's trainer is not async, and episodes run in the process that has the run"
         )
     refuse_old_trl()
-    return _TRLRolloutFunc(run, episode)
+    return _TRLRolloutFunc(run, episode, None if dataset is None else _rows_by_prompt(dataset))
+
+
+def _rows_by_prompt(dataset: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    rows: dict[str, Mapping[str, Any]] = {}
+    for row in dataset:
+        if rows.setdefault(_key_of(row["prompt"]), row) != row:
+            raise ConfigError(
+                f"two rows of the dataset have the prompt {str(row['prompt'])[:200]!r} and differ "
+                "in other columns; TRL passes only the prompt, so make prompts unique"
+            )
+    return rows
+
+
+def _key_of(prompt: Any) -> str:
+    return json.dumps(prompt, sort_keys=True, default=str)
 
 
 def refuse_old_trl() -> None:
@@ -117,6 +141,8 @@ class _Generation:
     """Episodes of one call by TRL, and their completions."""
 
     episode: TRLEpisode
+    rows_by_prompt: Mapping[str, Mapping[str, Any]] | None
+    """Rows of the dataset, by :func:`_key_of` their prompts; None: episodes get the prompt."""
     completions: dict[int, dict[int, _Completion]] = field(default_factory=dict)
     """Completions by the task's index, then by rollout id."""
     failures: list[tuple[_Prompt, BaseException]] = field(default_factory=list)
@@ -125,7 +151,7 @@ class _Generation:
     async def play(self, episode: Episode, task: _Prompt) -> float:
         """Run TRL's episode, and keep its completion."""
         try:
-            returned = await call_episode(self.episode, episode, task.prompt)
+            returned = await call_episode(self.episode, episode, self._task_of(task.prompt))
             values = returned if isinstance(returned, Mapping) else {"reward": returned}
             completion = _completion(episode, values)
             reward = checked_reward(values.get("reward", 0.0))
@@ -134,6 +160,17 @@ class _Generation:
             raise
         self.completions.setdefault(task.index, {})[episode.rollout_id] = completion
         return reward
+
+    def _task_of(self, prompt: Any) -> Any:
+        if self.rows_by_prompt is None:
+            return prompt
+        try:
+            return self.rows_by_prompt[_key_of(prompt)]
+        except KeyError:
+            raise ConfigError(
+                f"no row of trl_rollout_func(dataset=…) has the prompt {str(prompt)[:200]!r}; give "
+                "it the rows of TRL's evaluation dataset, too"
+            ) from None
 
     def rows(self, tasks: Sequence[_Prompt], each: int) -> list[_Completion]:
         """Return the tasks' completions, ``each`` per task, in the order of the tasks.
@@ -157,9 +194,15 @@ class _Generation:
 class _TRLRolloutFunc:
     """The function that TRL calls."""
 
-    def __init__(self, run: SyncRollouts | None, episode: TRLEpisode) -> None:
+    def __init__(
+        self,
+        run: SyncRollouts | None,
+        episode: TRLEpisode,
+        rows_by_prompt: Mapping[str, Mapping[str, Any]] | None,
+    ) -> None:
         self._run = run
         self._episode = episode
+        self._rows_by_prompt = rows_by_prompt
         self._published_step: int | None = None
         """TRL's ``global_step`` of the weights that were published last; None before the first."""
         self._has_trained = False
@@ -210,7 +253,7 @@ class _TRLRolloutFunc:
         if self._published_step != trainer.state.global_step or self._has_trained:
             run.publish(_weights(trainer))
             self._published_step, self._has_trained = trainer.state.global_step, False
-        generation = _Generation(self._episode)
+        generation = _Generation(self._episode, self._rows_by_prompt)
         if not trainer.model.training:
             tasks = [_Prompt(index, prompt) for index, prompt in enumerate(prompts)]
             run.evaluate(tasks, episode=generation.play)

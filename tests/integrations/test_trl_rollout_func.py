@@ -96,6 +96,29 @@ def text_of(path: Path, token_ids: list[int]) -> str:
     return str(Tokenizer.from_file(str(path / "tokenizer.json")).decode(token_ids))
 
 
+async def answer(episode: tidegate.Episode, row: dict[str, Any]) -> dict[str, Any]:
+    episode.append(row["prompt"])
+    await episode.generate(max_tokens=2)
+    return {"reward": 1.0, "expected": row["answer"]}
+
+
+def test_an_episode_gets_its_prompts_whole_row_of_the_dataset(
+    run: tidegate.SyncRollouts, model: Any, path: Path
+) -> None:
+    dataset = [{"prompt": prompt, "answer": prompt.upper()} for prompt in PROMPTS]
+    rollouts = tidegate.trl_rollout_func(run, episode=answer, dataset=dataset)
+    columns = rollouts(PROMPTS, trainer_of(model, path))
+    assert columns["expected"] == [prompt.upper() for prompt in PROMPTS]
+
+
+def test_a_dataset_whose_prompts_do_not_tell_rows_apart_is_refused(
+    run: tidegate.SyncRollouts,
+) -> None:
+    dataset = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "10"}]
+    with pytest.raises(ConfigError, match=r"the prompt '1\+1=' and differ in other columns"):
+        tidegate.trl_rollout_func(run, episode=answer, dataset=dataset)
+
+
 def test_each_prompt_gets_one_completion_whose_observations_are_masked(
     run: tidegate.SyncRollouts, model: Any, path: Path
 ) -> None:
