@@ -18,7 +18,12 @@ from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
 from tidegate.serving.openai.chat_turns import ServedTurn
 from tidegate.serving.openai.outputs import Output, OutputTokenizer
 from tidegate.serving.openai.requests import ChatRequest, CompletionRequest, GenerateRequest, Prompt
-from tidegate.serving.openai.token_logprobs import LogprobRow, as_ids, as_text, completion_logprobs
+from tidegate.serving.openai.token_logprobs import (
+    LogprobRow,
+    as_ids,
+    chat_content,
+    completion_logprobs,
+)
 
 PromptLogprobs = list[dict[str, Any] | None]
 
@@ -174,7 +179,8 @@ class GenerateBodies(ResponseBodies):
             return None
         if self._request.output_mode == "text":
             texts = self._texts(output.index)
-            return {"content": [as_text(texts, *one) for one in _rows(output)]}
+            is_end = output.finish_reason is not None
+            return {"content": chat_content(texts, _rows(output), is_end=is_end)}
         rows = zip(_rows(output), output.tops, strict=True)
         return {"content": [as_ids(*row, likeliest) for row, likeliest in rows]}
 
@@ -452,11 +458,8 @@ class ChatBodies(ResponseBodies):
         texts = self._texts(output.index)
         shows_ids = self._request.return_tokens_as_token_ids
         most = self._request.top_logprobs or 0
-        return {
-            "content": [
-                as_text(
-                    texts, token, p, dict(itertools.islice(top.items(), most)), shows_ids=shows_ids
-                )
-                for token, p, top in _rows(output)
-            ]
-        }
+        rows = [
+            (token, p, dict(itertools.islice(top.items(), most))) for token, p, top in _rows(output)
+        ]
+        is_end = output.finish_reason is not None
+        return {"content": chat_content(texts, rows, shows_ids=shows_ids, is_end=is_end)}

@@ -36,12 +36,14 @@ def as_text(
     top: Mapping[int, float],
     *,
     shows_ids: bool | None = False,
+    is_last: bool = False,
 ) -> dict[str, Any]:
     """Return the log-prob entry of an output's next token as OpenAI's chat has it.
 
     ``top``: likeliest tokens to list. ``shows_ids``: whether tokens are named by their ids.
+    ``is_last``: whether the token is the output's last one.
     """
-    sampled = texts.add(token)
+    sampled = texts.add(token, is_last=is_last)
 
     def entry(token: int, name: str, logprob: float, raw: bytes) -> dict[str, Any]:
         name = f"token_id:{token}" if shows_ids else name
@@ -52,6 +54,22 @@ def as_text(
         for name, (each, p) in zip(texts.names(token, sampled, top), top.items(), strict=True)
     ]
     return {**entry(token, sampled.text, logprob, sampled.raw), "top_logprobs": tops}
+
+
+def chat_content(
+    texts: TokenTexts,
+    rows: Sequence[tuple[int, float, Mapping[int, float]]],
+    *,
+    shows_ids: bool | None = False,
+    is_end: bool = True,
+) -> list[dict[str, Any]]:
+    """Return the log-prob entries of an output's next tokens as OpenAI's chat has them; the
+    arguments are those of :func:`completion_logprobs`."""
+    last = len(rows) - 1 if is_end else -1
+    return [
+        as_text(texts, *row, shows_ids=shows_ids, is_last=number == last)
+        for number, row in enumerate(rows)
+    ]
 
 
 def completion_logprobs(
@@ -99,5 +117,5 @@ def chat_logprobs(request: OpenAIRequest, turn: GeneratedTurn) -> dict[str, Any]
         return None
     texts = TokenTexts(turn.tokenizer)
     shows_ids = request.return_tokens_as_token_ids
-    content = [as_text(texts, *row, shows_ids=shows_ids) for row in turn_rows(turn)]
+    content = chat_content(texts, turn_rows(turn), shows_ids=shows_ids)
     return {"content": content, "refusal": None}

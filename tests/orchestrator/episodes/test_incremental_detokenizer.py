@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.models import byte_level_tokenizer
 from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
-from tidegate.serving.openai.token_logprobs import as_text, completion_logprobs
+from tidegate.serving.openai.token_logprobs import chat_content, completion_logprobs
 
 
 def _with_byte_fallback() -> Tokenizer:
@@ -61,10 +61,19 @@ def test_log_probs_name_every_token_once_and_hold_all_bytes() -> None:
     for (_, _, top), named in zip(rows, found["top_logprobs"], strict=True):
         assert len(named) == len(top)
     assert "bytes:\\xe6" in found["top_logprobs"][0]
-    texts = TokenTexts(BYTE_LEVEL)
-    content = [as_text(texts, *row) for row in rows]
+    content = chat_content(TokenTexts(BYTE_LEVEL), rows)
     assert bytes(b for each in content for b in each["bytes"]).decode() == "😀"
     for entry, (token, _, top) in zip(content, rows, strict=True):
         own = entry["top_logprobs"][list(top).index(token)]
         assert (own["token"], own["bytes"]) == (entry["token"], entry["bytes"])
         assert all(each["bytes"] for each in entry["top_logprobs"])
+
+
+def test_both_forms_of_log_probs_join_to_a_text_that_ends_within_a_character() -> None:
+    ids = BYTE_LEVEL.encode("é😀", add_special_tokens=False).ids[:-1]
+    rows = [(token, -1.0, {token: -1.0}) for token in ids]
+    chat = chat_content(TokenTexts(BYTE_LEVEL), rows)
+    completion = completion_logprobs(TokenTexts(BYTE_LEVEL), rows)
+    assert "".join(each["token"] for each in chat) == "é\ufffd"
+    assert "".join(completion["tokens"]) == BYTE_LEVEL.decode(ids)
+    assert [each["token"] for each in chat] == completion["tokens"]
