@@ -552,13 +552,15 @@ class Completer:
 
 
 def _plain(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a message whose list of text parts is joined to one text, and whose calls have objects
-    as arguments, as chat templates expect."""
+    """Return a message as chat templates expect: text parts joined to one text, no content as an
+    empty text, arguments of calls as objects."""
     if message.get("tool_calls"):
         message = {**message, "tool_calls": plain_calls(message["tool_calls"], number)}
     content = message.get("content")
+    if content is None:  # beside tool calls, where OpenAI's and vLLM's clients leave it out
+        content = ""
     if not isinstance(content, list):
-        return dict(message)
+        return {**message, "content": content}
     texts = [part.get("text") for part in content if isinstance(part, dict)]
     if not all(isinstance(text, str) for text in texts) or len(texts) < len(content):
         raise ApiError(400, "a message's content may have text parts only")

@@ -195,7 +195,7 @@ class Sampling(UnservedSampling, kw_only=True):
             return f"start: {' | '.join(json.dumps(choice) for choice in choices)}"
         if isinstance(regex, str) and regex:
             # A slash ends it unless a backslash is before it, that isn't one of a pair itself.
-            return "start: /" + re.sub(r"\\.|/", _escaped, regex, flags=re.DOTALL) + "/"
+            return "start: /" + re.sub(r"\\.|/", _in_lark, regex, flags=re.DOTALL) + "/"
         return grammar if isinstance(grammar, str) and grammar else None
 
     def shared_options(self) -> dict[str, Any]:
@@ -257,8 +257,20 @@ class Sampling(UnservedSampling, kw_only=True):
         return processors
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return r"\/" if found[0] == "/" else found[0]
+_IN_LARK = {
+    "/": r"\/",
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
+"""Parts of a regular expression as llguidance's Lark writes them: ``\\d`` and ``\\w`` of Lark match
+digits and letters of all scripts. xgrammar, the backend of vLLM and SGLang, takes ASCII only, as
+ECMA-262 says for the patterns of JSON schemas. A class may have classes in it."""
+
+
+def _in_lark(found: re.Match[str]) -> str:
+    return _IN_LARK.get(found[0], found[0])
 
 
 class OpenAIRequest(Sampling, kw_only=True):

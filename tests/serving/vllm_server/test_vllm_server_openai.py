@@ -212,6 +212,7 @@ PARAMETERS = {
 """Of a tool whose calls soon end, whatever a model of random weights prefers."""
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+ADD_CALL: Any = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
 def saying(text: str) -> dict[str, Any]:
@@ -281,6 +282,26 @@ def test_a_call_may_be_forced_and_its_result_sent_back(open_ai: openai.OpenAI, c
         )
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"role": "user"},
+        {"role": "assistant"},
+        {"role": "assistant", "tool_calls": [{"id": "a", **ADD_CALL}]},
+    ],
+)
+def test_a_message_without_content_is_shown_as_an_empty_one(
+    client: Client, said: dict[str, Any]
+) -> None:
+    question = {"role": "user", "content": "1?"}
+    tokens = [
+        client.post("/tokenize", {"messages": [question, {**said, **content}, question]})["tokens"]
+        for content in ({"content": ""}, {"content": None}, {})
+    ]
+    assert tokens[1] == tokens[0]
+    assert tokens[2] == tokens[0]
+
+
 def test_responses_are_answered_and_continued(open_ai: openai.OpenAI) -> None:
     add: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": None}
     tools: Any = [add, {"type": "web_search"}]
@@ -331,6 +352,7 @@ def test_a_model_is_described_by_its_name(open_ai: openai.OpenAI) -> None:
         ({"choice": ["positive", "negative"]}, r"positive|negative"),
         ({"choice": ['a "quoted" one', "b\\c"]}, r'a "quoted" one|b\\c'),
         ({"regex": r"[a-z]{2}@[a-z]{2}\.com/x"}, r"[a-z]{2}@[a-z]{2}\.com/x"),
+        ({"regex": r"\d[^\D]\w"}, r"[0-9]{2}[0-9A-Za-z_]"),
         ({"grammar": 'start: "SELECT " ("a" | "b")'}, r"SELECT [ab]"),
     ],
 )
