@@ -6,6 +6,7 @@ is untrusted code, and runs in Jinja's sandbox.
 
 import datetime
 import json
+import logging
 import threading
 import time
 import traceback
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -45,6 +47,8 @@ PRODUCT_ITEMS_MAX = 1_000_000
 TEMPLATE_NAMES = ("default", "tool_use")
 """Names tried in this order in a directory with several templates."""
 
+log = logging.getLogger("tidegate")
+
 
 @dataclass(frozen=True, slots=True)
 class ChatRendering:
@@ -70,10 +74,12 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         now: datetime.datetime,
         response_template: Mapping[str, Any] | None = None,
+        *,
+        model: str = "the model",
     ) -> None:
         """``now``: the template's date, the same in every rendering, because a date that changed
         during a conversation would change its beginning. ``response_template``: the tokenizer's
-        specification by which ``transformers`` parses replies.
+        specification by which ``transformers`` parses replies. ``model``: its name in warnings.
 
         Raises:
             ModelError: the source is not a template, or can't render a plain conversation.
@@ -89,9 +95,14 @@ class ChatTemplate:
         self.separates_reasoning = "reasoning_content" in source or self.is_harmony
         """Whether messages have their reasoning apart from the content."""
         self._special_tokens = dict(special_tokens)
+        self._model = model
+        self._is_warned = False
+        """Whether the log says that the template ignores tools."""
         try:
             self._template = environment.from_string(source)
-            self.end_of_turn = self._find_end_of_turn()
+            variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self._shows_tools = "tools" in variables
+            self._beginning, self.end_of_turn = self._around_reply()
         except (jinja2.TemplateError, ChatRefused) as error:
             raise ModelError(
                 f"the model's chat template can't be used: {error}; correct chat_template.jinja in "
@@ -110,6 +121,8 @@ class ChatTemplate:
             ChatRefused: the template raised for these messages, or does not show the last one,
                 which is to be continued.
         """
+        if tools and not self._shows_tools:
+            self._warn_of_tools()
         text = self.render(
             messages,
             tools,
@@ -129,6 +142,17 @@ class ChatTemplate:
         # Templates may trim a message: keep the spaces after it only if the template does.
         whole = str(content).lstrip()
         return text[: start + len(whole if text.startswith(whole, start) else ending)]
+
+    def _warn_of_tools(self) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        log.warning(
+            "the chat template of %s ignores tools: requests have them, and prompts do not. "
+            "Describe the tools in a system message, or give the model directory a "
+            "chat_template.jinja that reads `tools`",
+            self._model,
+        )
 
     def render(
         self,
@@ -174,17 +198,22 @@ class ChatTemplate:
         text = self.source.splitlines()[line - 1].strip()
         return f", in line {line} of the template: {text[:LINE_SHOWN_MAX]}"
 
-    def _find_end_of_turn(self) -> str:
-        """Return the text after an assistant's message, such as ``<|im_end|>\\n``."""
+    def may_write(self, system_message: str) -> bool:
+        """Whether conversations without a system message may be rendered with this one."""
+        return system_message.strip() in self._beginning
+
+    def _around_reply(self) -> tuple[str, str]:
+        """Return the text before an assistant's message in a conversation without a system
+        message, and the text after one, such as ``<|im_end|>\\n``."""
         messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": PLACEHOLDER},
         ]
         text = self.render(messages, add_generation_prompt=False)
-        _, found, end = text.rpartition(PLACEHOLDER)
+        beginning, found, end = text.rpartition(PLACEHOLDER)
         if not found:
             raise ChatRefused("it does not show an assistant message's content")
-        return end
+        return beginning, end
 
 
 @lru_cache(maxsize=8)
@@ -213,7 +242,8 @@ def read_chat_template(path: Path) -> ChatTemplate:
         for name, value in config.items()
         if name.endswith("_token") and isinstance(value, str | dict)
     }
-    return ChatTemplate(source, specials, datetime.datetime.now().astimezone(), replies)
+    now = datetime.datetime.now().astimezone()
+    return ChatTemplate(source, specials, now, replies, model=str(path))
 
 
 def _check_response_template(template: Any, path: Path) -> None:

@@ -291,6 +291,8 @@ class Conversation(Generic[Row]):
         may leave it out."""
         self._requested_digests: set[bytes] = set()
         """Digests of all message prefixes requested so far."""
+        self._requested_messages: set[bytes] = set()
+        """Digests of all messages requested so far, each by itself."""
         self.forks: Counter[str] = Counter()
         """Number of rows begun beside the first, by reason."""
 
@@ -335,7 +337,7 @@ class Conversation(Generic[Row]):
         cache = RenderCache()
 
         def work() -> None:
-            request = _Request(self._plain(messages), self._escaped(tools), rendering, cache)
+            request = self._request(messages, tools, rendering, cache)
             prompt = self._rendered(request, request.messages)
             digests = prefix_digests(request.messages)
             continuation = self._continuation_of(request, digests, prompt)
@@ -364,11 +366,11 @@ class Conversation(Generic[Row]):
                 forced.
             ContextFull: the messages are longer than any context.
         """
-        plain = self._plain(messages)
         if tool_choice == "none":
             tools = None
         schemas = tool_schemas(tools)
-        request = _Request(plain, self._escaped(tools), rendering, cache)
+        request = self._request(messages, tools, rendering, cache)
+        plain = request.messages
         prompt = self._rendered(request, plain)
         forced, call_end = forced_by(tool_choice, tools, self._template, prompt), ""
         if forced is None and schemas and not parallel_tool_calls:
@@ -394,15 +396,37 @@ class Conversation(Generic[Row]):
             )
         return end
 
-    def _plain(self, messages: object) -> list[dict[str, Any]]:
-        """Return messages in normal form, with the reasoning that the client has omitted."""
-        plain = [self._escaped_message(each) for each in plain_messages(messages)]
+    def _request(
+        self, messages: object, tools: Tools | None, rendering: ChatRendering, cache: RenderCache
+    ) -> _Request:
+        """Return a request with its messages in normal form, without a system message that the
+        template writes by itself, and with the reasoning that the client has omitted."""
+        plain = self._plain(messages)
+        request = _Request(plain, self._escaped(tools), rendering, cache)
+        if self._begins_with_default(request):
+            del plain[0]
         if self._generated_without_reasoning:
             for message, digest in zip(plain, prefix_digests(_unreasoned(plain)), strict=True):
                 generated = self._generated_without_reasoning.get(digest)
                 if generated is not None and "reasoning_content" not in message:
                     message["reasoning_content"] = self._escaped(generated.reasoning)
-        return plain
+        return request
+
+    def _plain(self, messages: object) -> list[dict[str, Any]]:
+        """Return messages in normal form, without the text of special tokens."""
+        return [self._escaped_message(each) for each in plain_messages(messages)]
+
+    def _begins_with_default(self, request: _Request) -> bool:
+        """Whether the prompt is the same without the system message."""
+        first, *others = request.messages
+        if not others or first["role"] != "system":
+            return False
+        if not self._template.may_write(text_of(first["content"])):
+            return False  # most are not, and cost no second rendering
+        try:
+            return self._rendered(request, request.messages) == self._rendered(request, others)
+        except ChatRefused:
+            return False
 
     def _escaped_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a plain message whose text has no special token, except in references to media."""
@@ -485,7 +509,8 @@ class Conversation(Generic[Row]):
         """Return these messages' tokens as a new context; ``in_thread`` runs the computation."""
 
         def rendered() -> str:
-            return self._template.prompt(self._plain(messages), self._escaped(tools), rendering)
+            request = self._request(messages, tools, rendering, EMPTY_CACHE)
+            return self._rendered(request, request.messages)
 
         if in_thread is None:
             in_thread = asyncio.to_thread
@@ -507,8 +532,7 @@ class Conversation(Generic[Row]):
     def _row_for(self, request: _Request, prompt: str) -> Row:
         digests = prefix_digests(request.messages)
         continuation = self._continuation_of(request, digests, prompt)
-        self._count_escaped(request.messages, digests)
-        self._requested_digests.update(digests)
+        self._note_new(request.messages, digests)
         ids = request.cache.tokens.get(continuation.text)
         if ids is None:
             ids = self._encoded(continuation)
@@ -525,18 +549,21 @@ class Conversation(Generic[Row]):
             tokens_max=self._episode.context_tokens_max,
         )
 
-    def _count_escaped(self, messages: list[dict[str, Any]], digests: list[bytes]) -> None:
-        """Count the new messages of which text was escaped."""
-        if (escaper := self._model.text_escaper) is None:
-            return
+    def _note_new(self, messages: list[dict[str, Any]], digests: list[bytes]) -> None:
+        """Keep the digests of new messages, and count those of which text was escaped."""
+        escaper = self._model.text_escaper
         for message, digest in zip(messages, digests, strict=True):
-            if digest not in self._requested_digests:
+            if digest in self._requested_digests:
+                continue
+            self._requested_digests.add(digest)
+            self._requested_messages.update(prefix_digests([message]))
+            if escaper is not None:
                 escaper.escaped += BREAK in text_of(message["content"])
 
     def _continuation_of(
         self, request: _Request, digests: list[bytes], prompt: str
     ) -> _Continuation[Row]:
-        messages, why = request.messages, self._fork_reason(digests)
+        messages, why = request.messages, ""
         cut = self._generated.get(digests[-1]) if request.rendering.continue_final_message else None
         if (
             cut is not None
@@ -556,6 +583,7 @@ class Conversation(Generic[Row]):
                 f"message {index + 1} otherwise than the model saw and generated it"
             )
             break
+        why = why or self._fork_reason(messages, digests)
         return _Continuation(None, prompt, media_of(messages), why)
 
     def _is_open(self, generated: _GeneratedMessage[Row]) -> bool:
@@ -591,13 +619,19 @@ class Conversation(Generic[Row]):
         log.info("rollout=%d forks into %d, %s", row.rollout_id, branch.rollout_id, why)
         return branch
 
-    def _fork_reason(self, digests: list[bytes]) -> str:
-        """Return the fork reason of these messages if they continue no earlier turn."""
-        known = sum(digest in self._requested_digests for digest in digests)
-        if known == len(digests):
+    def _fork_reason(self, messages: list[dict[str, Any]], digests: list[bytes]) -> str:
+        """Return the fork reason of these messages, which continue no earlier turn."""
+        begin = sum(digest in self._requested_digests for digest in digests)
+        if begin == len(digests):
             return "resampled: the same messages were requested before"
-        if known:
-            return f"agent_rewrote: messages from number {known} on have changed"
+        for number, message in enumerate(messages[begin:], begin):
+            if prefix_digests([message])[0] in self._requested_messages:
+                return (
+                    f"agent_rewrote: messages from number {begin} on have changed; number {number} "
+                    "is one of before"
+                )
+        if begin:
+            return f"agent_rewrote: messages from number {begin} on have changed"
         return "new_conversation: no message of before is in it"
 
     def _appended_text(

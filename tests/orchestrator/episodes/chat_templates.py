@@ -125,6 +125,17 @@ SUMMARY = """
 """
 """Shows only the last three messages and the number of others: rewrites history each time."""
 
+SMOLLM2 = """
+{%- for message in messages %}
+{%- if loop.first and messages[0].role != 'system' %}
+{{- '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+"""As SmolLM2's: has a system message of its own, and ignores tools."""
+
 TEMPLATES = {
     "chatml": CHATML,
     "chatml_thinking": CHATML_THINKING,
@@ -132,6 +143,7 @@ TEMPLATES = {
     "gemma": GEMMA,
     "deepseek": DEEPSEEK,
     "summary": SUMMARY,
+    "smollm2": SMOLLM2,
 }
 
 QWEN_CODER = """
@@ -306,6 +318,7 @@ ENDS = {
     "gemma": "<end_of_turn>",
     "deepseek": "<|end_of_sentence|>",
     "summary": "<|end|>",
+    "smollm2": "<|im_end|>",
     "qwen_coder": "<|im_end|>",
     "glm": "<|user|>",
     "minimax": "<|im_end|>",

@@ -1,9 +1,12 @@
-"""Limits of chat templates, which are untrusted code."""
+"""Limits of chat templates, which are untrusted code; and tools that a template ignores."""
 
 import datetime
+import logging
 
 import pytest
 
+from tests.orchestrator.episodes.chat_templates import TEMPLATES
+from tests.orchestrator.episodes.talking import TOOLS
 from tidegate.errors import ChatRefused, ModelError
 from tidegate.orchestrator.episodes.chat_template import ChatTemplate
 
@@ -52,3 +55,30 @@ def test_loops_and_products_of_templates_are_otherwise_those_of_jinja() -> None:
         "{% for x in missing %}{% endfor %}<|im_end|>"
     )
     assert template(source).render(CHAT) == "1/3q,2/3q,3/3qaa1024<|im_end|>"
+
+
+def test_tools_that_a_template_ignores_are_reported_once_with_the_model_s_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = datetime.datetime(2026, 1, 1)
+    ignores = ChatTemplate(TEMPLATES["smollm2"], {}, now, model="models/small")
+    assert ignores.prompt(CHAT, TOOLS) == ignores.prompt(CHAT)
+    ignores.prompt(CHAT, TOOLS)
+    [warning] = caplog.messages
+    assert "template of models/small ignores tools" in warning
+    assert "Describe the tools in a system message" in warning
+
+
+LLAMA31_BEGINNING = (
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+    "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", [TEMPLATES["chatml"], LLAMA31_BEGINNING + PLAIN])
+def test_a_template_that_shows_tools_is_not_reported(
+    source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "tidegate"):
+        assert '"add"' in template(source).prompt(CHAT, TOOLS)
+    assert not caplog.messages

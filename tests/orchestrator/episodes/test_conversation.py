@@ -173,6 +173,40 @@ async def test_an_agent_that_rewrites_or_asks_again_makes_the_episode_fork(tmp_p
     assert again.token_ids[:end] == talk.rollout.token_ids[:end]  # its words are not tokenised anew
 
 
+async def test_a_fork_by_inserted_or_removed_messages_says_which_is_one_of_before(
+    tmp_path: Path,
+) -> None:
+    talk, system = Talk(tmp_path, "chatml"), {"role": "system", "content": "be brief"}
+    first = [user("one?")]
+    one = await talk.say("ab<|im_end|>", first)
+    whole = [*first, one, user("two?")]
+    await talk.say("no<|im_end|>", whole)
+    await talk.say("ya<|im_end|>", [system, *whole])
+    await talk.say("si<|im_end|>", [user("two?")])
+    assert [row.fork_reason for row in talk.rollout.branches] == [
+        "agent_rewrote: messages from number 0 on have changed; number 1 is one of before",
+        "agent_rewrote: messages from number 0 on have changed; number 0 is one of before",
+    ]
+    talk.check()
+
+
+@pytest.mark.parametrize("is_given_first", [True, False])
+async def test_a_system_message_that_the_template_writes_by_itself_makes_no_fork(
+    tmp_path: Path, is_given_first: bool
+) -> None:
+    talk, default = Talk(tmp_path, "smollm2"), {"role": "system", "content": "You are SmolLM."}
+    with_and_without = [[default], []] if is_given_first else [[], [default]]
+    messages = [user("one?")]
+    for system in with_and_without:
+        messages += [await talk.say("ab<|im_end|>", [*system, *messages]), user("more?")]
+    assert not talk.rollout.branches
+    talk.check()
+    await talk.say("no<|im_end|>", [{**default, "content": "You are"}, *messages])
+    [branch] = talk.rollout.branches
+    assert branch.fork_reason.startswith("agent_rewrote: messages from number 0 on have changed")
+    assert "<|im_start|>system\nYou are<|im_end|>\n" in talk.text(branch)
+
+
 async def test_fields_that_say_nothing_and_parts_of_text_change_nothing(tmp_path: Path) -> None:
     talk = Talk(tmp_path, "chatml")
     said = await talk.say("yes <|im_end|>", [user("one?")])
