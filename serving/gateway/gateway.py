@@ -78,6 +78,9 @@ class Gateway(GatewaySessions):
         try:
             import starlette  # noqa: F401
             import uvicorn  # noqa: F401
+
+            # Here, because it takes 0.2 s of CPU, which on the run's loop would delay all episodes.
+            from tidegate.serving.gateway.app import gateway_app  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"{error.name} is missing: pip install 'tidegate[gateway]'") from None
         self._socket = listen(host, port, "the gateway")

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,6 +57,32 @@ async def test_every_path_but_health_wants_a_key(gateway: Gateway) -> None:
             for each in gateway_routes(gateway)
         }
     assert {path for path, each in answers.items() if each.status_code != 401} == {"/health"}
+
+
+FIRST_REQUEST = """
+import asyncio, sys, types, tidegate
+
+async def agent(endpoint, task):
+    host, port = endpoint.base_url.split("/")[2].split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /health HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n")
+    print((await reader.read()).splitlines()[0].decode())
+    return 0.0
+
+gateway = tidegate.Gateway()
+before = set(sys.modules)
+asyncio.run(gateway.episode(agent)(types.SimpleNamespace(rollout_id=0), "task"))
+imported = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(*sorted(imported & {"tidegate", "starlette", "jinja2"}))
+"""
+"""Program whose gateway gets its first request; prints the status and what was imported for it."""
+
+
+def test_the_gateway_imports_nothing_of_its_own_on_the_loop_of_a_run() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FIRST_REQUEST], capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout.splitlines() == ["HTTP/1.1 200 OK", ""], ran.stderr
 
 
 async def test_an_agent_from_outside_takes_a_task_and_posts_its_reward(
