@@ -9,6 +9,7 @@ thread and without the GIL, while the engine's loop decodes other turns.
 ``python -m tidegate.engine.sampling.grammar_compiler`` is the helper process. It imports no torch.
 """
 
+import contextlib
 import os
 import queue
 import resource
@@ -177,9 +178,12 @@ class GrammarCompiler:
     def _compile(self, vocabulary: Vocabulary, text: str) -> "LLMatcher":
         if self._helper is None or self._helper.has_ended:
             self._helper = _HelperProcess(vocabulary.tokenizer)
-        if error := self._helper.check(
-            _CompileRequest(text, vocabulary.vocab_size, vocabulary.eos_token_id)
-        ):
+        self._helper.send(_CompileRequest(text, vocabulary.vocab_size, vocabulary.eos_token_id))
+        try:
+            tokens_of(vocabulary)  # the first time as slow as the helper's start, and beside it
+        finally:
+            error = self._helper.reply()
+        if error:
             raise ValueError(error)
         return _compile_here(vocabulary, text)
 
@@ -188,30 +192,42 @@ class _HelperProcess:
     """A running helper process, as the compiling thread uses it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start the process.
+        """Start the process, which reads the tokenizer before its first request.
 
         Raises:
-            ValueError: it cannot start, or cannot read the tokenizer.
+            ValueError: it cannot start.
         """
         command = [sys.executable, "-m", "tidegate.engine.sampling.grammar_compiler"]
+        self._has_replied = False
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError as error:
             raise ValueError(f"the grammar compiler's process can't start: {error}") from None
-        if reason := self._request(tokenizer.to_str().encode(), HELPER_START_S):
-            self.close()
-            raise ValueError(f"the grammar compiler's process can't start: {reason}")
+        self._send(tokenizer.to_str().encode())
 
     @property
     def has_ended(self) -> bool:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def check(self, request: _CompileRequest) -> str:
-        """Compile a grammar in the helper; return the error message, or an empty string."""
-        return self._request(msgspec.msgpack.encode(request), COMPILE_WALL_S)
+    def send(self, request: _CompileRequest) -> None:
+        """Have the helper compile a grammar."""
+        self._send(msgspec.msgpack.encode(request))
+
+    def reply(self) -> str:
+        """Wait until the helper has compiled the grammar; return the error message, or an empty
+        string."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        limit_s = COMPILE_WALL_S if self._has_replied else HELPER_START_S + COMPILE_WALL_S
+        if not select.select([stdout], [], [], limit_s)[0]:
+            self.close()
+            return f"compilation took longer than {limit_s:.0f} s; constrain less of the output"
+        self._has_replied = True
+        reply = _read(stdout)
+        return self._exit_reason() if reply is None else reply.decode()
 
     def close(self) -> None:
         """Kill the process, and wait for its end."""
@@ -219,21 +235,13 @@ class _HelperProcess:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(OSError):  # it has ended before it read everything
+                    pipe.close()
 
-    def _request(self, body: bytes, limit_s: float) -> str:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        try:
-            _write(stdin, body)
-        except OSError:
-            return self._exit_reason()
-        if not select.select([stdout], [], [], limit_s)[0]:
-            self.close()
-            return f"compilation took longer than {limit_s:.0f} s; constrain less of the output"
-        reply = _read(stdout)
-        return self._exit_reason() if reply is None else reply.decode()
+    def _send(self, body: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, as its reply says
+            _write(self._process.stdin, body)
 
     def _exit_reason(self) -> str:
         status = self._process.wait()
@@ -291,10 +299,9 @@ class _ExactTokens:
         self.special_token_ids = [token_id for token_id, token in added.items() if token.special]
         token_bytes = TokenBytes(tokenizer)
         self.tokens = [token_bytes[token_id] for token_id in range(vocab_size)]
-        self._plain = Tokenizer.from_str(tokenizer.to_str())
-        self._plain.encode_special_tokens = True
-        self._plain.no_truncation()
-        self._plain.no_padding()
+        # The helper's tokenizer is plain; a copy is as slow to make as all that is above.
+        is_plain = tokenizer.encode_special_tokens
+        self._plain = tokenizer if is_plain else _plain_tokenizer(tokenizer.to_str())
 
     def __call__(self, text: str) -> list[int]:
         """Return a text's tokens; none where the tokenizer changes the text, so nothing is
@@ -308,6 +315,15 @@ class _ExactTokens:
             if written == expected:
                 return list(ids)
         return []
+
+
+def _plain_tokenizer(text: str) -> Tokenizer:
+    """Read a tokenizer that takes the text of a special token for text."""
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _limits() -> "LLParserLimits":
@@ -358,13 +374,12 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 
 
 def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Read a tokenizer, then grammars; reply to each with an error or nothing, until
-    the engine ends."""
+    """Read a tokenizer, then grammars; reply to each grammar with an error or nothing, until the
+    engine ends."""
     first = _read(requests)
     if first is None:
         return
-    tokenizer = Tokenizer.from_str(first.decode())
-    _write(replies, b"")
+    tokenizer = _plain_tokenizer(first.decode())
     while (body := _read(requests)) is not None:
         request = msgspec.msgpack.decode(body, type=_CompileRequest)
         _write(replies, _check(tokenizer, request).encode())
