@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from tests.smollm2 import DIRECTORY, needs_smollm2
 from tidegate.cli.command import app
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.records.recording import read_trajectories
+from tidegate.transport.message import KvPolicy, PauseMode
 
 pytestmark = [pytest.mark.wire, needs_smollm2]
 
@@ -24,7 +25,11 @@ LEARNING_RATE = 1e-6
 TURN_TOKENS = 16
 TURNS = 4
 
-IS_DETERMINISTIC = {"bfloat16": None, "float32": True}
+SWAPS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"pauses": ("keep", "keep"), "kv_policy": "keep"},
+    "float32": {"pauses": ("keep", "abort"), "kv_policy": "recompute", "deterministic": True},
+}
+"""How each run's turns go on with new weights; bfloat16 is deterministic by default."""
 
 
 def steps_of_training(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
@@ -45,9 +50,14 @@ def steps_of_training(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
 
 
 async def record(
-    run: Path, dtype: Literal["float32", "bfloat16"], *, deterministic: bool | None = None
+    run: Path,
+    dtype: Literal["float32", "bfloat16"],
+    *,
+    pauses: Sequence[PauseMode],
+    kv_policy: KvPolicy,
+    deterministic: bool | None = None,
 ) -> Path:
-    """Record turns, during which both steps are published."""
+    """Record turns, during which both steps are published, each within a pause."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
     steps = steps_of_training(getattr(torch, dtype))
 
@@ -68,18 +78,18 @@ async def record(
         group_size=2,
         groups_per_batch=TURNS // 2,
         pause_mode="keep",
-        kv_policy="keep",
+        kv_policy=kv_policy,
         num_kv_blocks=64,
         step_time_min_s=0.3,  # a turn takes 5 s
         run_directory=run,
     ) as rollouts:
 
         async def publish_during_turns() -> None:
-            for number, step in enumerate(steps, 1):
+            for number, (step, pause) in enumerate(zip(steps, pauses, strict=True), 1):
                 while rollouts.statistics().engines[0].tokens < number * TURNS * TURN_TOKENS // 3:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 # While the turns wait, however long staging takes: they go on with the new weights.
-                await rollouts.pause("keep")
+                await rollouts.pause(pause)
                 await rollouts.publish(step, batches=[], partial=True, wait="staged")
                 await rollouts.resume()
 
@@ -92,13 +102,8 @@ async def record(
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def honest_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    return asyncio.run(
-        record(
-            tmp_path_factory.mktemp("run") / "run",
-            request.param,
-            deterministic=IS_DETERMINISTIC[request.param],
-        )
-    )
+    run = tmp_path_factory.mktemp("run") / "run"
+    return asyncio.run(record(run, request.param, **SWAPS[request.param]))
 
 
 def test_each_tag_and_boundary_off_by_one_is_noticed_if_it_changes_a_log_prob(
@@ -139,7 +144,8 @@ def test_a_wrong_tag_is_found(
 
 
 def test_an_audit_that_could_not_have_noticed_a_wrong_tag_does_not_agree(tmp_path: Path) -> None:
-    run = asyncio.run(record(tmp_path / "run", "bfloat16", deterministic=False))
+    swaps = {**SWAPS["bfloat16"], "deterministic": False}
+    run = asyncio.run(record(tmp_path / "run", "bfloat16", **swaps))
     result = CliRunner().invoke(app, ["audit", str(run)])
     assert result.exit_code == 3, result.output
     assert "cannot tell: " in result.output.splitlines()[-1]
