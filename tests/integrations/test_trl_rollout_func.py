@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import tidegate
 from tests.models import make_model_directory
+from tests.smollm2 import DIRECTORY, needs_smollm2
 from tidegate.errors import ConfigError, EpisodeError
 
 pytestmark = pytest.mark.wire
@@ -149,7 +150,21 @@ def test_log_probs_are_the_trainers_own_under_the_weights_that_it_has(
         for weights in model.parameters():
             weights.add_(0.01 * torch.randn_like(weights))  # not those of the directory
     columns = tidegate.trl_rollout_func(run, episode=two_turns)(PROMPTS, trainer)
-    for row in range(len(PROMPTS)):
+    check_logprobs(columns, model, atol=1e-4)
+
+
+@needs_smollm2
+def test_log_probs_of_a_pretrained_model_are_the_trainers_own() -> None:
+    model = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32)
+    trainer = trainer_of(model, DIRECTORY)
+    with serve(DIRECTORY, dtype="float32", groups_per_batch=1, num_kv_blocks=64) as run:
+        columns = tidegate.trl_rollout_func(run, episode=two_turns)(["Name a river."] * 2, trainer)
+    check_logprobs(columns, model, atol=5e-4)  # of 49,152 tokens: 3e-4 were seen
+
+
+def check_logprobs(columns: dict[str, Any], model: Any, *, atol: float) -> None:
+    """Check that sampled tokens have the model's log-probs, and observations none."""
+    for row in range(len(columns["prompt_ids"])):
         start = len(columns["prompt_ids"][row])
         token_ids = torch.tensor([columns["prompt_ids"][row] + columns["completion_ids"][row]])
         with torch.no_grad():
@@ -157,7 +172,7 @@ def test_log_probs_are_the_trainers_own_under_the_weights_that_it_has(
         own = logprobs[start - 1 : -1].gather(1, token_ids[0, start:, None])[:, 0]
         sampled = torch.tensor(columns["env_mask"][row], dtype=torch.bool)
         logprobs_returned = torch.tensor(columns["logprobs"][row])
-        torch.testing.assert_close(logprobs_returned[sampled], own[sampled], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logprobs_returned[sampled], own[sampled], atol=atol, rtol=0)
         assert not logprobs_returned[~sampled].any()
 
 
