@@ -6,13 +6,16 @@ so replays are not affected.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from typing_extensions import override
+
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.telemetry.recorder import EpisodeInterval
+from tidegate.orchestrator.telemetry.recorder import EpisodeInterval, EpisodeObserver
 
 LANES_MAX = 24
 """Episodes logged at a time: as many timeline rows as a screen shows beside the engines'."""
@@ -44,7 +47,7 @@ class _TracedRow:
     """Running named activities; the last one is shown."""
 
 
-class EpisodeTracer:
+class EpisodeTracer(EpisodeObserver):
     """Logs episodes on the run's loop, each interval once it is over."""
 
     def __init__(
@@ -57,6 +60,7 @@ class EpisodeTracer:
         self._rows: dict[int, _TracedRow] = {}
         """Logged rows, by rollout id."""
 
+    @override
     def began(self, rollout: Rollout) -> None:
         """Log an episode, if a lane is free."""
         if self._lanes:
@@ -64,8 +68,8 @@ class EpisodeTracer:
             row = _TracedRow(self._lanes.pop(), rollout, now_us, now_us, root_id)
             self._rows[rollout.rollout_id] = row
 
+    @override
     def turn_started(self, rollout: Rollout, answer: "asyncio.Future[Turn]") -> None:
-        """Record that a turn was requested; ``answer`` is done when the turn has ended."""
         row = self._rows.get(rollout.rollout_id)
         if row is None:
             if rollout.branch_of is None or rollout.episode_id not in self._rows:
@@ -79,37 +83,38 @@ class EpisodeTracer:
         row.turns += 1
         answer.add_done_callback(partial(self._turn_ended, row, row.turns))
 
+    @override
     def parked(self, rollout: Rollout) -> None:
-        """Record that an episode is parked, until :meth:`turn_started` or :meth:`unparked`."""
         if row := self._rows.get(rollout.rollout_id):
             self._change(row)
             row.is_parked = True
 
+    @override
     def unparked(self, rollout: Rollout) -> None:
-        """Record that an episode is no longer parked."""
         if row := self._rows.get(rollout.rollout_id):
             self._change(row)
 
-    def activity_began(self, rollout: Rollout, name: str) -> None:
-        """Record that a named activity began."""
+    @override
+    @contextlib.contextmanager
+    def activity(self, rollout: Rollout, name: str) -> Iterator[None]:
         if row := self._rows.get(rollout.rollout_id):
             if not row.is_generating:
                 self._change(row)
             row.doing.append(name)
+        try:
+            yield
+        finally:
+            row = self._rows.get(rollout.rollout_id)
+            if row is not None and name in row.doing:  # else it began before it was logged
+                if not row.is_generating:
+                    self._change(row)
+                row.doing.remove(name)
 
-    def activity_ended(self, rollout: Rollout, name: str) -> None:
-        """Record that a named activity has ended."""
-        row = self._rows.get(rollout.rollout_id)
-        if row is None or name not in row.doing:
-            return  # the activity began before it was logged
-        if not row.is_generating:
-            self._change(row)
-        row.doing.remove(name)
-
-    def ended(self, rollout: Rollout, outcome: str) -> None:
-        """Record that an episode and its branches have ended."""
+    @override
+    def ended(self, rollout: Rollout, error: BaseException | None) -> None:
         if rollout.rollout_id not in self._rows:
             return
+        outcome = "returned" if error is None else "failed"
         ended = [n for n, row in self._rows.items() if row.root_id == rollout.rollout_id]
         for number in ended:
             self._close(self._rows.pop(number), outcome)

@@ -26,7 +26,6 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import Activities
 from tidegate.orchestrator.episodes.contained_tasks import is_interrupt
 from tidegate.orchestrator.episodes.episode import Episode, refuse_too_large
-from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.failures import (
     EpisodeFailures,
     EpisodeTimedOut,
@@ -41,6 +40,7 @@ from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.settings.config import EpisodeSettings, SamplingSettings
+from tidegate.orchestrator.telemetry.recorder import EpisodeObserver
 from tidegate.policies.failures import FailureCause
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -313,11 +313,11 @@ class EpisodeRunner:
         parking: Callable[[Rollout], Parking],
         score: Callable[[Rollout, Sequence[ScoreQuery]], Awaitable[list[Score]]],
         context_tokens_max: Callable[[], int] = lambda: 0,
-        tracer: EpisodeTracer | None = None,
+        observers: Sequence[EpisodeObserver] = (),
     ) -> None:
         """``handle`` feeds events to the core; ``on_error`` gets errors that end the run, such as
         one failed episode too many; ``on_over`` gets rollouts that request no more turns, some of
-        them twice; ``score`` queries engines; ``tracer`` logs how episodes spend their time.
+        them twice; ``score`` queries engines; ``observers`` are told what episodes do.
         ``parking`` returns where the episode of a rollout waits for newer weights.
         ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self.loop = asyncio.get_running_loop()
@@ -333,7 +333,7 @@ class EpisodeRunner:
         self._score = score
         self.context_tokens_max = context_tokens_max
         self.activities = Activities(self.loop.time)
-        self._tracer = tracer
+        self._observers = tuple(observers)
         self._failures = EpisodeFailures()
         self._tasks: dict[int, EpisodeTask] = {}
         """Tasks of running episodes, by rollout id."""
@@ -434,8 +434,8 @@ class EpisodeRunner:
             self._deadlines.hold(task)
         if self._budget_s is not None:
             self._give_budget(task, self._budget_s)
-        if self._tracer is not None:
-            self._tracer.began(rollout)
+        for observer in self._observers:
+            observer.began(rollout)
         return episode
 
     def _end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
@@ -443,10 +443,10 @@ class EpisodeRunner:
         rollout, number = task.rollout, task.rollout.rollout_id
         try:
             try:
-                self._report_end(task, value, error)
+                error = self._report_end(task, value, error)
             finally:
-                if self._tracer is not None:
-                    self._tracer.ended(rollout, "failed" if error is not None else "returned")
+                for observer in self._observers:
+                    observer.ended(rollout, error)
                 self.leaks.uncancelled.discard(number)
                 del self._tasks[number]
                 if number not in self._retries:
@@ -456,13 +456,16 @@ class EpisodeRunner:
         except BaseException as failure:  # noqa: BLE001 - one failed episode too many, or a defect
             self._on_error(failure)
 
-    def _report_end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
-        """Report a task's end to the core; nothing if its episode never began."""
+    def _report_end(
+        self, task: EpisodeTask, value: object, error: BaseException | None
+    ) -> BaseException | None:
+        """Report a task's end to the core; nothing if its episode never began. Return the error
+        that counts: a timeout instead of its cancel, or one of the returned reward."""
         rollout, episode = task.rollout, task.episode
         if episode is None:  # the task never began
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
-            return
+            return error
         # Ignored if it was cancelled because its rollout was discarded, or the run ends.
         is_ignored = rollout.rollout_id in self.leaks.uncancelled or self._is_ending
         reward, of_agents = 0.0, NO_REWARDS
@@ -488,11 +491,12 @@ class EpisodeRunner:
         elif is_interrupt(error):
             raise error
         else:
-            self._report_failure(task, episode, error, is_ignored=is_ignored)
+            error = self._report_failure(task, episode, error, is_ignored=is_ignored)
+        return error
 
     def _report_failure(
         self, task: EpisodeTask, episode: Episode, error: BaseException, *, is_ignored: bool
-    ) -> None:
+    ) -> BaseException:
         rollout = task.rollout
         if self._deadlines.end(task) and isinstance(error, asyncio.CancelledError):
             late = EpisodeTimedOut(
@@ -501,7 +505,7 @@ class EpisodeRunner:
             late.__cause__, error = error, late
         if is_ignored:
             self._end_episode(rollout, episode)
-            return
+            return error
         failure = self._failures.known(classify(error, rollout))
         may_be_retried = failure.cause is FailureCause.INFRASTRUCTURE
         self._end_episode(rollout, episode, keeps_unrepeated=may_be_retried)
@@ -509,6 +513,7 @@ class EpisodeRunner:
             for turns in episode.turn_events():
                 self._handle(turns)
         self._fail(rollout, error, failure)
+        return error
 
     def _fail(
         self,
@@ -591,8 +596,8 @@ class EpisodeRunner:
         resume."""
         future: asyncio.Future[Turn] = self.loop.create_future()
         self._pending.turns[rollout.rollout_id] = future
-        if self._tracer is not None:
-            self._tracer.turn_started(rollout, future)
+        for observer in self._observers:
+            observer.turn_started(rollout, future)
         return future
 
     def subscribe(
@@ -616,8 +621,8 @@ class EpisodeRunner:
         self._refuse_if_given_up(rollout)
         number = rollout.episode_id
         task = self._tasks[number]
-        if self._tracer is not None:
-            self._tracer.parked(rollout)
+        for observer in self._observers:
+            observer.parked(rollout)
         parking = self._parking(rollout)
         if parking.can_get_newer_weights:
             self._deadlines.hold(task)
@@ -628,8 +633,8 @@ class EpisodeRunner:
                 self._deadlines.release(task)
             if self._budget_s is not None:
                 self._give_budget(task, self._budget_s)
-        if self._tracer is not None:
-            self._tracer.unparked(rollout)
+        for observer in self._observers:
+            observer.unparked(rollout)
 
     def _give_budget(self, task: EpisodeTask, budget_s: float) -> None:
         task.parks_at_left_s = self._deadlines.left_s(task) - budget_s
@@ -638,14 +643,13 @@ class EpisodeRunner:
     def activity(self, rollout: Rollout, name: str) -> Iterator[None]:
         """Count the time within as a named activity of the episode."""
         name = self.activities.begin(name)
-        if self._tracer is not None:
-            self._tracer.activity_began(rollout, name)
         try:
-            yield
+            with contextlib.ExitStack() as observed:
+                for observer in self._observers:
+                    observed.enter_context(observer.activity(rollout, name))
+                yield
         finally:
             self.activities.end(name)
-            if self._tracer is not None:
-                self._tracer.activity_ended(rollout, name)
 
     def score(self, rollout: Rollout, queries: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
         """Have the run's engines score the queries' tokens."""

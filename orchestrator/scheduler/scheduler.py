@@ -17,7 +17,6 @@ from tidegate.orchestrator.core.core import ROLLOUT_EVENTS, Core
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules, classes_of, record_of
 from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
-from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, resolve
@@ -28,7 +27,7 @@ from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.run_watch import RunWatch
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
 from tidegate.orchestrator.settings.config import RunSettings
-from tidegate.orchestrator.telemetry.recorder import Recorder
+from tidegate.orchestrator.telemetry.recorder import EpisodeObserver, Recorder
 from tidegate.orchestrator.telemetry.watchdog import Stuck
 from tidegate.transport.messages import CancelTurn, InitWeights
 
@@ -74,12 +73,12 @@ class Scheduler:
         core: Core | None = None,
         journal: RunJournal | None = None,
         resume: ev.RunResumed | None = None,
-        tracer: EpisodeTracer | None = None,
+        observers: Sequence[EpisodeObserver] = (),
         now_s: Callable[[], float] | None = None,
     ) -> None:
         """``core``: one that decides; None: the journal's, or a new one. With a ``journal``, the
-        run survives a crash; ``resume``: the point at which it continues. ``tracer`` logs how
-        episodes spend their time. ``now_s``: a clock that advances within one iteration of the
+        run survives a crash; ``resume``: the point at which it continues. ``observers`` are told
+        what episodes do. ``now_s``: a clock that advances within one iteration of the
         loop, if the loop's own clock does not."""
         self._settings = settings
         self._router = router
@@ -122,7 +121,7 @@ class Scheduler:
             core = self.core.of(name)
             sampled = {agent for group in core.groups.in_order for agent in group.agents}
             self._link(name, sampled.union(core.agents))
-        self._episodes = self._new_episodes(model, tracer)
+        self._episodes = self._new_episodes(model, observers)
         self._tool_calls = model.call_counts
         self._text_escaper = model.text_escaper
         self.watch = self._run_watch()
@@ -139,7 +138,9 @@ class Scheduler:
             now_s=self._now_s,
         )
 
-    def _new_episodes(self, model: ModelFiles, tracer: EpisodeTracer | None) -> EpisodeRunner:
+    def _new_episodes(
+        self, model: ModelFiles, observers: Sequence[EpisodeObserver]
+    ) -> EpisodeRunner:
         return EpisodeRunner(
             self._settings.episodes,
             self._settings.sampling,
@@ -151,7 +152,7 @@ class Scheduler:
             parking=lambda rollout: self.trainers[rollout.adapter].parking,
             score=self._score_for,
             context_tokens_max=lambda: self.fleet.context_tokens_max,
-            tracer=tracer,
+            observers=observers,
         )
 
     # ------------------------------------------------------------ lifecycle

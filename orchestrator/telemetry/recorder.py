@@ -5,16 +5,19 @@ The composition root (``tidegate.runs``) chooses a run's observers by its settin
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tidegate.errors import RecordingFailed
 from tidegate.orchestrator.core.events import RunResumed
-from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 
 if TYPE_CHECKING:
+    import asyncio
+
     import torch
 
 TrainerActivity = Literal["train", "wait", "publish", "evaluate"]
@@ -52,6 +55,33 @@ class EpisodeInterval:
     args: Mapping[str, object]
 
 
+class EpisodeObserver:
+    """Is told what episodes do, by the episode runner, on the run's loop and without delay.
+
+    Every method does nothing unless a subclass overrides it. None may raise.
+    """
+
+    def began(self, rollout: Rollout) -> None:
+        """An episode begins, or begins again; called in its own asyncio task."""
+
+    def turn_started(self, rollout: Rollout, answer: "asyncio.Future[Turn]") -> None:
+        """A turn was requested; ``answer`` is done when the turn has ended."""
+
+    def parked(self, rollout: Rollout) -> None:
+        """An episode is parked, until :meth:`turn_started` or :meth:`unparked`."""
+
+    def unparked(self, rollout: Rollout) -> None:
+        """An episode is no longer parked."""
+
+    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[object]:
+        """Return a context that a named activity runs in."""
+        return nullcontext()
+
+    def ended(self, rollout: Rollout, error: BaseException | None) -> None:
+        """An episode and its branches have ended; ``error`` is what ended it, None if it
+        returned. Also called for episodes that were cancelled before they began."""
+
+
 class Recorder:
     """Receives what happens in a run. Every method does nothing unless a subclass overrides it.
 
@@ -61,6 +91,9 @@ class Recorder:
 
     keeps_episodes = False
     """Whether :meth:`episode_interval` is wanted; collecting the intervals costs time."""
+
+    episode_observers: Sequence[EpisodeObserver] = ()
+    """Observers of the run's episodes."""
 
     def rollout(
         self,

@@ -38,7 +38,7 @@ from tidegate.orchestrator.scheduler.gc_tuning import GC_TUNING, young_objects_m
 from tidegate.orchestrator.scheduler.loop_watch import LoopWatch
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
-from tidegate.orchestrator.telemetry.recorder import Recorder, RunObservers
+from tidegate.orchestrator.telemetry.recorder import EpisodeObserver, Recorder, RunObservers
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.weight_sync.deltas import written_by
 from tidegate.transport.addresses import connectable_address
@@ -330,9 +330,7 @@ class Run:
             recorder=self.recorder,
             journal=self._journal.journal,
             resume=self._journal.resumed,
-            tracer=EpisodeTracer(self.recorder.episode_interval)
-            if self.recorder is not None and self.recorder.keeps_episodes
-            else None,
+            observers=self._episode_observers(),
             now_s=time.monotonic,
         )
         self._scheduler = scheduler
@@ -373,6 +371,14 @@ class Run:
                     scheduler.fleet.send(engine, Shutdown())
                 self.loop_watch.stop()  # nothing else runs on the loop: it may wait for processes
                 engines.stop()
+
+    def _episode_observers(self) -> list[EpisodeObserver]:
+        if self.recorder is None:
+            return []
+        observers = list(self.recorder.episode_observers)
+        if self.recorder.keeps_episodes:
+            observers.append(EpisodeTracer(self.recorder.episode_interval))
+        return observers
 
     async def _engines_joined(self, scheduler: Scheduler, logs: Path) -> None:
         wanted = max(1, self.settings.fleet.engines_started)

@@ -61,7 +61,7 @@ async def test_an_episodes_turns_tools_and_parking_are_inside_its_interval() -> 
     watch.now_us = 95_000
     await watch.answer(answer, rollout, 1, 2)
     watch.now_us = 99_000
-    watch.tracer.ended(rollout, "returned")
+    watch.tracer.ended(rollout, None)
     assert watch.intervals == [
         (1, "turn v1", 500, 10_000),
         (1, "tools", 10_000, 40_000),
@@ -83,7 +83,7 @@ async def test_a_branch_has_its_own_lane() -> None:
     await watch.answer(answers[1], branch, 0)
     watch.now_us = 6_000
     await watch.answer(answers[0], trunk, 0)
-    watch.tracer.ended(trunk, "returned")
+    watch.tracer.ended(trunk, None)
     assert watch.intervals == [
         (2, "turn v0", 0, 5_000),
         (1, "turn v0", 0, 6_000),
@@ -99,11 +99,11 @@ async def test_a_lane_is_reused_after_its_episode_and_episodes_without_a_lane_ar
     for rollout in rollouts:
         watch.tracer.began(rollout)
     watch.ask(rollouts[-1])
-    watch.tracer.ended(rollouts[-1], "returned")
+    watch.tracer.ended(rollouts[-1], None)
     assert watch.reported == []
-    watch.tracer.ended(rollouts[4], "failed")
+    watch.tracer.ended(rollouts[4], ValueError())
     watch.tracer.began(Rollout(99, 0, 0))
-    watch.tracer.ended(Rollout(99, 0, 0), "returned")
+    watch.tracer.ended(Rollout(99, 0, 0), None)
     assert [(i.lane, i.name) for i in watch.reported] == [(5, "rollout 4"), (5, "rollout 99")]
 
 
@@ -114,7 +114,7 @@ async def test_an_abandoned_turn_ends_when_its_episode_continues_or_ends() -> No
     watch.now_us = 2_000
     late = watch.ask(rollout)
     watch.now_us = 3_000
-    watch.tracer.ended(rollout, "failed")
+    watch.tracer.ended(rollout, ValueError())
     late.cancel()
     await asyncio.sleep(0)  # arrives after the end, and changes nothing
     assert watch.intervals == [
