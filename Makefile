@@ -44,7 +44,7 @@ help:
 	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB, 10 min)"
 	@echo "make test-sglang       SGLang on a CPU; or yours: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL (3 GB, 10 min)"
 	@echo "make test-dashboard    the dashboard in a real Chromium, if installed; Perfetto (100 MB, 4 min)"
-	@echo "make test-trackers     figures in TensorBoard, MLflow and W&B, offline (150 MB, 1 min)"
+	@echo "make test-trackers     figures in TensorBoard, MLflow and W&B; OpenTelemetry's spans; offline (150 MB, 2 min)"
 	@echo "make screenshots       docs/pictures/dashboard*.png, of each state of the dashboard (100 MB, 5 min)"
 	@echo "make test-device       engines on a GPU if there is one; kernels compiled for an H100 (3 min)"
 	@echo "make bench-device      kernels and engines on a GPU, within 30 minutes, row by row: ARGS=..."
@@ -319,7 +319,8 @@ test-dashboard: venv $(if $(shell command -v npm),.venv-axe/node_modules/axe-cor
 
 test-trackers: venv
 	$(BIN)/python $(PIP_INSTALL) "tensorboard>=2.18" "mlflow-skinny>=3.5" sqlalchemy alembic "wandb>=0.22"
-	$(BIN)/python -m pytest tests/observability/test_trackers.py
+	$(BIN)/python $(PIP_INSTALL) -e ".[opentelemetry]"
+	$(BIN)/python -m pytest tests/observability/test_trackers.py tests/observability/test_spans.py
 
 # The pictures of docs/dashboard.md, from real runs in a real Chromium.
 screenshots: venv

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from tidegate.transport.trace_context import trace_headers
+
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 """Larger than the longest observation and any reasonable task."""
 
@@ -21,7 +23,14 @@ class WorkerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind")
     call_id: int
 
 
-class CreateEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="create_environment"):
+class PoolMessage(WorkerMessage, frozen=True, kw_only=True):
+    """Base of what a pool sends."""
+
+    trace: dict[str, str] = msgspec.field(default_factory=trace_headers)
+    """Headers of the trace that the call is part of; the sender's, where it is made."""
+
+
+class CreateEnvironment(PoolMessage, frozen=True, kw_only=True, tag="create_environment"):
     """Create an environment, known as ``environment_id`` from then on, and reset it."""
 
     environment_id: int
@@ -35,7 +44,7 @@ class CreateEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="create_en
     """Limit for asynchronous methods; the pool kills the process if a method blocks."""
 
 
-class StepEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="step_environment"):
+class StepEnvironment(PoolMessage, frozen=True, kw_only=True, tag="step_environment"):
     """Pass an action to an environment."""
 
     environment_id: int
@@ -43,14 +52,14 @@ class StepEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="step_enviro
     timeout_s: float
 
 
-class CloseEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="close_environment"):
+class CloseEnvironment(PoolMessage, frozen=True, kw_only=True, tag="close_environment"):
     """Close an environment, whatever it is doing, and remove it."""
 
     environment_id: int
     timeout_s: float
 
 
-class CallTool(WorkerMessage, frozen=True, kw_only=True, tag="call_tool"):
+class CallTool(PoolMessage, frozen=True, kw_only=True, tag="call_tool"):
     """Call a tool function."""
 
     tool: str
@@ -59,7 +68,7 @@ class CallTool(WorkerMessage, frozen=True, kw_only=True, tag="call_tool"):
     timeout_s: float
 
 
-class DescribeTool(WorkerMessage, frozen=True, kw_only=True, tag="describe_tool"):
+class DescribeTool(PoolMessage, frozen=True, kw_only=True, tag="describe_tool"):
     """Ask for a function's description and arguments."""
 
     tool: str

@@ -37,6 +37,10 @@ class ToolAnswer:
     is_error: bool = False
 
 
+class _ToolFailed(Exception):
+    """A tool failed; the message is for the model."""
+
+
 class Tools:
     """Tool functions by the names that models use."""
 
@@ -70,8 +74,14 @@ class Tools:
         if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
             return _error(f"{name} takes its arguments by name, as one JSON object")
         limit_s = self._pool.call_timeout_s if timeout_s is None else timeout_s
-        with _record_activity(f"{TOOL} {name}"):
-            return await self._pool.run(self._call(name, dict(arguments), limit_s))
+        try:
+            with _record_activity(f"{TOOL} {name}"):
+                answer = await self._pool.run(self._call(name, dict(arguments), limit_s))
+                if answer.is_error:
+                    raise _ToolFailed(answer.text)  # so that traces show the failure
+        except _ToolFailed as failed:
+            return ToolAnswer(str(failed), is_error=True)
+        return answer
 
     async def describe(self) -> list[dict[str, Any]]:
         """Return the tools' descriptions in the format of OpenAI's API and chat templates.

@@ -33,6 +33,7 @@ import msgspec
 from tidegate.environments import calls
 from tidegate.environments.dotted_names import imported
 from tidegate.environments.environment import TEXT_CHARACTERS_MAX, Environment, Observation
+from tidegate.transport.trace_context import continued_trace
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: signal to receive when the parent dies."""
@@ -159,7 +160,8 @@ class Worker:
 
     def _handle(self, call: calls.WorkerCall) -> None:
         try:
-            result = self._execute(call)
+            with continued_trace(call.trace):
+                result = self._execute(call)
             if inspect.isawaitable(result):
                 self._await_on_loop(call, result)
                 return
@@ -219,8 +221,9 @@ class Worker:
         limit_s = None if isinstance(call, calls.DescribeTool) else call.timeout_s
         limit = asyncio.timeout(limit_s)
         try:
-            async with limit:
-                value = await result
+            with continued_trace(call.trace):
+                async with limit:
+                    value = await result
             reply = _reply(call, value)
         except BaseException as error:  # noqa: BLE001 (cancellation is reported, too)
             reply = _failed(call, error, is_timeout=limit.expired())

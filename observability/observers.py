@@ -6,6 +6,7 @@ The composition root (``tidegate.runs``) creates :class:`Observers`; the run ope
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tidegate.observability.metrics.live import LiveRecorder
     from tidegate.observability.progress import ProgressDisplay
     from tidegate.observability.records.recording import RunRecorder
+    from tidegate.observability.spans import Spans
 
 POLICIES = {
     "staleness_policy",
@@ -66,6 +68,7 @@ class RecorderGroup(Recorder):
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self.recorders = tuple(recorders)
         self.keeps_episodes = any(recorder.keeps_episodes for recorder in recorders)
+        self.episode_observers = [each for r in recorders for each in r.episode_observers]
 
     rollout = _forwarded(Recorder.rollout)
     trained = _forwarded(Recorder.trained)
@@ -110,6 +113,7 @@ class Observers:
         self._settings = settings
         self._dashboard: Dashboard | None = None
         self._live: LiveRecorder | None = None
+        self._spans: Spans | None = None
         self._progress: ProgressDisplay | None = None
         self._resumed: RunResumed | None = None
         self._on_failure: Callable[[RecordingFailed], None] = lambda failure: None
@@ -118,6 +122,8 @@ class Observers:
 
             address, directory = settings.records.dashboard_address, settings.records.run_directory
             self._dashboard = dashboard.Dashboard(address, directory=directory)
+        if settings.records.opentelemetry:
+            _import_spans()
 
     @property
     def url(self) -> str | None:
@@ -130,6 +136,10 @@ class Observers:
         """Start the recorder, and the dashboard's memory; see :meth:`RunObservers.open`."""
         self._resumed, self._on_failure = resumed, on_failure
         recorders: list[Recorder] = []
+        if self._settings.records.opentelemetry:
+            spans = _import_spans()
+            self._spans = spans.Spans()
+            recorders.append(spans.TrainerSpans(self._spans, model=self._settings.model.name))
         if (recorder := self._recorder(resumed, on_failure)) is not None:
             recorders.append(recorder)
         if self._dashboard is not None:
@@ -150,6 +160,8 @@ class Observers:
     ) -> Recorder | None:
         """Start the recorder of a trained adapter; see :meth:`RunObservers.open_adapter`."""
         recorders: list[Recorder] = []
+        if self._spans is not None:
+            recorders.append(_import_spans().TrainerSpans(self._spans, adapter=name))
         if (directory := self._settings.records.run_directory) is not None:
             directory = directory / ADAPTERS / directory_name(name)
             # Records may be there, of a process before a resume or of an earlier training.
@@ -257,6 +269,16 @@ class Observers:
             points = [p for p in read_evaluations(directory) if p.batches <= resumed.batches]
             recorder.recall(read_batches(directory, batches=resumed.batches), points)
         return recorder
+
+
+def _import_spans() -> ModuleType:
+    try:
+        from tidegate.observability import spans
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is missing: pip install 'tidegate[opentelemetry]'"
+        ) from None
+    return spans
 
 
 def _together(recorders: Sequence[Recorder]) -> Recorder | None:

@@ -24,7 +24,16 @@ pytestmark = pytest.mark.wire
 
 THIRD_PARTY: dict[str, set[str]] = {
     "policies": {"torch"},
-    "transport": {"msgspec", "numpy", "safetensors", "torch", "zmq", "zstandard"},
+    # opentelemetry only where a program uses it, for the trace headers of calls and requests
+    "transport": {
+        "msgspec",
+        "numpy",
+        "opentelemetry",
+        "safetensors",
+        "torch",
+        "zmq",
+        "zstandard",
+    },
     "kernels": {"torch", "triton", "numpy"},
 }
 """Third-party packages that the lowest layer may import."""

@@ -583,6 +583,9 @@ class RecordSettings(SettingsRecord):
     progress: bool = False
     """Whether the run shows its progress on standard error: a live table in a terminal, else one
     line per batch; and a summary when it ends. ``tidegate run`` sets it."""
+    opentelemetry: bool = False
+    """Whether rollouts, turns, tools and batches are OpenTelemetry spans: of the global tracer
+    provider, or, if the program sets none, exported to ``OTEL_EXPORTER_OTLP_ENDPOINT``."""
     stuck_after_s: Seconds = 60.0
     """Time without progress, in seconds, after which the watchdog names an episode, turn, engine,
     publish or task iterator in the log and in ``statistics().stuck``. Nothing is ended. Raise it if

@@ -111,4 +111,5 @@ class RunOptions(TypedDict, total=False):
     keep_full_journal: bool
     resume_partial_rollouts: bool
     progress: bool
+    opentelemetry: bool
     stuck_after_s: float

@@ -57,6 +57,7 @@ from tidegate.serving.openai.requests import (
     TokenizeRequest,
 )
 from tidegate.serving.openai.responses import ResponsesForm, ResponsesRequest
+from tidegate.transport.trace_context import continued_trace
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -159,7 +160,7 @@ class _Handlers:
             return _turn_of(prepared.row, turn, prepared.reply_format)
 
         beginnings = [begin_choice] * request.choices_per_prompt
-        return await answer_turns(http, _begin(session, request, beginnings), form)
+        return await answer_turns(http, _begin(http, session, request, beginnings), form)
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/completions``."""
@@ -208,7 +209,7 @@ class _Handlers:
             for prompt in prompts
             for _ in range(request.choices_per_prompt)
         ]
-        return _begin(session, request, beginnings)
+        return _begin(http, session, request, beginnings)
 
     async def tokenize(self, http: HttpRequest) -> Answer:
         """Answer ``POST /tokenize``."""
@@ -261,6 +262,7 @@ class _Handlers:
             raise ClientDisconnect
         about = {"id": session.session_id, "api_key": session.api_key}
         about["base_url"] = f"{self._gateway.url}/v1"
+        about |= session.trace
         return Response(to_json({**about, "task": session.task}), media_type="application/json")
 
     async def reward(self, http: HttpRequest) -> Answer:
@@ -314,7 +316,10 @@ def _turn_of(
 
 
 def _begin(
-    session: "Session", request: OpenAIRequest, beginnings: Iterable[Callable[[], ActiveTurn]]
+    http: HttpRequest,
+    session: "Session",
+    request: OpenAIRequest,
+    beginnings: Iterable[Callable[[], ActiveTurn]],
 ) -> ActiveCompletion:
     """Begin all choices of a request; one that can't begin cancels the others.
 
@@ -323,9 +328,10 @@ def _begin(
     """
     session.refuse_if_busy()
     active = ActiveCompletion(request, _weight_versions, answering=session.answering)
+    is_traced = bool(session.trace)
     try:
         for begin_choice in beginnings:
-            with session.recording_refusal():
+            with session.recording_refusal(), continued_trace(http.headers if is_traced else {}):
                 choice = begin_choice()
             choice.turn.add_done_callback(session.record_turn)
             active.choices.append(choice)

@@ -14,6 +14,7 @@ uvicorn.
 """
 
 import asyncio
+import contextvars
 import inspect
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -126,7 +127,8 @@ class Gateway(GatewaySessions):
             returned = agent(endpoint, task)
         else:
             loop = asyncio.get_running_loop()
-            returned = await loop.run_in_executor(self._threads, agent, endpoint, task)
+            run = contextvars.copy_context().run  # with the episode's span
+            returned = await loop.run_in_executor(self._threads, run, agent, endpoint, task)
         return await returned if isinstance(returned, Awaitable) else returned
 
     # ------------------------------------------------------------ the server

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from tidegate.errors import (
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.serving.http.errors import ApiError
 from tidegate.serving.openai.response_store import ResponseStore
+from tidegate.transport.trace_context import trace_headers
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -54,6 +55,8 @@ class Session:
     """Number of requests being answered."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """Answers that requests of ``/v1/responses`` can continue."""
+    trace: Mapping[str, str] = field(default_factory=trace_headers)
+    """Headers by which the agent continues the rollout's trace; empty without OpenTelemetry."""
 
     def record_turn(self, turn: "asyncio.Future[GeneratedTurn]") -> None:
         """Keep the error of a turn that has ended, if the policy has caused it."""
