@@ -143,8 +143,9 @@ class Forecaster:
         self._versions = (0, 0)
         """Trainer's version at the first and at the last batch."""
         self._recent: deque[BatchMark] = deque(maxlen=RECENT_BATCHES + 1)
-        self._groups: deque[npt.NDArray[np.float64]] = deque(maxlen=RECENT_GROUPS)
-        """Tokens and seconds of each rollout of recent groups: [2, rollouts]."""
+        self._groups: deque[tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]] = deque()
+        """Of each batch with recent groups: tokens and seconds of each rollout ([2, rollouts]), and
+        rollouts of each group."""
         self._timed = (0, 0.0)
         """Number of rollouts so far whose seconds are known, and their sum."""
         self._engines: tuple[EngineStatistics, ...] = ()
@@ -185,14 +186,17 @@ class Forecaster:
         self._staleness += int(staleness.sum())
         begins = np.flatnonzero(np.diff(group_ids, prepend=group_ids[0] - 1))
         self._recent.append(BatchMark(usage, int(tokens.sum()), len(tokens), len(begins)))
-        rollouts = np.stack([tokens, ended_s - began_s])  # nan: a resumed run knows no old begins
-        groups = [g for g in np.split(rollouts, begins[1:], axis=1) if not np.isnan(g).any()]
-        self._groups.extend(groups)
-        count, seconds = self._timed
-        self._timed = (
-            count + sum(group.shape[1] for group in groups),
-            seconds + float(sum(group[1].sum() for group in groups)),
-        )
+        seconds = ended_s - began_s  # nan: a resumed run knows no old begins
+        is_known = ~np.logical_or.reduceat(np.isnan(seconds), begins)
+        sizes = np.diff(begins, append=len(seconds))
+        rollouts = np.stack([tokens, seconds])[:, np.repeat(is_known, sizes)]
+        self._groups.append((rollouts, sizes[is_known]))
+        while (
+            sum(len(sizes) for _, sizes in self._groups) - len(self._groups[0][1]) >= RECENT_GROUPS
+        ):
+            self._groups.popleft()
+        count, total_s = self._timed
+        self._timed = (count + rollouts.shape[1], total_s + float(rollouts[1].sum()))
 
     def forecast(self, totals: RunTotals) -> RunForecast | None:
         """Return the forecast after the last batch; None before two batches, or without steps of
@@ -243,7 +247,7 @@ class Forecaster:
         first, last, batches = recent[0].usage, recent[-1].usage, len(recent) - 1
         wall_s = last.wall_s - first.wall_s
         load = EngineLoad(engines)
-        if wall_s <= 0 or load.full_tokens_per_s is None or not self._groups:
+        if wall_s <= 0 or load.full_tokens_per_s is None or not self._timed[0]:
             return None
         tokens = [mark.tokens for mark in recent[1:]]
         mean_tokens = sum(tokens) / batches
@@ -292,13 +296,14 @@ class Forecaster:
         in queues, because what is long in tools is not long in queues; what is left has the mean
         ``other_s``.
         """
-        tokens, seconds = np.concatenate(self._groups, axis=1)
+        sizes = np.concatenate([sizes for _, sizes in self._groups])[-RECENT_GROUPS:]
+        rollouts = np.concatenate([rollouts for rollouts, _ in self._groups], axis=1)
+        tokens, seconds = rollouts[:, -int(sizes.sum()) :]
         decode = tokens * (decode_s * self._lengths.rollouts / self._lengths.tokens)
         rest = np.maximum(0.0, seconds - decode)
         other = np.maximum(0.0, rest - max(0.0, rest.mean() - other_s))
         if other.any():
             other *= other_s / other.mean()
-        sizes = [group.shape[1] for group in self._groups]
         begins = np.cumsum([0, *sizes[:-1]])
         longest: list[float] = np.sort(np.maximum.reduceat(decode + other, begins)).tolist()
         return longest
