@@ -824,10 +824,11 @@ class Core:
         """Discard the groups with tokens of ``version`` or newer, and put their tasks back.
 
         An engine that reconnects with bad weights gets no turns until it serves the next version.
+        Turns are taken back from engines, because the engine may also replay steps of bad weights.
         """
-        self.turns.require(self.next_version, self.adapter)
+        commands = self.turns.recall(self.next_version, self.adapter)
         held = [batch for batch in self.handed.held if batch.newest_version >= version]
-        commands = self._lose(held, "rolled_back")
+        commands += self._lose(held, "rolled_back")
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
         return self._release(commands + self._discard_and_requeue_all(bad, "rolled_back"))
 

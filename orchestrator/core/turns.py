@@ -137,11 +137,15 @@ class TurnTracker:
         for engine in self.engines.values():
             engine.is_away = True
 
-    def recall(self, live_version: int, adapter: str = "") -> None:
-        """Take all turns of the run's weights, or of an adapter, back from their engines; they
-        continue under ``live_version`` or newer."""
-        self._take_back(adapter)
+    def recall(self, live_version: int, adapter: str = "") -> list[Command]:
+        """Take all training turns of the run's weights, or of an adapter, back from their engines,
+        with the tokens they have; they continue under ``live_version`` or newer.
+
+        Tokens that engines have sampled for these turns and that have not arrived are late.
+        """
+        taken = self._take_back(adapter, has_evaluations=False)
         self.require(live_version, adapter)
+        return [Cancel(engine, handle) for engine, handle in taken]
 
     def require(self, live_version: int, adapter: str = "") -> None:
         """Submit turns of the run's weights, or of an adapter, to engines with ``live_version`` or
@@ -162,13 +166,17 @@ class TurnTracker:
         self.halted.add(adapter)
         return [Cancel(engine, handle) for engine, handle in self._take_back(adapter)]
 
-    def _take_back(self, adapter: str) -> list[tuple[str, int]]:
-        """Move the turns of an adapter's rollouts (empty: of the run's weights), evaluations
-        included, from engines to ``waiting``; return where they were."""
+    def _take_back(self, adapter: str, *, has_evaluations: bool = True) -> list[tuple[str, int]]:
+        """Move the turns of an adapter's rollouts (empty: of the run's weights) from engines to
+        ``waiting``; return where they were. ``has_evaluations``: turns of evaluations too."""
         taken: list[tuple[str, int]] = []
         for name, engine in self.engines.items():
             submissions = engine.submissions
-            mine = [(h, t) for h, t in submissions.items() if t.rollout.adapter == adapter]
+            mine = [
+                (h, t)
+                for h, t in submissions.items()
+                if t.rollout.adapter == adapter and (has_evaluations or not t.is_evaluation)
+            ]
             for handle, turn in sorted(mine, key=lambda item: item[1].priority):
                 turn.place = None
                 self.waiting[turn] = turn.priority

@@ -49,6 +49,11 @@ FAILED_ONCE = {
         '"train_s":0.3,"evaluation_tasks":1,"evaluates_beside":true,'
         '"faults":[{"kind":"garble","after_swap":2},{"kind":"drain","at_s":1.4912}]}'
     ),
+    "an engine replayed steps of a bad version after the rollback from it": (
+        '{"seed":5882,"max_staleness":1,"publish_wait":"none","staging_s":0.2,"tasks":5,'
+        '"turns_max":3,"write_s":0.025,"rolling_back":0.2,"faults":['
+        '{"kind":"garble","after_swap":2},{"kind":"cut","at_s":0.11,"lasts_s":2.0617}]}'
+    ),
 }
 """Smallest scenarios of failures that a sweep has found."""
 

@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 import tidegate
+from tests.orchestrator.core.driver import Driver, step
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest
-from tidegate.transport.messages import SamplingParams
+from tidegate.transport.messages import RUNNING, STOP, SamplingParams
 
 SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 2}
 BAD = 2
@@ -89,6 +90,29 @@ def test_an_engine_that_comes_back_with_bad_weights_gets_no_turns() -> None:
     turn = ev.TurnRequested(0, SamplingParams(max_tokens=1))
     assert [c for c in core.handle(turn) if isinstance(c, ev.Submit)] == []
     assert [c for c in core.handle(ev.EngineSwapped("engine-0", 2)) if isinstance(c, ev.Submit)]
+
+
+def test_what_bad_weights_sampled_and_arrives_after_the_rollback_reaches_no_turn() -> None:
+    """An engine replays steps that were lost in transit, after it has reconnected."""
+    driver = Driver(max_staleness=2, groups_per_batch=1, group_size=1)
+    driver.join("a")
+    driver.publish_and_swap([])
+    driver.fill()
+    rollout, *others = driver.running.values()
+    driver.ask_turn(rollout)
+    place = driver.where(rollout)
+    assert place is not None
+    assert ev.Cancel(*place) in driver.do(ev.VersionRetracted(1))
+    driver.do(step("a", 1, [(place[1], [5, 6], RUNNING)]))
+    driver.do(step("a", 1, [(place[1], [7], STOP)]))
+    driver.publish_and_swap([])
+    assert driver.core.ledger.discarded["cancelled"] == 3
+    moved = driver.where(rollout)
+    assert moved is not None
+    driver.do(step("a", 2, [(moved[1], [8], STOP)]))
+    assert rollout.turns[-1].token_ids.tolist() == [8]
+    assert rollout.newest_version == rollout.oldest_version == 2
+    assert list(driver.running.values()) == [rollout, *others]
 
 
 async def test_engines_stay_paused_if_the_good_weights_can_not_be_brought(
