@@ -205,6 +205,12 @@ class SimulatedTrainer:
             return True
         if self._exhausted_iterators < self._offered_iterators:
             return True  # the request was made before the newest offer
+        # A request ahead may be answered before a batch in training is lost. Then no publish may
+        # follow that would name the batch and be refused.
+        held = [batch.number for batch in scheduler.core.handed.held]
+        if not set(held).issuperset(self._unnamed):
+            self._unnamed = [number for number in self._unnamed if number in held]
+            self._has_lost = True
         if self._has_lost:
             self._has_lost = False
             return True

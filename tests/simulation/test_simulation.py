@@ -54,6 +54,11 @@ FAILED_ONCE = {
         '"turns_max":3,"write_s":0.025,"rolling_back":0.2,"faults":['
         '{"kind":"garble","after_swap":2},{"kind":"cut","at_s":0.11,"lasts_s":2.0617}]}'
     ),
+    "a batch was lost while it was trained, after the answer that it was the last": (
+        '{"seed":9247,"max_staleness":2,"groups_per_batch":2,"order":"window","window_groups":3,'
+        '"batches_per_version":2,"publish_wait":"none","tasks":19,"failing_episodes":0.075,'
+        '"train_s":0.009,"batches_per_publish":2,"publishing_twice":0.3,"look_ahead":2}'
+    ),
 }
 """Smallest scenarios of failures that a sweep has found."""
 
