@@ -100,15 +100,16 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_gets_newer_ones(
     inflight = client.save_weights_and_get_sampling_client(kind="inflight").result()
     prompt = tinker.ModelInput.from_ints(SENTENCE)
     first = snapshot.compute_logprobs(prompt).result()[1:]
-    assert inflight.compute_logprobs(prompt).result()[1:] == first
+    # Which of the prompt's KV is cached decides the last bits.
+    assert inflight.compute_logprobs(prompt).result()[1:] == pytest.approx(first, abs=1e-5)
 
     train(client)
     newer = client.save_weights_and_get_sampling_client(kind="inflight").result()
     second = newer.compute_logprobs(prompt).result()[1:]
     assert second == pytest.approx(forward_logprobs(client, SENTENCE), abs=1e-4)
     assert second != pytest.approx(first, abs=1e-3)
-    assert inflight.compute_logprobs(prompt).result()[1:] == pytest.approx(second)
-    assert snapshot.compute_logprobs(prompt).result()[1:] == pytest.approx(first)
+    assert inflight.compute_logprobs(prompt).result()[1:] == pytest.approx(second, abs=1e-5)
+    assert snapshot.compute_logprobs(prompt).result()[1:] == pytest.approx(first, abs=1e-5)
 
 
 def test_saved_sampler_weights_are_sampled_by_their_path_and_do_not_change(
