@@ -71,6 +71,8 @@ class LoraVersions(TargetVersions):
     @override
     def _lacks(self, engine: str, update: WeightUpdate) -> bool:
         held, is_published = self._held.get(engine, 0), update is self.update and not self.is_over
+        if held == update.version:  # a resumed run publishes it again
+            return not update.is_durable  # the engine may lack it in memory: see `_on_needed`
         return held < update.version and (held > 0 or is_published)
 
     @override

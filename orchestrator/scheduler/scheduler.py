@@ -186,6 +186,7 @@ class Scheduler:
             for trainer in self.trainers.values():
                 trainer.tasks.close()
             self.engines.drains.close()
+            self.control.close()
             self._group = None
             self._router.detach()
 

@@ -68,6 +68,7 @@ class EngineControl:
         self._outcomes: dict[int, wc.Resolve] = {}
         """Results of ended calls, until their coroutines read them."""
         self._timers: dict[wc.Timer, asyncio.TimerHandle] = {}
+        self._is_closed = False
         self.state = WeightControl(
             init_weights,
             pause_mode=settings.pause_mode,
@@ -262,6 +263,13 @@ class EngineControl:
             raise outcome.error
         return outcome.value
 
+    def close(self) -> None:
+        """Stop all timers, and set none again: engines have no time limits once the run has ended.
+        Calls may still be cancelled."""
+        self._is_closed = True
+        for timer in list(self._timers):
+            self._stop_timer(timer)
+
     def handle(self, event: wc.Event) -> None:
         """Feed an event to the state machine, and carry out its commands."""
         for command in self.state.handle(event):
@@ -278,6 +286,8 @@ class EngineControl:
             case wc.Resolve(call=call):
                 self._outcomes[call] = command
                 resolve(self._pending.calls.get(call), None)
+            case wc.SetTimer() if self._is_closed:
+                pass
             case wc.SetTimer(timer=timer, seconds=seconds):
                 self._stop_timer(timer)
                 loop = asyncio.get_running_loop()

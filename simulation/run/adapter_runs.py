@@ -426,7 +426,10 @@ class SimulatedAdapterTrainer:
                 assert rollout.adapter == self.name, f"a rollout of {rollout.adapter!r} came"
                 assert isinstance(group.task, int)
                 script = scenario.script(group.task, rollout.index)
-                assert script.failure is not None or rollout.reward == script.reward
+                assert script.failure is not None or rollout.reward == script.reward, (
+                    f"task {group.task} is trained with reward {rollout.reward}, but its episode "
+                    f"would return {script.reward}"
+                )
                 for turn in rollout.turns:
                     self._check_turn(turn.sampling.adapter)
                     check_turn(turn, self._content_of, without_prefills=self._without_prefills)

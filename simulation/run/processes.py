@@ -227,11 +227,12 @@ class RunOfProcesses(SimulatedCluster):
             self._context.router.detach()
             self._done = trainer.done()
             await _cancel_all(serving, trainer)
+            core.on_event = _refuse_late_event
         for future in (failed, serving, trainer):
             if future.done() and not future.cancelled():
                 await future
 
-    def _core(self, store: SimulatedStore, resume: ev.RunResumed | None) -> Core:
+    def _core(self, store: SimulatedStore, resume: ev.RunResumed | None) -> CheckedCore:
         """Restore the core by replay and from a saved state; both must agree, also after a resume.
 
         Return one of the two cores at random.
@@ -283,6 +284,11 @@ class RunOfProcesses(SimulatedCluster):
         for host in self._hosts:
             host.link.cut(down_s)
         await asyncio.sleep(down_s * self._chance.random())
+
+
+def _refuse_late_event(event: ev.Event, _: list[ev.Command]) -> None:
+    """Refuse an event after a process's end. The store would take it for the next process's."""
+    raise AssertionError(f"{event} came from a process that has ended")
 
 
 def _check_equal(replayed: Core, loaded: Core, when: str) -> None:

@@ -10,12 +10,13 @@ from tidegate.orchestrator.core import control_events as wc
 from tidegate.orchestrator.core import core as core_module
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import snapshot_codec
-from tidegate.orchestrator.core.adapter_versions import Adapters
+from tidegate.orchestrator.core.adapter_versions import Adapters, LoraVersions
 from tidegate.orchestrator.core.control_events import AdapterMemory
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.snapshot_codec import SavedCore
+from tidegate.orchestrator.core.target_versions import WeightUpdate
 from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.simulation.checks.coverage import ADAPTER_MARKS
@@ -157,6 +158,21 @@ def engines_that_missed_a_publish_are_not_brought_up_to_date(patch: pytest.Monke
         right(self, engine, AdapterMemory(memory.adapters_max, held))
 
     patch.setattr(Adapters, "join", join)
+
+
+@mutation(seed=174)
+def an_engine_that_lacks_what_it_serves_waits_for_it_forever(patch: pytest.MonkeyPatch) -> None:
+    right = LoraVersions._lacks
+
+    def lacks(self: LoraVersions, engine: str, update: WeightUpdate) -> bool:
+        return self._held.get(engine) != update.version and right(self, engine, update)
+
+    patch.setattr(LoraVersions, "_lacks", lacks)
+
+
+@mutation(seed=191)
+def a_dead_process_gives_up_engines(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineControl, "close", lambda self: None)
 
 
 @mutation(seed=0)

@@ -5,6 +5,7 @@ The model is a set of engines that follow the protocol and answer late. Model-ba
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -217,6 +218,25 @@ def test_a_resumed_run_waits_for_its_trainer_before_it_answers_for_an_adapter() 
     driver.publish("a")
     driver.settle()
     assert driver.live["e0"] == {"a": 4}
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_an_engine_that_reconnects_with_the_version_that_a_resumed_run_publishes_gets_it(
+    is_released: bool,
+) -> None:
+    driver = Driver()
+    driver.released["a"] = 2
+    driver.live["e0"] = {"a": 3}  # which a resumed trainer publishes again under its number
+    driver.join("e0")
+    call = driver.publish("a")
+    if is_released:
+        driver.answer("e0")
+    driver.join("e0")  # it has forgotten what it staged, and has dropped its live tensors for room
+    driver.feed(wc.ControlReplyReceived("e0", AdapterNeeded(name="a", version=3)))
+    assert [(type(each), each.version) for each in driver.inboxes["e0"]] == [(LoadAdapter, 3)]
+    driver.settle()
+    assert driver.live["e0"] == {"a": 3}
+    assert driver.outcomes == {call: None}
 
 
 def test_a_publish_after_a_cancelled_one_that_is_released_waits_for_its_end() -> None:

@@ -390,6 +390,18 @@ async def test_a_loop_that_publishes_in_the_background_keeps_the_bound(
     assert statistics.ledger.error == 0
 
 
+async def test_a_run_that_has_ended_gives_up_no_engine_for_a_version_it_did_not_stage(
+    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
+) -> None:
+    slow = tidegate_engine(staging_s=60.0)
+    async with tidegate_serve(engines=[slow], weight_update_timeout_s=5.0, **SMALL) as rollouts:
+        scheduler = rollouts.simulated.scheduler
+        assert scheduler is not None
+        await rollouts.publish({}, wait="none")
+    await asyncio.sleep(6.0)
+    assert [*scheduler.fleet.engines] == ["engine-0"]
+
+
 async def test_there_are_three_things_to_wait_for(tidegate_serve: ServeInTests) -> None:
     async with tidegate_serve() as rollouts:
         unknown: Any = "swapped"
