@@ -56,10 +56,10 @@ class Store(Protocol):
         """Return the newest snapshot with its lsn; None without one."""
 
 
-EVENT_FORMAT = 3
+EVENT_FORMAT = 4
 """Number of the format of events and snapshots. From 2 on, the trainer's publishes name their
 batches; the events before do not say enough to replay them so. From 3 on, admission is just in
-time."""
+time; from 4 on, a rollback takes turns back, and a failed publish counts in what may wait."""
 
 
 class JournalHeader(msgspec.Struct, frozen=True):
