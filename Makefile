@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
-	@echo "make demo-real         the same on a pretrained model, SmolLM2-135M, unpaced; then an exact audit"
+	@echo "make demo-real         the same on a pretrained model, SmolLM2-135M, unpaced; then an exact audit (10 min)"
 	@echo "make demo-agent        the same with an agent that calls a tool, and one that plays a game (5 min)"
 	@echo "make demo-two-agents   two adapters of one run, each with its trainer, learn a language (3 min)"
 	@echo "make unit              quick tests that start no process and open no socket (1 min)"
@@ -84,7 +84,7 @@ demo: venv
 # to generate.
 demo-real: model
 	$(BIN)/python -m examples.async_grpo --model runs/smollm2-135m --task words --engines 1 --step-time-s 0 --deterministic \
-	  --last-layers 10 --versions 16 --groups-per-batch 8 --group-size 8 --rows-max 16 --learning-rate 1e-4 --held-out 46 $(ARGS)
+	  --last-layers 10 --versions 16 --groups-per-batch 8 --group-size 8 --rows-max 16 --learning-rate 1e-4 --held-out 46 --target-reward 0.5 $(ARGS)
 	$(BIN)/tidegate audit --exact --rollouts-max 48 runs/latest/async
 
 demo-agent: venv
