@@ -75,7 +75,7 @@ class Spans:
             log.warning("a span could not be ended", exc_info=error)
 
     def remember(self, rollout_id: int, span: Span) -> None:
-        """Keep what a batch needs to link to a rollout's span."""
+        """Remember the span of a rollout, which batches and its next attempt link to."""
         self.rollouts[rollout_id] = span.get_span_context()
         if len(self.rollouts) > LINKS_KEPT:
             del self.rollouts[next(iter(self.rollouts))]

@@ -148,7 +148,8 @@ class Change:
 
     @property
     def gain_range(self) -> tuple[float, float]:
-        """Gains within the advice's error: the model is too optimistic where two limits meet."""
+        """Lowest and highest gain within the advice's stated error. The lowest is further off,
+        because the model is too optimistic where two limits meet."""
         return 0.5 * self.gain - 0.05 - self.noise, 1.2 * self.gain + 0.05 + self.noise
 
     def __str__(self) -> str:

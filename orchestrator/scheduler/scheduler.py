@@ -502,7 +502,7 @@ class Scheduler:
             self.trainers[adapter].batch_requests.pause(is_held)
 
     def suspend_deadlines(self, is_halted: bool) -> None:
-        """As :meth:`EpisodeRunner.suspend_deadlines`."""
+        """Stop the time limits of all episodes while engines are halted, or continue them."""
         self._episodes.suspend_deadlines(is_halted)
 
     async def evaluate(
