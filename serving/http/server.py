@@ -16,6 +16,7 @@ import resource
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -244,7 +245,18 @@ def make_server(app: ASGIApp, *, body_bytes_max: int, **settings: Any) -> uvicor
         server_header=False,
         **settings,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the program.
+
+    uvicorn's own puts the handlers back that it found at its start: those of an event loop that may
+    have ended since, where Ctrl-C is raised in the middle of other code.
+    """
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 # ---------------------------------------------------------------- access

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import signal
 import socket
 import weakref
 from collections.abc import AsyncIterator, Mapping
@@ -188,6 +189,14 @@ async def say(port: int, *parts: bytes) -> bytes:
             return b""
     finally:
         writer.close()
+
+
+async def test_a_server_leaves_the_programs_signal_handlers_in_place() -> None:
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    async with served() as port:
+        await say(port, request())
+        assert found == {number: signal.getsignal(number) for number in found}
+    assert found == {number: signal.getsignal(number) for number in found}
 
 
 def request(body: bytes = b"", **headers: str) -> bytes:

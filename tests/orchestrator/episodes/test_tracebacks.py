@@ -53,8 +53,13 @@ def test_ctrl_c_is_shown_as_one_line_that_names_the_line_interrupted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shorten_tracebacks()
-    with pytest.raises(KeyboardInterrupt) as interrupted:
-        asyncio.run(interrupt())
+    # asyncio cancels the main task on SIGINT only where Python's own handler is installed.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            asyncio.run(interrupt())
+    finally:
+        signal.signal(signal.SIGINT, before)
     line = interrupt.__code__.co_firstlineno + 2
     assert shown(interrupted.value, capsys) == [f"interrupted at {__file__}:{line}"]
 
