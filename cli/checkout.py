@@ -1,7 +1,5 @@
-"""Commands that need a clone of the repository: `tidegate demo` and `tidegate bench`.
-
-Each replaces this process with a program of `examples/` or `benchmarks/` and passes all arguments
-on.
+"""Command `tidegate demo`, which needs a clone of the repository: it replaces this process with a
+program of `examples/` and passes all arguments on.
 """
 
 import os
@@ -12,10 +10,7 @@ from typing import NoReturn
 import typer
 
 import tidegate
-from tidegate.cli.conventions import echo
 from tidegate.errors import ConfigError
-
-SELF = "__init__", "__main__"
 
 
 def demo(context: typer.Context) -> None:
@@ -23,37 +18,8 @@ def demo(context: typer.Context) -> None:
     _exec_module("examples.async_grpo", context.args)
 
 
-def bench(context: typer.Context) -> None:
-    """Run a benchmark, e.g. `tidegate bench transport`; without a name, list them."""
-    names = _benchmarks()
-    arguments = context.args
-    if not arguments or arguments[0] in ("--help", "-h"):
-        echo("Usage: tidegate bench NAME [OPTIONS], where NAME is one of:")
-        width = max(map(len, names))
-        for name, summary in names.items():
-            echo(f"  {name:<{width}}  {summary}")
-        return
-    name = arguments[0].replace("-", "_")
-    if name not in names:
-        raise ConfigError(f"there is no benchmark {name!r}; the benchmarks are {', '.join(names)}")
-    _exec_module(f"benchmarks.{name}", arguments[1:])
-
-
-def _benchmarks() -> dict[str, str]:
-    """Return the benchmarks by name, each with the first line of its module docstring."""
-    folder = _root() / "benchmarks"
-    programs = {path.parent.name: path for path in folder.glob("*/__main__.py")}
-    programs |= {path.stem: path for path in folder.glob("*.py") if path.stem not in SELF}
-    found = {}
-    for name, path in sorted(programs.items()):
-        text = path.read_text()
-        if '__name__ == "__main__"' in text:
-            found[name] = text.split("\n", 1)[0].strip('" ')
-    return found
-
-
 def is_clone() -> bool:
-    """Whether this package is in a clone of the repository, where these commands can run."""
+    """Whether this package is in a clone of the repository, where the demo can run."""
     return (_clone() / "examples" / "async_grpo.py").exists()
 
 
@@ -65,8 +31,8 @@ def _root() -> Path:
     if is_clone():
         return _clone()
     raise ConfigError(
-        "the demo and the benchmarks are not in the installed package; clone the repository, "
-        "and run `make demo` there, or `pip install -e .`"
+        "the demo is not in the installed package; clone the repository, and run `make demo` "
+        "there, or `pip install -e .`"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import tidegate
-from tidegate.cli import checkout, doctor, engines, plan, records, run, simulate, watch
+from tidegate.cli import bench, checkout, doctor, engines, plan, records, run, simulate, watch
 from tidegate.cli.conventions import (
     PASS_ON,
     STATUS_ERROR,
@@ -111,7 +111,7 @@ _add(
     "tidegate simulate --first-seed 9 --seeds 1",
     "tidegate simulate --faults crash,cut",
 )
-_add(CHECK, checkout.bench, **IN_A_CLONE)
+_add(CHECK, bench.bench, "tidegate bench", "tidegate bench --rounds 9 --json")
 
 
 def main() -> None:

@@ -223,7 +223,7 @@ def test_trace_summarises_each_track_and_says_how_to_open_the_file(
     assert "ui.perfetto.dev" in output[3]
 
 
-def test_help_lists_demo_and_bench_in_a_clone_only(
+def test_help_lists_the_demo_in_a_clone_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -231,8 +231,8 @@ def test_help_lists_demo_and_bench_in_a_clone_only(
             monkeypatch.setattr(tidegate, "__file__", str(package))
             importlib.reload(command)
             assert status_of(["--help"], monkeypatch) == 0
-            listed = re.findall(r"^  (demo|bench|run) ", capsys.readouterr().out, re.MULTILINE)
-            assert listed == (["demo", "run", "bench"] if is_listed else ["run"])
+            listed = re.findall(r"^  (demo|run) ", capsys.readouterr().out, re.MULTILINE)
+            assert listed == (["demo", "run"] if is_listed else ["run"])
         assert status_of(["demo"], monkeypatch) == 2
         assert "clone the repository" in capsys.readouterr().err
     finally:
@@ -240,12 +240,14 @@ def test_help_lists_demo_and_bench_in_a_clone_only(
         importlib.reload(command)
 
 
-def test_bench_lists_the_benchmarks_and_refuses_unknown_names(
+@pytest.mark.wire
+def test_bench_shows_scheduler_and_wire_and_an_engine_beside_transformers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status_of(["bench"], monkeypatch) == 0
-    output = capsys.readouterr().out
-    assert re.search(r"^  transport +Throughput", output, re.MULTILINE)
-    assert "table" not in output, "which is no benchmark, but their table"
-    assert status_of(["bench", "no-such"], monkeypatch) == 2
-    assert "no benchmark 'no_such'" in capsys.readouterr().err
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the command sets it for good
+    assert status_of(["bench", "--rounds", "1", "--json"], monkeypatch) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["name"] for row in rows] == ["scheduler", "wire", "engine"]
+    assert all(row["value"] > 0 for row in rows)
+    assert [row["peer"] for row in rows] == ["", "", "transformers"]
+    assert rows[2]["ratio"] > 0
