@@ -405,10 +405,13 @@ class Episode:
             raise RuntimeError(
                 "the context can't be appended to while a turn is generated; await generate() first"
             )
-        appended = self._model.token_cache.of(
-            content, tokens_before=self.num_tokens, tokens_max=self.context_tokens_max
-        )
-        if (tokens := self.num_tokens + len(appended)) > CONTEXT_TOKENS_MAX:
+        before, cache = self.num_tokens, self._model.token_cache
+        if isinstance(content, str):
+            limit = self.context_tokens_max
+            appended = cache.of(content, tokens_before=before, tokens_max=limit)
+        else:
+            appended = cache.of(content)
+        if (tokens := before + len(appended)) > CONTEXT_TOKENS_MAX:
             raise ContextFull(tokens=tokens, tokens_max=CONTEXT_TOKENS_MAX)
         if media:
             self._add_media(media)

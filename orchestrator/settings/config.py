@@ -227,6 +227,8 @@ class SamplingSettings(SettingsRecord):
     @property
     def attachments(self) -> tuple[str, ...]:
         """Options of ``Episode.generate`` that request attachments for every turn."""
+        if not (self.routed_experts or self.kept_tokens):  # asked for each turn
+            return ()
         return tuple(name for name in ("routed_experts", "kept_tokens") if getattr(self, name))
 
 
