@@ -103,7 +103,8 @@ class RunJournal:
         self._pending_actions: deque[tuple[int, Callable[[], None]]] = deque()
         """(lsn, action to call once it is committed), in order."""
         self._snapshot_bytes = 0
-        self._keeps_events = False
+        self._is_too_large = False
+        """Whether a snapshot would exceed the limit, so that no more are taken."""
 
     def restore(self) -> None:
         """Bring the core to the state at the journal's end: load the snapshot, replay later events.
@@ -126,14 +127,13 @@ class RunJournal:
         for lsn, _ in store.read():
             self._appended = self._committed = lsn
 
-    def start(self, *, keeps_events: bool, on_error: Callable[[BaseException], None]) -> None:
+    def start(self, on_error: Callable[[BaseException], None]) -> None:
         """Begin to append events. Call it once, on the run's event loop, before the first
         :meth:`log`.
 
-        ``keeps_events``: take no snapshots, so that the journal keeps every event. ``on_error`` is
-        called on the loop, once, if a write fails; no event is committed after that.
+        ``on_error`` is called on the loop, once, if a write fails; no event is committed after
+        that.
         """
-        self._keeps_events = keeps_events
         if not self._is_threaded:
             self._store.start(self._on_committed, on_error)
             return
@@ -166,11 +166,11 @@ class RunJournal:
     def compact_if_due(self) -> None:
         """Replace the events with a snapshot of the core, if there are many."""
         due = max(SNAPSHOT_AFTER_BYTES, SNAPSHOT_SHARE * self._snapshot_bytes)
-        if self._keeps_events or self._store.bytes_since_snapshot < due:
+        if self._is_too_large or self._store.bytes_since_snapshot < due:
             return
         snapshot = save(self.core)
         if len(snapshot) > BODY_BYTES_MAX:
-            self._keeps_events = True
+            self._is_too_large = True
             log.warning(
                 "journal=growing snapshot_bytes=%d limit_bytes=%d: no more snapshots are taken; "
                 "keep fewer tokens outstanding, or request fewer top_logprobs",

@@ -164,9 +164,7 @@ class Scheduler:
         """
         loop = asyncio.get_running_loop()
         if self._journal is not None:
-            self._journal.start(
-                keeps_events=self._settings.records.keep_full_journal, on_error=self.fail
-            )
+            self._journal.start(self.fail)
         self._resume_from_checkpoint()
         if self._resume is not None:
             await self._wait_resume_durable()
@@ -237,10 +235,6 @@ class Scheduler:
         self.handle(self._resume)
         now_s = asyncio.get_running_loop().time()
         self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
-        if self._settings.records.resume_partial_rollouts:
-            return
-        for rollout in self.core.running_rollouts:
-            self.handle(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
 
     async def _wait_resume_durable(self) -> None:
         """Return once ``RunResumed`` is committed, or the journal has failed.

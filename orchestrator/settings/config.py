@@ -574,14 +574,6 @@ class RecordSettings(SettingsRecord):
     journal: bool = False
     """Whether the run keeps a journal in ``run_directory``, from which ``serve(resume=)`` continues
     after a crash. Set it for runs whose rollouts are too costly to sample again."""
-    keep_full_journal: bool = False
-    """Whether the journal keeps all events, so that ``tidegate replay`` covers the whole run, to
-    try other policies or find a bug; takes more disk space. False deletes events that a snapshot
-    covers."""
-    resume_partial_rollouts: bool = True
-    """Whether rollouts that a crash interrupted continue from their sampled tokens after a resume.
-    False samples them anew: set it if episodes have side effects that a repeated turn sequence
-    would not restore."""
     progress: bool = False
     """Whether the run shows its progress on standard error: a live table in a terminal, else one
     line per batch; and a summary when it ends. ``tidegate run`` sets it."""

@@ -108,8 +108,6 @@ class RunOptions(TypedDict, total=False):
     archive_weights: str
     dashboard_address: str | None
     journal: bool
-    keep_full_journal: bool
-    resume_partial_rollouts: bool
     progress: bool
     opentelemetry: bool
     stuck_after_s: float

@@ -27,7 +27,7 @@ class JournaledDriver(Driver):
     def do(self, event: ev.Event) -> list[ev.Command]:
         if self.journal is None:
             self.journal = RunJournal(self.store, self.core, HEADER, is_threaded=False)
-            self.journal.start(keeps_events=False, on_error=_fail)
+            self.journal.start(_fail)
         self.journal.log(event)
         commands = super().do(event)
         self.journal.compact_if_due()
