@@ -14,8 +14,8 @@ Letters in shapes: T tokens, N outputs, K inputs, R rows.
 import torch
 import torch.nn.functional as F
 
-from tidegate.kernels.int8_matrix import RoundedRows, rows_beside, steps_of
-from tidegate.kernels.weight_matrix import COPY_ELEMENTS, Rows
+from tidegate.kernels.int8_matrix import RoundedMatrix, steps_of
+from tidegate.kernels.weight_matrix import COPY_ELEMENTS
 
 LARGEST = 448.0
 """Largest number of e4m3 without infinities."""
@@ -32,10 +32,10 @@ def rounded(
     return (weights.float() / steps[:, None]).to(torch.float8_e4m3fn), steps
 
 
-class Fp8Matrix:
+class Fp8Matrix(RoundedMatrix):
     """An e4m3 matrix for activations of ``dtype``, in which it also returns its weights."""
 
-    panels = None
+    _rounded = staticmethod(rounded)
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self.shape = (outputs, inputs)
@@ -44,10 +44,6 @@ class Fp8Matrix:
         self.storage = torch.zeros(weight_bytes + 4 * outputs, dtype=torch.uint8)
         self._bytes = self.storage[: outputs * inputs].view(outputs, inputs)
         self._steps = self.storage[weight_bytes:].view(torch.float32)
-
-    def rows(self, first: int, count: int) -> Rows:
-        """Return the copy target of rows ``[first, first + count)``."""
-        return RoundedRows(self, first, count)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
@@ -60,26 +56,13 @@ class Fp8Matrix:
         total.copy_(self._product(x, bias).add_(total))
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rounded rows [R, K] with these indices [R], which must be in range."""
+        """Return the rows [R, K] with these indices [R], which must be in range."""
         numbers = rows.long()
         wide = self._bytes[numbers].view(torch.float8_e4m3fn).float()
         return wide.mul_(self._steps[numbers][:, None]).to(self.dtype)
 
-    def unpacked(self) -> torch.Tensor:
-        """Return the rounded weights in their published layout: [N, K]."""
-        return self.take(torch.arange(self.shape[0]))
-
-    def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None:
-        """Round ``source`` [R, K], of any dtype, into the rows from ``first`` on.
-
-        If it is columns of ``whole`` [R, *], it is rounded with the steps of all columns.
-        """
-        for part, outputs in rows_beside(source, whole):
-            self.put_rounded(first, *rounded(part, outputs))
-            first += part.shape[0]
-
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
-        """Copy ``numbers`` [R, K], e4m3, with ``steps`` [R] into the rows from ``first`` on."""
+        """Copy ``numbers`` [R, K] with ``steps`` [R] into the rows from ``first`` on."""
         rows = slice(first, first + numbers.shape[0])
         self._bytes[rows], self._steps[rows] = numbers.view(torch.uint8), steps
 

@@ -12,13 +12,12 @@ Letters in shapes: T tokens, N outputs, K inputs, R rows.
 
 import ctypes
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from tidegate.kernels.compiled import INT, POINTER, function, library
-from tidegate.kernels.weight_matrix import COPY_ELEMENTS, Panels, Rows
+from tidegate.kernels.weight_matrix import COPY_ELEMENTS, Matrix, Panels, Rows
 
 LEVELS = 127
 """Levels on each side of zero; -128 is unused, so that the range is symmetric."""
@@ -53,7 +52,40 @@ def rows_beside(
     return zip(torch.split(source, at_once), torch.split(whole, at_once), strict=True)
 
 
-class Int8Matrix:
+class RoundedMatrix(Matrix):
+    """A matrix of rounded weights, each output's beside its step."""
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Return the copy target of rows ``[first, first + count)``."""
+        return RoundedRows(self, first, count)
+
+    def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None:
+        """Round ``source`` [R, K], of any dtype, into the rows from ``first`` on.
+
+        If it is columns of ``whole`` [R, *], it is rounded with the steps of all columns.
+        """
+        for part, outputs in rows_beside(source, whole):
+            self.put_rounded(first, *self._rounded(part, outputs))
+            first += part.shape[0]
+
+    @staticmethod
+    def _rounded(
+        weights: torch.Tensor, whole: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Round ``weights`` [N, K], columns of ``whole``; return the numbers [N, K] and steps
+        [N]."""
+        raise NotImplementedError
+
+    def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
+        """Copy ``numbers`` [R, K] with ``steps`` [R] into the rows from ``first`` on."""
+        raise NotImplementedError
+
+    def take_rounded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers [R, K] and steps [R] of the rows with these indices [R], int64."""
+        raise NotImplementedError
+
+
+class Int8Matrix(RoundedMatrix):
     """An int8 matrix for activations of ``dtype``, in which it also returns its weights."""
 
     def __init__(
@@ -70,47 +102,20 @@ class Int8Matrix:
         self._steps = self.storage[weight_bytes:].view(torch.float32)
         self._functions = None if functions is None else _Functions(functions, dtype)
 
+    _rounded = staticmethod(quantized)
+
     @property
     def panels(self) -> Panels | None:
-        """The packed weights and steps; None without compiled code."""
+        """The packed weights; None without compiled code."""
         return None if self._functions is None else Panels(self._weights, self._steps)
 
-    def rows(self, first: int, count: int) -> Rows:
-        """Return the copy target of rows ``[first, first + count)``."""
-        return RoundedRows(self, first, count)
-
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
-        out = x.new_empty((x.shape[0], self.shape[0]))
-        self._multiply(x, out, bias, adds=False)
-        return out
-
-    def add_linear_(
-        self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> None:
-        """Add :meth:`linear` to ``total`` [T, N] in place."""
-        self._multiply(x, total, bias, adds=True)
-
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rounded rows [R, K] with these indices [R], which must be in range."""
+        """Return the rows [R, K] with these indices [R], which must be in range."""
         numbers = rows.long().contiguous()
         return (self._bytes(numbers).float() * self._steps[numbers][:, None]).to(self.dtype)
 
-    def unpacked(self) -> torch.Tensor:
-        """Return the rounded weights in their published layout: [N, K]."""
-        return self.take(torch.arange(self.shape[0]))
-
-    def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None:
-        """Round ``source`` [R, K], of any dtype, into the rows from ``first`` on.
-
-        If it is columns of ``whole`` [R, *], it is rounded with the steps of all columns.
-        """
-        for part, outputs in rows_beside(source, whole):
-            self.put_rounded(first, *quantized(part, outputs))
-            first += part.shape[0]
-
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
-        """Copy ``numbers`` [R, K], int8, with ``steps`` [R] into the rows from ``first`` on."""
+        """Copy ``numbers`` [R, K] with ``steps`` [R] into the rows from ``first`` on."""
         count, inputs = numbers.shape
         self._steps[first : first + count] = steps
         if self._functions is None:
@@ -171,23 +176,10 @@ class _Functions:
         self.take = function(functions, "tg_take_int8", [POINTER] * 3 + [INT] * 2)
 
 
-class _Rounded(Protocol):
-    shape: tuple[int, int]
-    storage: torch.Tensor
-
-    def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None: ...
-
-    def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None: ...
-
-    def take(self, rows: torch.Tensor) -> torch.Tensor: ...
-
-    def take_rounded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 class RoundedRows:
     """Copy target for some rows of a matrix that rounds its weights."""
 
-    def __init__(self, matrix: _Rounded, first: int, count: int) -> None:
+    def __init__(self, matrix: RoundedMatrix, first: int, count: int) -> None:
         self._matrix, self._first, self._count = matrix, first, count
 
     def copy_(self, source: torch.Tensor, /, whole: torch.Tensor | None = None) -> None:

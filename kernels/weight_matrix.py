@@ -147,7 +147,7 @@ class Panels(NamedTuple):
     """[N], float32, of int8 weights; else None."""
 
 
-class Matrix(Protocol):
+class Matrix:
     """A weight matrix [N, K] for activations of its dtype."""
 
     shape: tuple[int, int]
@@ -158,29 +158,41 @@ class Matrix(Protocol):
     @property
     def panels(self) -> Panels | None:
         """Packed weights, valid while the matrix exists; None without compiled code."""
+        return None
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the copy target of rows ``[first, first + count)``."""
+        raise NotImplementedError
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
+        out = x.new_empty((x.shape[0], self.shape[0]))
+        self._multiply(x, out, bias, adds=False)
+        return out
 
     def add_linear_(
         self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
         """Add :meth:`linear` to ``total`` [T, N] in place."""
+        self._multiply(x, total, bias, adds=True)
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows [R, K] with these indices [R], which must be in range; embeds tokens."""
+        raise NotImplementedError
 
     def unpacked(self) -> torch.Tensor:
         """Return the weights in their published layout, [N, K]; a copy or a view."""
+        return self.take(torch.arange(self.shape[0]))
+
+    def _multiply(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, adds: bool
+    ) -> None:
+        """Write the outputs of ``x`` to ``out``, or add them to it."""
+        raise NotImplementedError
 
 
-class PlainMatrix:
+class PlainMatrix(Matrix):
     """A matrix in its published layout, multiplied by torch."""
-
-    panels = None
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self.shape = (outputs, inputs)
@@ -188,7 +200,7 @@ class PlainMatrix:
         self.storage = torch.empty(outputs, inputs, dtype=dtype)
 
     def rows(self, first: int, count: int) -> Rows:
-        """Return a view of rows ``[first, first + count)``."""
+        """Return the copy target of rows ``[first, first + count)``."""
         return self.storage[first : first + count]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -212,7 +224,7 @@ class PlainMatrix:
         return self.storage
 
 
-class PackedMatrix:
+class PackedMatrix(Matrix):
     """A matrix in panels, multiplied by weight_matrix.cpp; all tensors contiguous, on the CPU."""
 
     def __init__(
@@ -236,7 +248,7 @@ class PackedMatrix:
 
     @property
     def panels(self) -> Panels | None:
-        """The packed weights."""
+        """The packed weights; None without compiled code."""
         return Panels(self.storage, None)
 
     @property
@@ -248,18 +260,6 @@ class PackedMatrix:
         """Return the copy target of rows ``[first, first + count)``."""
         return _PackedRows(self, first, count)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
-        out = x.new_empty((x.shape[0], self.shape[0]))
-        self._multiply(x, out, bias, adds=False)
-        return out
-
-    def add_linear_(
-        self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> None:
-        """Add :meth:`linear` to ``total`` [T, N] in place."""
-        self._multiply(x, total, bias, adds=True)
-
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows [R, K] with these indices [R], which must be in range."""
         numbers, inputs = rows.long().contiguous(), self.shape[1]
@@ -267,10 +267,6 @@ class PackedMatrix:
         to, count = out.data_ptr(), numbers.numel()
         self._take(self.storage.data_ptr(), numbers.data_ptr(), to, count, inputs)
         return out
-
-    def unpacked(self) -> torch.Tensor:
-        """Return a copy of the weights in their published layout, [N, K]."""
-        return self.take(torch.arange(self.shape[0]))
 
     def pack(self, first: int, source: torch.Tensor) -> None:
         """Pack ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
