@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 import torch
@@ -457,13 +458,11 @@ def _adapters_max(arguments: argparse.Namespace, runner: Runner) -> int:
     return arguments.adapters_max if isinstance(runner, ModelRunner) else 0
 
 
-def _hello(
-    arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits, adapters_max: int
-) -> Hello:
+def hello_of(name: str, model: ServedModel, limits: EngineLimits, **more: Any) -> Hello:
+    """Return the hello of an engine of Tidegate; ``more`` are what its process adds."""
     return Hello(
         protocol=PROTOCOL,
-        engine=arguments.engine,
-        epoch=time.time_ns(),  # a later start has a later epoch, and replaces this one
+        engine=name,
         weight_version=0,
         architecture=model.architecture,
         vocab_size=limits.vocab_size,
@@ -473,22 +472,31 @@ def _hello(
         block_tokens=limits.block_tokens,
         pause_modes=PAUSE_MODES,
         kv_policies=KV_POLICIES,
-        weight_channels=[
-            *readable_channels(
-                has_gpu=arguments.device != CPU, ranks=arguments.tensor_parallel_size
-            )
-        ],
-        pid=os.getpid(),
         model_code=model.code,
         dtype=model.dtype,
-        speculative_method=(arguments.speculative_method or "").partition(":")[0],
         score_kinds=list(model.scoring.score_kinds),
         is_deterministic=model.is_deterministic,
-        sleep_levels=[1, 2],
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        quantization=arguments.quantization or "",
         supports_submit_turns=True,
         supports_sessions=True,
+        **more,
+    )
+
+
+def _hello(
+    arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits, adapters_max: int
+) -> Hello:
+    ranks, has_gpu = arguments.tensor_parallel_size, arguments.device != CPU
+    return hello_of(
+        arguments.engine,
+        model,
+        limits,
+        epoch=time.time_ns(),  # a later start has a later epoch, and replaces this one
+        weight_channels=[*readable_channels(has_gpu=has_gpu, ranks=ranks)],
+        pid=os.getpid(),
+        speculative_method=(arguments.speculative_method or "").partition(":")[0],
+        sleep_levels=[1, 2],
+        tensor_parallel_size=ranks,
+        quantization=arguments.quantization or "",
         adapters_max=adapters_max,
         device=arguments.device,
     )

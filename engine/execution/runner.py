@@ -15,6 +15,7 @@ from typing import Protocol, cast, overload
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from tidegate.engine.execution.position_cache import PositionCache, Positions
 from tidegate.engine.execution.step_layout import (
@@ -225,6 +226,40 @@ class Runner(Protocol):
 
         A row may attend to blocks that earlier rows of the same step fill.
         """
+
+
+class WrappedRunner(Runner):
+    """A runner for subclasses that add to the steps or swaps of another."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    @override
+    def num_blocks(self) -> int:
+        return self._runner.num_blocks
+
+    @property
+    @override
+    def block_tokens(self) -> int:
+        return self._runner.block_tokens
+
+    @property
+    @override
+    def weights(self) -> WeightStore:
+        return self._runner.weights
+
+    @override
+    def swap(self, weights: WeightStore) -> None:
+        self._runner.swap(weights)
+
+    @override
+    def cache_tensors(self) -> list[torch.Tensor]:
+        return self._runner.cache_tensors()
+
+    @override
+    def step(self, rows: Sequence[Row]) -> StepOutput:
+        return self._runner.step(rows)
 
 
 def with_positions(

@@ -10,9 +10,7 @@ and ``Runner``.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from tidegate.engine.execution.runner import ModelRunner, Row, Runner, StepOutput
+from tidegate.engine.execution.runner import ModelRunner, Row, Runner, StepOutput, WrappedRunner
 from tidegate.engine.execution.sleep import SchedulerControl, SleepableMemory, SleepController
 from tidegate.engine.memory.out_of_memory import is_out_of_memory
 from tidegate.engine.models.shards import TensorShard
@@ -38,35 +36,12 @@ if TYPE_CHECKING:
     from tidegate.engine.models.rank_group import RankGroup
 
 
-class MultiRankRunner(Runner):
-    """Runs steps on rank 0 and all other ranks."""
+class MultiRankRunner(WrappedRunner):
+    """Runs steps on rank 0 and all other ranks; the staging swaps the other ranks' weights."""
 
     def __init__(self, runner: ModelRunner, peers: RankProcesses) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._peers = peers
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of each rank's KV cache."""
-        return self._runner.num_blocks
-
-    @property
-    def block_tokens(self) -> int:
-        """Number of positions in a block."""
-        return self._runner.block_tokens
-
-    @property
-    def weights(self) -> WeightStore:
-        """Rank 0's part of the live weights."""
-        return self._runner.weights
-
-    def swap(self, weights: WeightStore) -> None:
-        """Use other weights from the next step on; the staging swaps the other ranks' parts."""
-        self._runner.swap(weights)
-
-    def cache_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of rank 0's KV cache."""
-        return self._runner.cache_tensors()
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
         """Run each row's tokens; sample after rows with ``sampling``, score rows with ``scoring``.

@@ -12,10 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from tidegate.engine.execution.runner import Row, Runner, StepOutput
-from tidegate.engine.execution.served_model import ServedModel, open_model
+from tidegate.engine.execution.runner import Row, Runner, StepOutput, WrappedRunner
+from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.loop import EngineLoop
@@ -28,16 +26,13 @@ from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
+from tidegate.engine.worker import hello_of
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.spec import EngineCosts
 from tidegate.simulation.engine.wire import SimulatedLink
 from tidegate.transport.messages import (
-    KV_POLICIES,
-    PAUSE_MODES,
-    PROTOCOL,
     FromOrchestrator,
-    Hello,
     Message,
     decode_from_orchestrator,
 )
@@ -146,32 +141,13 @@ class SimulatedSocket:
         raise OSError("a simulated socket has no file descriptor")
 
 
-class TimedRunner:
+class TimedRunner(WrappedRunner):
     """Runner of a model whose steps and swaps take modelled time on the engine's clock."""
 
     def __init__(self, runner: Runner, engine: ComputingEngine, clock: EngineClock) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._engine = engine
         self._clock = clock
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of the KV cache."""
-        return self._runner.num_blocks
-
-    @property
-    def block_tokens(self) -> int:
-        """Number of positions in a block."""
-        return self._runner.block_tokens
-
-    @property
-    def weights(self) -> WeightStore:
-        """The live weights."""
-        return self._runner.weights
-
-    def cache_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of KV cache and scratch memory."""
-        return self._runner.cache_tensors()
 
     def swap(self, weights: WeightStore) -> None:
         """Swap weights, in the time of a swap."""
@@ -249,7 +225,7 @@ class ComputingHost:
             limits, options=self._options, scoring=model.scoring, adapters=AdapterVersions(0)
         )
         self._staging = Staging(model.allocate, clock=self._clock, is_threaded=False)
-        hello = _hello(self.name, limits, model, settings)
+        hello = hello_of(self.name, model, limits, epoch=0, weight_channels=["shm"])
         self._engine_loop = EngineLoop(
             OrchestratorLink(self._socket, hello, clock=self._clock),
             runner=runner,
@@ -293,28 +269,3 @@ class ComputingHost:
         if self._engine_loop.end_reason is None:
             idle_s = 0.0 if stepped else max(IDLE_S_MIN, self._engine_loop.idle_s())
             self._run_at(self._clock.now_s + idle_s)
-
-
-def _hello(name: str, limits: EngineLimits, model: ServedModel, settings: RunSettings) -> Hello:
-    return Hello(
-        protocol=PROTOCOL,
-        engine=name,
-        epoch=0,
-        weight_version=0,
-        architecture=model.architecture,
-        vocab_size=limits.vocab_size,
-        context_tokens_max=limits.context_tokens_max,
-        max_running_turns=limits.max_running_turns,
-        num_kv_blocks=limits.num_blocks,
-        block_tokens=limits.block_tokens,
-        pause_modes=PAUSE_MODES,
-        kv_policies=KV_POLICIES,
-        weight_channels=["shm"],
-        model_code=model.code,
-        dtype=model.dtype,
-        score_kinds=list(model.scoring.score_kinds),
-        is_deterministic=model.is_deterministic,
-        sleep_levels=[],
-        supports_submit_turns=True,
-        supports_sessions=True,
-    )
