@@ -141,8 +141,10 @@ def serve(
         lora_directory=lora_directory,
         allowed_hosts=allowed_host or (),
         max_logprobs=max_logprobs,
-        routed_experts=enable_return_routed_experts,
-        kept_tokens=return_sampling_mask,
+        attachments=[
+            *(("routed_experts",) if enable_return_routed_experts else ()),
+            *(("kept_tokens",) if return_sampling_mask else ()),
+        ],
         generation_config=generation_config,  # type: ignore[arg-type]  # likewise
         dtype=dtype,  # type: ignore[arg-type]  # refused if unknown
         max_running_turns=max_num_seqs,

@@ -209,6 +209,11 @@ ATTACHMENTS: dict[AttachmentName, AttachmentKind] = {
 }
 """Kind of each attachment."""
 
+SWITCHES = {kind.option for kind in ATTACHMENTS.values() if kind.option} - {
+    kind.option for kind in ATTACHMENTS.values() if kind.is_sized_by_option
+}
+"""Options that request an attachment by True, not by a number."""
+
 BATCH_COLUMNS: dict[str, float] = {
     name: each.padding if isinstance(each, AttachmentKind) else 0
     for name, each in vars(AttachmentColumns).items()

@@ -404,7 +404,9 @@ def request_fields_page() -> str:
         f"| field | {' | '.join(REQUESTS)} |",
         f"|---|{'---|' * len(REQUESTS)}",
     ]
-    names = dict.fromkeys(name for each in REQUESTS.values() for name in each.__struct_fields__)
+    names = dict.fromkeys(
+        name for each in REQUESTS.values() for name in each.__struct_encode_fields__
+    )
     for name in sorted(names):
         cells = [request_field_effect(each, name) for each in REQUESTS.values()]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
@@ -415,7 +417,9 @@ def request_field_effect(request: Any, field: str) -> str:
     """Return what a kind of request does with a field: ``yes``, ``refused`` or ``-``."""
     if field in request.REFUSED:
         return "refused"
-    return "yes" if field in request.__struct_fields__ and field not in request.IGNORED else "-"
+    return (
+        "yes" if field in request.__struct_encode_fields__ and field not in request.IGNORED else "-"
+    )
 
 
 # ---------------------------------------------------------------- wire messages

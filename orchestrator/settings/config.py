@@ -39,6 +39,7 @@ from tidegate.policies.routing import LeastLoaded, RoutingPolicy
 from tidegate.policies.speeds import EngineSpeeds
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.addresses import check_listener, is_on_this_host
+from tidegate.transport.attachments import SWITCHES
 from tidegate.transport.messages import KvPolicy, PauseMode
 from tidegate.transport.security import (
     ENGINE_DEFAULT,
@@ -214,22 +215,19 @@ class SamplingSettings(SettingsRecord):
     """Seed of the run, from which each turn's random numbers derive. Two runs with one seed may
     still differ, even with ``deterministic``, because timing decides which weight version samples a
     token."""
-    routed_experts: bool = False
-    """Whether turns return the experts that each context position was routed to, for
-    ``Batch.routed_experts`` and routing replay. Set it when a mixture of experts is trained with
-    other kernels than the engine's and their log-probs differ. Costs layers x experts per token
-    bytes for every position of every turn (384 for Qwen3-30B-A3B)."""
-    kept_tokens: bool = False
-    """Whether turns return, for each token, the tokens that top-p, top-k or min-p left to sample
-    from, for ``Batch.kept_ids``. Set it when turns are sampled with these options, so that the loss
-    normalises over the same tokens. Costs 4 bytes for each kept token."""
+    attachments: tuple[str, ...] = ()
+    """Options of ``Episode.generate`` that every turn is sampled with, each of which requests a
+    token attachment for the columns of batches. Set those that the loss needs: docs/losses.md says
+    which it needs for a mixture of experts, and for turns sampled with top-p, top-k or min-p."""
 
-    @property
-    def attachments(self) -> tuple[str, ...]:
-        """Options of ``Episode.generate`` that request attachments for every turn."""
-        if not (self.routed_experts or self.kept_tokens):  # asked for each turn
-            return ()
-        return tuple(name for name in ("routed_experts", "kept_tokens") if getattr(self, name))
+    @field_validator("attachments")
+    @classmethod
+    def _check_attachments(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [name for name in names if name not in SWITCHES]:
+            raise ConfigError(
+                f"attachments may name {', '.join(sorted(SWITCHES))}, got {', '.join(unknown)}"
+            )
+        return names
 
 
 class EpisodeSettings(SettingsRecord):

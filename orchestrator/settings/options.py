@@ -58,8 +58,7 @@ class RunOptions(TypedDict, total=False):
     max_tokens: int
     adapter: str
     seed: int
-    routed_experts: bool
-    kept_tokens: bool
+    attachments: Sequence[str]
     # episodes
     episode_timeout_s: float
     episode_park_after_s: float | None

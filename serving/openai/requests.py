@@ -541,8 +541,10 @@ class TokenSampling(Sampling, kw_only=True):
     logprobs: int | None = None
     prompt_logprob_start: Any = None
     truncate_prompt_tokens: Any = None
-    routed_experts_prompt_start: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Number of prompt tokens whose routed experts the client has already."""
+    positions_from: Annotated[int, msgspec.Meta(ge=0)] = msgspec.field(
+        default=0, name="routed_experts_prompt_start"
+    )
+    """Number of prompt tokens whose attachments by position the client has already."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSERVED,

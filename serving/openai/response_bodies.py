@@ -162,7 +162,7 @@ class GenerateBodies(ResponseBodies):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids,
-            **as_json(output.by_position, self._encoded, sampling.routed_experts_prompt_start),
+            **as_json(output.by_position, self._encoded, sampling.positions_from),
             **output.by_token,
             "weight_versions": output.spans,
         }

@@ -783,7 +783,7 @@ async def load_lora_adapter_again(parts: ServerParts, http: HttpRequest) -> Answ
 async def generate_with_experts(parts: ServerParts, http: HttpRequest) -> Answer:
     """Continue tokens; answer with tokens and their routed experts, packed as SkyRL's trainer
     reads them."""
-    if not parts.settings.sampling.routed_experts:
+    if "routed_experts" not in parts.settings.sampling.attachments:
         raise ApiError(
             501,
             "this server returns no routed experts: start it with --enable-return-routed-experts, "

@@ -66,7 +66,7 @@ async def test_a_batch_has_the_experts_of_every_position_that_was_computed(tmp_p
     module = load(model)
     run = tmp_path / "run"
     async with tidegate.serve(
-        model=model, **SMALL, routed_experts=True, run_directory=run
+        model=model, **SMALL, attachments=["routed_experts"], run_directory=run
     ) as rollouts:
         async for batch in batches_of(rollouts, module, by=0.0):
             experts, known = batch.routed_experts, batch.routed_experts_mask
@@ -113,7 +113,7 @@ async def test_positions_that_new_weights_recompute_have_their_experts_by_versio
     async with tidegate.serve(
         model=model,
         **SMALL | {"engines": 1},
-        routed_experts=True,
+        attachments=["routed_experts"],
         kv_policy="recompute",
         pause_mode="keep",
         run_directory=tmp_path / "run",
@@ -157,7 +157,7 @@ async def test_log_probs_over_a_batchs_kept_tokens_are_the_engines(tmp_path: Pat
     run = tmp_path / "run"
     settings = SMALL | {"max_staleness": 0}
     async with tidegate.serve(
-        model=model, **settings, kept_tokens=True, run_directory=run
+        model=model, **settings, attachments=["kept_tokens"], run_directory=run
     ) as rollouts:
         async for batch in rollouts.batches(range(8), episode=solve):
             assert batch.kept_ids is not None

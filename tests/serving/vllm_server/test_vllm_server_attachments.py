@@ -36,7 +36,7 @@ def test_answers_have_experts_of_all_positions_but_the_last_and_each_tokens_kept
     tmp_path: Path,
 ) -> None:
     model = make_model_directory(tmp_path / "moe", "qwen3_moe")
-    settings: Any = {"routed_experts": True, "kept_tokens": True}
+    settings: Any = {"attachments": ["routed_experts", "kept_tokens"]}
     with tidegate.vllm_server(model=model, **settings) as server, Client(server).http as http:
         client = Client(server)
         client.http = http
