@@ -1,6 +1,6 @@
 """Base class of all wire messages, and the literals that several of them share."""
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -19,6 +19,14 @@ KV_POLICIES: list[KvPolicy] = list(get_args(KvPolicy))
 def keeps_kv(mode: PauseMode, kv_policy: KvPolicy) -> bool:
     """Whether running turns continue with KV of earlier weights after a swap."""
     return kv_policy == "keep" and mode != "abort"
+
+
+class SwapMode(NamedTuple):
+    """What a swap to other weights does to running turns, as fields of the message that asks for
+    the swap. Only engines act by it; the orchestrator passes it on."""
+
+    pause_mode: PauseMode
+    kv_policy: KvPolicy
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):

@@ -25,15 +25,14 @@ from tidegate.orchestrator.core.target_versions import TargetVersions, WeightUpd
 from tidegate.orchestrator.core.weight_content import WeightContent
 from tidegate.orchestrator.core.weight_versions import WeightVersions
 from tidegate.transport.adapter_messages import LIVE_ADAPTER
+from tidegate.transport.message import SwapMode
 from tidegate.transport.messages import (
     AdapterFailed,
     AdapterLive,
     AdapterLoaded,
     AdapterNeeded,
-    KvPolicy,
     LoadAdapter,
     Message,
-    PauseMode,
     SwapAdapter,
     UnloadAdapter,
 )
@@ -94,12 +93,8 @@ class LoraVersions(TargetVersions):
 
     @override
     def _swap_message(self, engine: str, update: WeightUpdate) -> Message:
-        return SwapAdapter(
-            name=self.name,
-            version=update.version,
-            pause_mode=self._adapters.pause_mode,
-            kv_policy=self._adapters.kv_policy,
-        )
+        mode = self._adapters.swap_mode._asdict()
+        return SwapAdapter(name=self.name, version=update.version, **mode)
 
     @override
     def _content_of(self, event: PublishRequested) -> WeightContent:
@@ -191,9 +186,8 @@ class Adapters:
         self,
         state: ControlState,
         weights: WeightVersions,
+        swap_mode: SwapMode,
         *,
-        pause_mode: PauseMode,
-        kv_policy: KvPolicy,
         timeout_s: float,
         next_version: NextVersion,
         released: Collection[str],
@@ -201,9 +195,7 @@ class Adapters:
         """The arguments are those of :class:`WeightControl`."""
         self.state, self._weights = state, weights
         self._next_version, self._released = next_version, released
-        self.pause_mode: PauseMode = pause_mode
-        self.kv_policy: KvPolicy = kv_policy
-        """What a swap does to the KV of the adapter's kept turns."""
+        self.swap_mode = swap_mode
         self.timeout_s = timeout_s
         self._loaded: dict[str, LoraVersions] = {}
         self._unloaded: set[str] = set()

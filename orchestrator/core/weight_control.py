@@ -39,14 +39,13 @@ from tidegate.orchestrator.core.pause_control import PauseControl
 from tidegate.orchestrator.core.sleep_control import SleepControl
 from tidegate.orchestrator.core.target_versions import TargetVersions
 from tidegate.orchestrator.core.weight_versions import WeightVersions
+from tidegate.transport.message import SwapMode
 from tidegate.transport.messages import (
     AdapterFailed,
     AdapterLive,
     AdapterLoaded,
     AdapterNeeded,
     InitWeights,
-    KvPolicy,
-    PauseMode,
     TurnsPaused,
     TurnsResumed,
     WeightsFailed,
@@ -63,8 +62,7 @@ class WeightControl:
         self,
         init: InitWeights,
         *,
-        pause_mode: PauseMode,
-        kv_policy: KvPolicy,
+        swap_mode: SwapMode,
         wave_engines: int | None = None,
         weight_update_timeout_s: float = 60.0,
         pause_timeout_s: float = 60.0,
@@ -84,8 +82,7 @@ class WeightControl:
         self.weights = WeightVersions(
             state,
             self.pauses,
-            pause_mode=pause_mode,
-            kv_policy=kv_policy,
+            swap_mode,
             wave_engines=wave_engines,
             timeout_s=weight_update_timeout_s,
             next_version=next_version,
@@ -97,8 +94,7 @@ class WeightControl:
         self.adapters = Adapters(
             state,
             self.weights,
-            pause_mode=pause_mode,
-            kv_policy=kv_policy,
+            swap_mode,
             timeout_s=weight_update_timeout_s,
             next_version=next_version,
             released=released_adapters,
@@ -131,7 +127,7 @@ class WeightControl:
             case VersionsRetracted():
                 self.weights.on_retracted()
             case KvPolicyChosen(kv_policy=kv_policy):
-                self.weights.kv_policy = kv_policy
+                self.weights.choose_kv_policy(kv_policy)
             case _:
                 self._on_call(event)
         self._advance(only)

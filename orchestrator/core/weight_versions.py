@@ -27,7 +27,8 @@ from tidegate.orchestrator.core.weight_content import (
     UNKNOWN,
     WeightContent,
 )
-from tidegate.transport.messages import FinishWeightUpdate, KvPolicy, Message, PauseMode
+from tidegate.transport.message import KvPolicy, SwapMode
+from tidegate.transport.messages import FinishWeightUpdate, Message
 
 UNKNOWN_BASE = (
     "this run continues with another process's weights, and does not have the weights that a part "
@@ -43,9 +44,8 @@ class WeightVersions(TargetVersions):
         self,
         state: ControlState,
         pauses: PauseControl,
+        swap_mode: SwapMode,
         *,
-        pause_mode: PauseMode,
-        kv_policy: KvPolicy,
         wave_engines: int | None,
         timeout_s: float,
         next_version: NextVersion,
@@ -55,9 +55,7 @@ class WeightVersions(TargetVersions):
         self._pauses = pauses
         self._next_version = next_version
         self._is_retracted = False
-        self._pause_mode: PauseMode = pause_mode
-        self.kv_policy: KvPolicy = kv_policy
-        """What the next swap does to the KV of kept turns."""
+        self._swap_mode = swap_mode
         self._base: WeightUpdate | None = None
         """Version whose tensors a partial publish replaces; None for the model directory's."""
 
@@ -93,6 +91,10 @@ class WeightVersions(TargetVersions):
         update = self.update
         return update is None or update is self.kept or not update.staging
 
+    def choose_kv_policy(self, kv_policy: KvPolicy) -> None:
+        """Have later swaps do this to the KV of kept turns."""
+        self._swap_mode = self._swap_mode._replace(kv_policy=kv_policy)
+
     # ------------------------------------------------------------ what the target says
 
     @property
@@ -115,9 +117,7 @@ class WeightVersions(TargetVersions):
     @override
     def _swap_message(self, engine: str, update: WeightUpdate) -> Message:
         self._state.engines[engine].newest_finish = update.version
-        return FinishWeightUpdate(
-            version=update.version, pause_mode=self._pause_mode, kv_policy=self.kv_policy
-        )
+        return FinishWeightUpdate(version=update.version, **self._swap_mode._asdict())
 
     @override
     def _content_of(self, event: PublishRequested) -> WeightContent:

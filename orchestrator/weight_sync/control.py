@@ -22,6 +22,7 @@ from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
 from tidegate.orchestrator.fleet.shell import EngineShell, RunShell
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
+from tidegate.transport.message import SwapMode
 from tidegate.transport.messages import (
     AdapterLive,
     FromEngine,
@@ -71,8 +72,7 @@ class EngineControl:
         self._is_closed = False
         self.state = WeightControl(
             init_weights,
-            pause_mode=settings.pause_mode,
-            kv_policy=settings.kv_policy,
+            swap_mode=SwapMode(settings.pause_mode, settings.kv_policy),
             wave_engines=settings.engines_per_update_wave,
             weight_update_timeout_s=settings.weight_update_timeout_s,
             pause_timeout_s=pause_timeout_s,

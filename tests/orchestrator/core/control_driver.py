@@ -8,6 +8,7 @@ from tidegate.orchestrator.core import control_events as wc
 from tidegate.orchestrator.core.control_events import Outgoing, Reserved
 from tidegate.orchestrator.core.weight_content import Change, replace_all
 from tidegate.orchestrator.core.weight_control import WeightControl
+from tidegate.transport.message import SwapMode
 from tidegate.transport.messages import (
     FinishWeightUpdate,
     InitWeights,
@@ -45,7 +46,7 @@ class ControlDriver:
         self.state = WeightControl(
             INIT,
             next_version=lambda _: self.next_version,
-            **{"pause_mode": "keep", "kv_policy": "recompute"} | settings,
+            **{"swap_mode": SwapMode("keep", "recompute")} | settings,
         )
         self.numbers = itertools.count()
         self.is_safe = is_safe

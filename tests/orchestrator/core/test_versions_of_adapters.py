@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tidegate.errors import EngineLagging, WeightsRefused
 from tidegate.orchestrator.core import control_events as wc
 from tidegate.orchestrator.core.weight_control import WeightControl
+from tidegate.transport.message import SwapMode
 from tidegate.transport.messages import (
     AdapterFailed,
     AdapterLive,
@@ -36,8 +37,7 @@ class Driver:
         self.released: dict[str, int] = {}
         control = WeightControl(
             InitWeights(channel="shm"),
-            pause_mode="keep",
-            kv_policy="recompute",
+            swap_mode=SwapMode("keep", "recompute"),
             next_version=lambda name: self.released.get(name, 0) + 1,
             released_adapters=self.released,
         )
