@@ -50,7 +50,7 @@ class SamplingColumns:
 def fused_sample_reference(
     logits: torch.Tensor, columns: SamplingColumns
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference of :func:`fused_sample`, row by row in float64. Slow and obviously right."""
+    """Reference of :func:`fused_sample_triton`, row by row in float64. Slow and obviously right."""
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     logprobs = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     for row, uniform in enumerate(columns.uniforms.tolist()):
@@ -83,7 +83,7 @@ def _processed(logits: torch.Tensor, columns: SamplingColumns, row: int) -> torc
     return torch.log_softmax(logits.masked_fill(logits < ranked[-1], -torch.inf), -1)
 
 
-def fused_sample(
+def fused_sample_triton(
     logits: torch.Tensor, columns: SamplingColumns
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
@@ -91,6 +91,8 @@ def fused_sample(
     Applies temperature, min-p, top-k and top-p in this order, each to the tokens that the options
     before it have kept; tokens that tie with the last one kept are kept too. Bias and penalties
     touch few logits: add them before.
+
+    Runs on a CPU only with Triton's interpreter.
 
     Args:
         logits: [S, V], float32, each row contiguous.
@@ -100,15 +102,6 @@ def fused_sample(
         Token ids [S], int64, and their log-probabilities [S], float32, under the distribution drawn
             from; at temperature 0, under the softmax of the logits.
     """
-    if logits.is_cuda:
-        return fused_sample_triton(logits, columns)
-    return fused_sample_reference(logits, columns)
-
-
-def fused_sample_triton(
-    logits: torch.Tensor, columns: SamplingColumns
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run :func:`fused_sample` as a kernel; on a CPU only with Triton's interpreter."""
     _refuse_shapes(logits, columns)
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -24,10 +24,6 @@ from tidegate.kernels.triton_math import capped, product
 VOCAB_PART = 4096
 """Vocabulary of one program: 38 parts for V = 151,936, which fill a GPU from 256 tokens on."""
 
-CHUNK_TOKENS = 256
-"""Tokens per product on a CPU: with VOCAB_PART 4 MB of logits, which its caches
-hold for the sums."""
-
 TOKEN_TILE = 64
 VOCAB_TILE = 128
 """Vocabulary entries of a program's tile: with TOKEN_TILE, 64 float32 sums for each of 128 threads.
@@ -55,69 +51,13 @@ def head_logprobs_reference(
     temperature: float = 1.0,
     soft_cap: float | None = None,
 ) -> TokenLogprobs:
-    """Reference of :func:`head_logprobs` in torch. Slow and obviously right."""
+    """Reference of :func:`head_logprobs_triton` in torch. Slow and obviously right."""
     logits = hidden.float() @ head.float().t()
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logprobs = torch.log_softmax(logits / temperature, -1)
     entropies = -(logprobs.exp() * logprobs).sum(-1)
     return TokenLogprobs(logprobs.gather(-1, token_ids[:, None]).squeeze(-1), entropies)
-
-
-def head_logprobs(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    token_ids: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
-) -> TokenLogprobs:
-    """Return ``log p(token_ids[t])`` under ``softmax(head @ hidden[t] / temperature)``.
-
-    Args:
-        hidden: [T, H], normed.
-        head: [V, H]; on a GPU of ``hidden``'s dtype, both contiguous.
-        token_ids: [T], int64, each in [0, V).
-        temperature: above 0; logits are divided by it.
-        soft_cap: logits first become ``soft_cap * tanh(logit / soft_cap)``, as in Gemma 2.
-
-    Returns:
-        Both columns; products and sums are float32 whatever the dtypes. No gradient.
-    """
-    how = head_logprobs_triton if hidden.is_cuda else head_logprobs_chunked
-    return how(hidden, head, token_ids, temperature=temperature, soft_cap=soft_cap)
-
-
-@torch.no_grad()
-def head_logprobs_chunked(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    token_ids: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
-) -> TokenLogprobs:
-    """Compute :func:`head_logprobs` a part of the vocabulary at a time, for a CPU."""
-    _refuse(hidden, head, token_ids, temperature)
-    starts = range(0, head.shape[0], VOCAB_PART)
-    sums = hidden.new_empty((4, len(starts), len(hidden)), dtype=torch.float32)
-    for first in range(0, len(hidden), CHUNK_TOKENS):
-        chunk = slice(first, first + CHUNK_TOKENS)
-        wide = hidden[chunk].float()
-        for part, start in enumerate(starts):
-            logits = wide @ head[start : start + VOCAB_PART].float().t()
-            if soft_cap is not None:
-                logits.div_(soft_cap).tanh_().mul_(soft_cap)
-            logits.div_(temperature)
-            local_id = token_ids[chunk] - start
-            is_local = (local_id >= 0) & (local_id < logits.shape[1])
-            chosen = logits.gather(-1, local_id.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(-1)
-            peaks = logits.amax(-1)
-            weights = (logits - peaks[:, None]).exp_()
-            weighted = torch.linalg.vecdot(weights, logits)
-            chosen = chosen.where(is_local, 0.0)
-            sums[:, part, chunk] = torch.stack([peaks, weights.sum(-1), weighted, chosen])
-    return _merged(sums)
 
 
 @torch.no_grad()
@@ -129,7 +69,20 @@ def head_logprobs_triton(
     temperature: float = 1.0,
     soft_cap: float | None = None,
 ) -> TokenLogprobs:
-    """Run :func:`head_logprobs` as a kernel; on a CPU only with Triton's interpreter."""
+    """Return ``log p(token_ids[t])`` under ``softmax(head @ hidden[t] / temperature)``.
+
+    Runs on a CPU only with Triton's interpreter.
+
+    Args:
+        hidden: [T, H], normed.
+        head: [V, H], of ``hidden``'s dtype, both contiguous.
+        token_ids: [T], int64, each in [0, V).
+        temperature: above 0; logits are divided by it.
+        soft_cap: logits first become ``soft_cap * tanh(logit / soft_cap)``, as in Gemma 2.
+
+    Returns:
+        Both columns; products and sums are float32 whatever the dtypes. No gradient.
+    """
     _refuse(hidden, head, token_ids, temperature)
     if hidden.dtype != head.dtype or not (hidden.is_contiguous() and head.is_contiguous()):
         raise ValueError(

@@ -65,7 +65,7 @@ class AttentionRule:
 def paged_attention_reference(
     query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
 ) -> torch.Tensor:
-    """Reference of :func:`paged_attention`, token by token. Slow and obviously right."""
+    """Reference of :func:`paged_attention_triton`, token by token. Slow and obviously right."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     offsets = rows.token_offsets.tolist()
     for row, start in enumerate(rows.starts.tolist()):
@@ -82,10 +82,12 @@ def paged_attention_reference(
     return out
 
 
-def paged_attention(
+def paged_attention_triton(
     query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
 ) -> torch.Tensor:
     """Compute the attention of each row's query tokens to its context, themselves included.
+
+    Runs on a CPU only with Triton's interpreter.
 
     Args:
         query: [T, A, D], rotated, each token's heads contiguous.
@@ -97,15 +99,6 @@ def paged_attention(
     Returns:
         [T, A, D] of ``query``'s dtype; softmax and sums are float32.
     """
-    if query.is_cuda:
-        return paged_attention_triton(query, cache, rows, rule)
-    return paged_attention_reference(query, cache, rows, rule)
-
-
-def paged_attention_triton(
-    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
-) -> torch.Tensor:
-    """Run :func:`paged_attention` as a kernel; on a CPU only with Triton's interpreter."""
     _refuse_shapes(query, cache, rows, rule)
     tokens, heads, head_dim = query.shape
     _, _, kv_heads, block_tokens, _ = cache.shape

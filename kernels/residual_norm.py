@@ -28,7 +28,7 @@ def residual_norm_reference(
     *,
     gemma: bool = False,
 ) -> torch.Tensor:
-    """Reference of :func:`residual_norm` in torch. Slow and obviously right."""
+    """Reference of :func:`residual_norm_triton` in torch. Slow and obviously right."""
     if update is not None:
         total.add_(update)
     wide = total.float()
@@ -38,7 +38,7 @@ def residual_norm_reference(
     return unit.to(total.dtype) * weight
 
 
-def residual_norm(
+def residual_norm_triton(
     total: torch.Tensor,
     update: torch.Tensor | None,
     weight: torch.Tensor,
@@ -47,6 +47,8 @@ def residual_norm(
     gemma: bool = False,
 ) -> torch.Tensor:
     """Add ``update`` to ``total`` in place; return the sum's root-mean-square norm, weighted.
+
+    Runs on a CPU only with Triton's interpreter.
 
     Args:
         total: [T, D], or [T, W, D] for heads, each row of D contiguous: the residual stream.
@@ -60,20 +62,6 @@ def residual_norm(
         ``total``'s shape and dtype, fresh memory. The sum is rounded as it is stored; all that
         follows is float32.
     """
-    if total.is_cuda:
-        return residual_norm_triton(total, update, weight, epsilon, gemma=gemma)
-    return residual_norm_reference(total, update, weight, epsilon, gemma=gemma)
-
-
-def residual_norm_triton(
-    total: torch.Tensor,
-    update: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    *,
-    gemma: bool = False,
-) -> torch.Tensor:
-    """Run :func:`residual_norm` as a kernel; on a CPU only with Triton's interpreter."""
     _refuse_shapes(total, update, weight)
     width = total.shape[-1]
     normed = torch.empty(total.shape, dtype=total.dtype, device=total.device)

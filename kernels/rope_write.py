@@ -29,7 +29,7 @@ def rope_write_reference(
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Reference of :func:`rope_write`, step by step. Slow and obviously right."""
+    """Reference of :func:`rope_write_triton`, step by step. Slow and obviously right."""
     kv_heads, block_tokens = cache.shape[2:4]
     rotations = table[positions].float()  # [T, 2, D]
     turned = apply_rope(qkv[:, :-kv_heads].float(), rotations[:, :1], rotations[:, 1:])
@@ -41,7 +41,7 @@ def rope_write_reference(
     return turned[:, :-kv_heads].contiguous()
 
 
-def rope_write(
+def rope_write_triton(
     qkv: torch.Tensor,
     cache: torch.Tensor,
     *,
@@ -50,6 +50,8 @@ def rope_write(
     slots: torch.Tensor,
 ) -> torch.Tensor:
     """Rotate queries and keys by their positions, and store keys and values in the cache.
+
+    Runs on a CPU only with Triton's interpreter.
 
     Args:
         qkv: [T, A + 2K, D], contiguous: each token's query, key and value heads.
@@ -62,20 +64,6 @@ def rope_write(
     Returns:
         The rotated queries [T, A, D], fresh memory.
     """
-    if qkv.is_cuda:
-        return rope_write_triton(qkv, cache, table=table, positions=positions, slots=slots)
-    return rope_write_reference(qkv, cache, table=table, positions=positions, slots=slots)
-
-
-def rope_write_triton(
-    qkv: torch.Tensor,
-    cache: torch.Tensor,
-    *,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """Run :func:`rope_write` as a kernel; on a CPU only with Triton's interpreter."""
     tokens, all_heads, head_dim = qkv.shape
     _, _, kv_heads, block_tokens, cache_dim = cache.shape
     heads = all_heads - 2 * kv_heads

@@ -7,7 +7,6 @@ import torch
 from tidegate.kernels import fused_sampling as module
 from tidegate.kernels.fused_sampling import (
     SamplingColumns,
-    fused_sample,
     fused_sample_reference,
     fused_sample_triton,
 )
@@ -193,15 +192,3 @@ def test_columns_that_do_not_fit_are_refused() -> None:
         fused_sample_triton(logits, replace(columns, allowed=columns.top_k[:, None].int()))
     with pytest.raises(ValueError, match=r"torch\.bfloat16"):
         fused_sample_triton(logits.bfloat16(), columns)
-
-
-def test_on_a_cpu_the_reference_is_what_runs() -> None:
-    logits, columns = make_logits(2, 40).cpu(), make_columns(2)
-    columns = SamplingColumns(
-        *(getattr(columns, name).cpu() for name in SamplingColumns.__slots__ if name != "allowed")
-    )
-
-    for actual, expected in zip(
-        fused_sample(logits, columns), fused_sample_reference(logits, columns), strict=True
-    ):
-        assert torch.equal(actual, expected)

@@ -1,5 +1,3 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -7,22 +5,17 @@ from tidegate.kernels import head_logprobs as module
 from tidegate.kernels.head_logprobs import (
     TOKEN_TILE,
     VOCAB_TILE,
-    TokenLogprobs,
-    head_logprobs,
-    head_logprobs_chunked,
     head_logprobs_reference,
     head_logprobs_triton,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLEMENTATIONS = pytest.mark.parametrize("function", [head_logprobs_chunked, head_logprobs_triton])
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts, so that a vocabulary that is quick to interpret has two, and chunks are full."""
+    """Small parts, so that a vocabulary that is quick to interpret has two."""
     monkeypatch.setattr(module, "VOCAB_PART", 2 * VOCAB_TILE)
-    monkeypatch.setattr(module, "CHUNK_TOKENS", 3)
 
 
 def make_case(
@@ -35,7 +28,6 @@ def make_case(
     return hidden.to(DEVICE, dtype), head.to(DEVICE, dtype), token_ids.to(DEVICE)
 
 
-@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("tokens", "vocab", "width"),
@@ -48,28 +40,27 @@ def make_case(
     ],
 )
 def test_logprobs_and_entropies_are_those_of_the_whole_softmax(
-    function: Callable[..., TokenLogprobs], tokens: int, vocab: int, width: int, dtype: torch.dtype
+    tokens: int, vocab: int, width: int, dtype: torch.dtype
 ) -> None:
     case = make_case(tokens, vocab, width, dtype)
 
     expected = head_logprobs_reference(*case)
 
-    actual = function(*case)
+    actual = head_logprobs_triton(*case)
     torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(actual.entropies, expected.entropies, rtol=1e-4, atol=2e-5)
 
 
-@IMPLEMENTATIONS
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 @pytest.mark.parametrize("temperature", [0.3, 2.0])
 def test_temperature_and_soft_cap_change_the_distribution_in_that_order(
-    function: Callable[..., TokenLogprobs], temperature: float, soft_cap: float | None
+    temperature: float, soft_cap: float | None
 ) -> None:
     case = make_case(4, 300, 32)
 
     expected = head_logprobs_reference(*case, temperature=temperature, soft_cap=soft_cap)
 
-    actual = function(*case, temperature=temperature, soft_cap=soft_cap)
+    actual = head_logprobs_triton(*case, temperature=temperature, soft_cap=soft_cap)
     torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=1e-5, atol=5e-5)
     torch.testing.assert_close(actual.entropies, expected.entropies, rtol=1e-4, atol=5e-5)
 
@@ -86,17 +77,16 @@ def test_a_tokens_figures_do_not_depend_on_the_tokens_beside_it() -> None:
 def test_no_tokens_give_no_figures() -> None:
     hidden, head, token_ids = make_case(0, 300, 32)
 
-    assert head_logprobs(hidden, head, token_ids).logprobs.shape == (0,)
+    assert head_logprobs_triton(hidden, head, token_ids).logprobs.shape == (0,)
     assert head_logprobs_triton(hidden, head, token_ids).entropies.shape == (0,)
 
 
-@IMPLEMENTATIONS
-def test_invalid_scoring_shapes_are_refused(function: Callable[..., TokenLogprobs]) -> None:
+def test_invalid_scoring_shapes_are_refused() -> None:
     hidden, head, token_ids = make_case(3, 20, 16)
 
     with pytest.raises(ValueError, match="must be > 0, got 0"):
-        function(hidden, head, token_ids, temperature=0)
+        head_logprobs_triton(hidden, head, token_ids, temperature=0)
     with pytest.raises(ValueError, match=r"for each of 3, got \[2\]"):
-        function(hidden, head, token_ids[:2])
+        head_logprobs_triton(hidden, head, token_ids[:2])
     with pytest.raises(ValueError, match=r"got \[3, 16\] and \[20, 15\]"):
-        function(hidden, head[:, :15], token_ids)
+        head_logprobs_triton(hidden, head[:, :15], token_ids)

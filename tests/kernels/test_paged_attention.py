@@ -9,7 +9,6 @@ from tidegate.kernels.attention import CacheShape, attend, plan_group, scratch_e
 from tidegate.kernels.paged_attention import (
     AttentionRule,
     PagedRows,
-    paged_attention,
     paged_attention_reference,
     paged_attention_triton,
 )
@@ -197,17 +196,3 @@ def test_shapes_that_would_give_wrong_addresses_are_refused() -> None:
         paged_attention_triton(query.bfloat16(), cache, rows, rule)
     with pytest.raises(ValueError, match="window_tokens must be at least 1, got 0"):
         paged_attention_triton(query, cache, rows, replace(rule, window_tokens=0))
-
-
-def test_on_a_cpu_the_reference_is_what_runs() -> None:
-    query, cache, rows, rule = make_case([4], [3])
-    rows = replace(
-        rows,
-        token_offsets=rows.token_offsets.cpu(),
-        starts=rows.starts.cpu(),
-        tables=rows.tables.cpu(),
-    )
-
-    actual = paged_attention(query.cpu(), cache.cpu(), rows, rule)
-
-    assert torch.equal(actual, paged_attention_reference(query.cpu(), cache.cpu(), rows, rule))

@@ -3,7 +3,6 @@ import torch
 
 from tidegate.kernels.norm import rms_norm
 from tidegate.kernels.residual_norm import (
-    residual_norm,
     residual_norm_reference,
     residual_norm_triton,
 )
@@ -55,7 +54,7 @@ def test_heads_are_normed_within_a_wider_tensor_without_touching_it(
 def test_without_an_update_it_is_the_cpu_engines_norm() -> None:
     total, weight = randoms((9, 64), (64,), dtype=torch.bfloat16)
 
-    for function in (residual_norm, residual_norm_triton):
+    for function in (residual_norm_reference, residual_norm_triton):
         assert_close(function(total, None, weight, 1e-6), rms_norm(total, weight, 1e-6))
 
 

@@ -6,7 +6,6 @@ import torch
 from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.rope_write import (
     NO_SLOT,
-    rope_write,
     rope_write_reference,
     rope_write_triton,
 )
@@ -55,7 +54,7 @@ def test_each_token_lands_in_its_slot_and_nowhere_else() -> None:
     qkv, cache, where = make_case(3, 2, 1, 16, torch.float32)
     where["positions"] = torch.zeros_like(where["positions"])  # not turned
 
-    rope_write(qkv, cache, **where)
+    rope_write_triton(qkv, cache, **where)
 
     by_slot = cache.permute(0, 3, 1, 2, 4).flatten(0, 1)[:, :, 0]  # [slots, 2, D]
     slots = where["slots"]

@@ -13,12 +13,13 @@ import torch
 import tidegate.engine.worker
 from tidegate.errors import TritonMissing
 from tidegate.kernels import fused_sampling, paged_attention, rope_write
-from tidegate.kernels.head_logprobs import head_logprobs
-from tidegate.kernels.residual_norm import residual_norm, residual_norm_triton
+from tidegate.kernels.head_logprobs import head_logprobs_reference
+from tidegate.kernels.norm import rms_norm
+from tidegate.kernels.residual_norm import residual_norm_triton
 
 x = torch.ones(2, 8)
-print(head_logprobs(x, torch.ones(4, 8), torch.tensor([0, 3])).entropies.tolist())
-print(residual_norm(x, None, x[0], 1e-6).tolist())
+print(head_logprobs_reference(x, torch.ones(4, 8), torch.tensor([0, 3])).entropies.tolist())
+print(rms_norm(x, x[0], 1e-6).tolist())
 try:
     residual_norm_triton(x, None, x[0], 1e-6)
 except TritonMissing as error:
