@@ -1,4 +1,4 @@
-"""Off-policyness metrics of a batch: effective sample size, KL, chi-squared, by lag; length bias.
+"""Off-policyness metrics of a batch: effective sample size, KL, chi-squared, by lag.
 
 Trainers compute them, log them, and report them with ``rollouts.report_off_policyness``; no
 gradient passes through any.
@@ -18,9 +18,6 @@ from tidegate.policies.aggregation import Sequences, over_tokens
 LAG_BUCKETS = (0, 1, 2, 3, 4, 5, 9, 17)
 """Smallest lag of each bucket, in versions; the last bucket is open. Single versions where most
 tokens are, then doubling, so metric names do not depend on how stale a run gets."""
-
-LENGTH_QUANTILES = 10
-"""Number of length quantiles: deciles show a cut tail, and suit a batch of 100 rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +60,6 @@ class LagBucket:
     lag_max: int | None
     """Largest lag of the bucket, inclusive; None for the last bucket, which is open."""
     mismatch: Mismatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthBias:
-    """Compares the lengths of trained rollouts with those of all generated rollouts."""
-
-    mean_generated_tokens: float
-    mean_trained_tokens: float
-    ratio: float
-    """Mean trained length over mean generated length; 1 is unbiased, < 1 favours short rollouts."""
-    survival: tuple[float, ...]
-    """Share of rollouts trained, by quantile of length, shortest first; all equal if unbiased."""
 
 
 @torch.no_grad()
@@ -161,53 +146,6 @@ def token_lags(weight_versions: Tensor, mask: Tensor, *, trainer_version: int) -
             f"the versions?"
         )
     return trainer_version - versions
-
-
-@torch.no_grad()
-def measure_length_bias(generated_tokens: Tensor, is_trained: Tensor) -> LengthBias:
-    """Measure whether dropping, cancelling or filtering has favoured short rollouts. [R], [R] bool
-
-    One entry per rollout that finished or was discarded, with its length, or the length it would
-    have had where that is known. Rollouts of equal length share the mean survival of their length,
-    so a cap on length, which makes many lengths equal, does not appear as a bias.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    if generated_tokens.ndim != 1 or generated_tokens.shape != is_trained.shape:
-        raise ValueError(
-            f"generated_tokens and is_trained hold one entry per rollout and must both be [R], "
-            f"got {list(generated_tokens.shape)} and {list(is_trained.shape)}"
-        )
-    if not len(generated_tokens):
-        survival = (1.0,) * LENGTH_QUANTILES
-        return LengthBias(
-            mean_generated_tokens=0.0, mean_trained_tokens=0.0, ratio=1.0, survival=survival
-        )
-    lengths, trained = generated_tokens.double(), is_trained.double()
-    mean_generated = float(lengths.mean())
-    mean_trained = float((lengths * trained).sum() / trained.sum().clamp(min=1))
-    return LengthBias(
-        mean_generated_tokens=mean_generated,
-        mean_trained_tokens=mean_trained,
-        ratio=mean_trained / mean_generated if mean_generated else 1.0,
-        survival=_survival(lengths, trained),
-    )
-
-
-def _survival(lengths: Tensor, trained: Tensor) -> tuple[float, ...]:
-    """Return the mean of ``trained`` per quantile; a rollout on a border counts in both, in
-    part."""
-    _, kind, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
-    rate = lengths.new_zeros(len(counts)).index_add(0, kind, trained) / counts
-    sorted_rate = rate.repeat_interleave(counts)  # unique() sorts, so the shortest come first
-    reached = torch.cat([lengths.new_zeros(1), sorted_rate.cumsum(0)])  # after 0, 1, … rollouts
-    borders = torch.arange(LENGTH_QUANTILES + 1, device=lengths.device).double()
-    borders = borders * len(lengths) / LENGTH_QUANTILES
-    whole = borders.long().clamp(max=len(lengths) - 1)
-    at_border = reached[whole] + (borders - whole) * sorted_rate[whole]
-    shares = at_border.diff() * LENGTH_QUANTILES / len(lengths)
-    return tuple(shares.tolist())
 
 
 @torch.no_grad()

@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.policies.ragged import Array, Ragged, ragged, ragged_with_tokens
 from tidegate.policies.corrections import mis_token, tis_token
 from tidegate.policies.diagnostics import (
-    LENGTH_QUANTILES,
-    LengthBias,
     effective_sample_size,
-    measure_length_bias,
     measure_mismatch,
     measure_mismatch_by_lag,
     token_lags,
@@ -174,60 +170,3 @@ def test_a_token_without_a_version_is_refused() -> None:
 def test_a_token_from_the_future_is_refused() -> None:
     with pytest.raises(ValueError, match="to the trainer's, 3; got 4"):
         token_lags(torch.tensor([3, 4]), torch.ones(2), trainer_version=3)
-
-
-def survival_by_copies(lengths: list[int], trained: list[bool]) -> list[float]:
-    """Reference: repeat each rollout as often as there are quantiles, so that borders fall
-    between."""
-    rate = {
-        n: np.mean([t for m, t in zip(lengths, trained, strict=True) if m == n]) for n in lengths
-    }
-    copies = np.repeat([rate[n] for n in sorted(lengths)], LENGTH_QUANTILES)
-    return [float(x.mean()) for x in copies.reshape(LENGTH_QUANTILES, -1)]
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=40))
-def test_length_bias_agrees_with_numpy(rollouts: list[tuple[int, bool]]) -> None:
-    lengths, trained = [n for n, _ in rollouts], [t for _, t in rollouts]
-    kept = [n for n, t in rollouts if t]
-    mean_trained = np.mean(kept) if kept else 0.0
-
-    bias = measure_length_bias(torch.tensor(lengths), torch.tensor(trained))
-
-    assert bias.mean_generated_tokens == pytest.approx(np.mean(lengths))
-    assert bias.mean_trained_tokens == pytest.approx(mean_trained)
-    assert bias.ratio == pytest.approx(mean_trained / np.mean(lengths))
-    assert bias.survival == pytest.approx(survival_by_copies(lengths, trained), abs=1e-9)
-
-
-def test_cancelling_the_longest_shows_in_the_ratio_and_the_last_quantiles() -> None:
-    lengths = torch.arange(1, 101)
-
-    bias = measure_length_bias(lengths, lengths <= 80)
-
-    assert bias.ratio == pytest.approx(40.5 / 50.5)
-    assert bias.survival == pytest.approx((1.0,) * 8 + (0.0,) * 2)
-
-
-def test_dropping_at_random_among_equal_lengths_is_no_bias() -> None:
-    is_trained = torch.tensor([True] * 20 + [False] * 20)
-
-    bias = measure_length_bias(torch.full((40,), 512), is_trained)
-
-    assert bias.ratio == 1.0
-    assert bias.survival == pytest.approx((0.5,) * LENGTH_QUANTILES)
-
-
-def test_no_rollouts_are_unbiased() -> None:
-    assert measure_length_bias(torch.zeros(0), torch.zeros(0, dtype=torch.bool)) == LengthBias(
-        mean_generated_tokens=0.0,
-        mean_trained_tokens=0.0,
-        ratio=1.0,
-        survival=(1.0,) * LENGTH_QUANTILES,
-    )
-
-
-def test_lengths_without_an_outcome_each_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"got \[3\] and \[2\]"):
-        measure_length_bias(torch.zeros(3), torch.zeros(2))
