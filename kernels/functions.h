@@ -1,7 +1,8 @@
 // Declarations of the compiled functions that tg_layers and tg_decode call.
 //
 // Included by both caller and definitions, so that the compiler checks that they agree.
-// kernels/native.py, weight_matrix.py, exact_matrix.py and int8_matrix.py document the arguments.
+// kernels/native.py, weight_matrix.py, exact_matrix.py and rounded_matrix.py document the
+// arguments.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 """Weight matrices and their products: as published, for torch, or packed into panels, for C++.
 
-On a GPU, matrices stay as published. Other layouts are in ``exact_matrix.py``, ``int8_matrix.py``
-and ``fp8_matrix.py``. weight_matrix.cpp is faster than torch except where the processor multiplies
+On a GPU, matrices stay as published. Other layouts are in ``exact_matrix.py`` and
+``rounded_matrix.py``. weight_matrix.cpp is faster than torch except where the processor multiplies
 tiles of bfloat16 (AMX): at a decode step's size two to five times in float32, and in bfloat16 1.4
 to 3.4 times with AVX-512's paired products, and five to twenty times without. A packed matrix sums
 each output in one order, so a row has the same bits in every batch; torch's products do not.

@@ -26,8 +26,7 @@ from tidegate.engine.weights.lora import Adapter, MatrixLayout, make_adapter
 from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
 from tidegate.kernels.exact_matrix import ExactMatrix, make_exact_matrix
-from tidegate.kernels.fp8_matrix import Fp8Matrix
-from tidegate.kernels.int8_matrix import make_int8_matrix
+from tidegate.kernels.rounded_matrix import Fp8Matrix, make_int8_matrix
 from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
 
 if TYPE_CHECKING:  # torch.distributed is for engines of several ranks

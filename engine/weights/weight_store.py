@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tidegate.errors import WeightsRefused
-from tidegate.kernels.int8_matrix import RoundedRows
+from tidegate.kernels.rounded_matrix import RoundedRows
 from tidegate.kernels.weight_matrix import Rows, add_bits, published, storages, take_over
 from tidegate.transport.weight_channels.patches import Bits, ElementPatch
 from tidegate.transport.weight_names import wrapper_hint

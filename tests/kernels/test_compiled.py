@@ -101,7 +101,7 @@ def test_a_compiler_that_cannot_run_counts_as_missing(
 
 MULTIPLY_WITHOUT_MEMORY = """
 import resource, torch
-from tidegate.kernels.int8_matrix import make_int8_matrix
+from tidegate.kernels.rounded_matrix import make_int8_matrix
 from tidegate.kernels.weight_matrix import make_matrix
 
 torch.set_num_threads(4)

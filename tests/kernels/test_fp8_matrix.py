@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tidegate.kernels.fp8_matrix import Fp8Matrix, rounded
+from tidegate.kernels.rounded_matrix import Fp8Matrix, rounded_to_e4m3
 from tidegate.kernels.weight_matrix import COPY_ELEMENTS
 
 SIZES = [(1, 1), (15, 7), (33, 513), (600, 1030)]
@@ -29,7 +29,7 @@ def test_a_product_is_that_of_the_rounded_weights(
 ) -> None:
     assert outputs * inputs < COPY_ELEMENTS or (outputs, inputs) == SIZES[-1]
     weights, bias = torch.randn(outputs, inputs), torch.randn(outputs).to(dtype)
-    numbers, steps = rounded(weights)
+    numbers, steps = rounded_to_e4m3(weights)
     matrix = matrix_of(weights, dtype)
     limit = 5e-6 if dtype == torch.float32 else 2**-8
     near = {"atol": limit * inputs**0.5, "rtol": limit}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tidegate.kernels.compiled import library
-from tidegate.kernels.int8_matrix import Int8Matrix, quantized
+from tidegate.kernels.rounded_matrix import Int8Matrix, quantized
 
 SIZES = [(1, 1), (15, 7), (16, 16), (33, 513), (64, 40), (97, 1030)]
 """Outputs and inputs, on both sides of the borders of panels and of blocks of inputs."""
