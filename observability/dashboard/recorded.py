@@ -34,7 +34,7 @@ from tidegate.observability.metrics.timeline import timeline_of
 from tidegate.observability.records.evaluations import EvaluationPoint, read_evaluations
 from tidegate.observability.records.forks import read_forks
 from tidegate.observability.records.run_directories import RUN_FILE, adapter_directories
-from tidegate.observability.records.trace import TRAINER_TRACK, Trace, read_trace, trace_path
+from tidegate.observability.records.trace import TRAINER_TRACK, Trace, trace_of
 from tidegate.observability.records.trajectories import (
     SCHEMA,
     RecordedRollout,
@@ -91,7 +91,7 @@ class RecordedSource:
         shown by id."""
         with contextlib.suppress(ModelError):
             self.tokenizer = read_tokenizer(Path(run.model) / "tokenizer.json")
-        self._trace = _read_trace(self._directory)
+        self._trace = trace_of(self._directory)
         self._searched: tuple[str, str] | None = None
         self._matches: tuple[set[int], str] = (set(), "")
         self._snapshot = RunSnapshot(
@@ -185,13 +185,6 @@ def _adapters(directory: Path) -> tuple[AdapterLine, ...]:
             recorded_adapter_line(unquote(path.name), statistics, rewards[-1] if rewards else None)
         )
     return tuple(lines)
-
-
-def _read_trace(directory: Path) -> Trace | None:
-    try:
-        return read_trace(trace_path(directory))
-    except (OSError, msgspec.MsgspecError, KeyError):
-        return None  # a killed process leaves none
 
 
 def _collected(directory: Path, trace: Trace | None, lags: Mapping[int, int]) -> CollectedData:

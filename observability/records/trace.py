@@ -311,6 +311,15 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
+def trace_of(directory: Path) -> Trace | None:
+    """Return the trace of a run's directory; None without one that can be read, as a killed process
+    leaves."""
+    try:
+        return read_trace(trace_path(directory))
+    except (OSError, msgspec.MsgspecError, KeyError):
+        return None
+
+
 def trace_lines(directory: Path) -> list[str]:
     """Return a line per track of the run's ``trace.json``, and how to open the file in Perfetto.
 

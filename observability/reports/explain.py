@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tidegate.errors import AuditError
-from tidegate.observability.records.trace import Trace, read_trace, trace_path
+from tidegate.observability.records.trace import trace_of
 from tidegate.observability.records.trajectories import (
     RecordedRollout,
     find_trajectory,
@@ -46,7 +44,7 @@ def context_of(directory: Path) -> RunContext:
         record["settings"],
         bound=statistics.get("staleness_bound"),
         is_resumed=bool(resumed_batches(directory)),
-        trace=_trace(directory),
+        trace=trace_of(directory),
     )
 
 
@@ -78,13 +76,6 @@ def _trained(rows: Sequence[RecordedRollout]) -> list[RecordedRollout]:
 def _metrics(directory: Path, version: int) -> dict[str, Any] | None:
     rows = read_metrics(directory, stops_at_damage=True)
     return next((row for row in reversed(rows) if row.get("version") == version), None)
-
-
-def _trace(directory: Path) -> Trace | None:
-    try:
-        return read_trace(trace_path(directory))
-    except (OSError, msgspec.MsgspecError, KeyError):
-        return None  # a killed process leaves none
 
 
 def _missing(directory: Path, subject: Subject) -> AuditError:
