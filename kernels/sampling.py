@@ -45,7 +45,7 @@ def sample(
 
     Returns:
         Token ids [S], int64, and their log-probabilities [S], float32, under the distribution of
-        :func:`processed_logprobs`.
+        :func:`weigh`.
     """
     distribution = weigh(logits, temperature, top_k, top_p)
     chosen = distribution.draw(temperature, uniforms)
@@ -169,21 +169,6 @@ def weights_of(logits: torch.Tensor) -> TokenDistribution:
     peaks = logits.amax(-1, keepdim=True)
     weights = (logits - peaks).exp_()
     return TokenDistribution(logits, peaks, weights, _block_sums(weights))
-
-
-def processed_logprobs(
-    logits: torch.Tensor,
-    temperature: npt.NDArray[np.float32],
-    top_k: npt.NDArray[np.int64],
-    top_p: npt.NDArray[np.float32],
-    min_p: npt.NDArray[np.float32] | None = None,
-) -> torch.Tensor:
-    """Return the log-probabilities [S, V] of the distribution sampled from, after all options.
-
-    Arguments are those of :func:`weigh`. For callers that need all of them; sampling does not.
-    """
-    distribution = weigh(logits, temperature, top_k, top_p, min_p)
-    return distribution.logprobs(torch.arange(logits.shape[-1]).expand(logits.shape))
 
 
 def _cutoffs(

@@ -164,7 +164,6 @@ class EngineScheduler:
     def __init__(
         self,
         limits: EngineLimits,
-        version: int = 0,
         *,
         options: OptionReader | None = None,
         scoring: ScoringCapabilities | None = None,
@@ -177,7 +176,7 @@ class EngineScheduler:
         nor custom logits processors. ``scoring`` says what the model can score; None:
         nothing. ``shares_prefixes`` and ``drafts`` change speed only; tests compare runs
         with and without them."""
-        self.version = version
+        self.version = 0
         """Version of the live weights."""
         self._limits = limits
         self._options = options or OptionReader(

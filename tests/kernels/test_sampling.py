@@ -1,4 +1,7 @@
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -8,8 +11,8 @@ from tidegate.kernels.sampling import (
     RANKED_GROWTH,
     UNIFORM_MAX,
     draw,
-    processed_logprobs,
     sample,
+    weigh,
 )
 
 VOCABULARIES = [1, 5, DRAW_BLOCK - 1, DRAW_BLOCK, DRAW_BLOCK + 1, 3 * DRAW_BLOCK, 1500]
@@ -79,6 +82,12 @@ def columns(
         np.full(rows, top_k, np.int64),
         np.full(rows, top_p, np.float32),
     )
+
+
+def processed_logprobs(logits: torch.Tensor, *options: npt.NDArray[Any]) -> torch.Tensor:
+    """Return the log-probabilities [S, V] of the distribution sampled from."""
+    distribution = weigh(logits, *options)
+    return distribution.logprobs(torch.arange(logits.shape[-1]).expand(logits.shape))
 
 
 def kept(logits: list[float], *, top_k: int = 0, top_p: float = 1.0) -> list[int]:
