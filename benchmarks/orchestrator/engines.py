@@ -219,7 +219,7 @@ class FakeEngine:
 
 
 class InProcessEngines:
-    """Implements :class:`~tidegate.orchestrator.fleet.wire.Wire` with engines behind it, without a
+    """Implements :class:`~tidegate.orchestrator.fleet.shell.Wire` with engines behind it, without a
     socket: messages are still encoded and decoded."""
 
     def __init__(self, work: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
-"""Methods of a run's shell that drains, weight control and adapters call.
+"""Interfaces of a run's shell: what drains, weight control and adapters call, and its wire.
 
 These callers are in rooms below the scheduler's, so they cannot import the scheduler.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -63,3 +64,26 @@ class EngineShell(Protocol):
 
     def adapter_live(self, engine: str, message: AdapterLive) -> None:
         """Handle an engine that serves another version of an adapter from now on."""
+
+
+class Wire(Protocol):
+    """The orchestrator's end of the wire, connected with any number of engines: the ZeroMQ ROUTER,
+    or the simulated wire."""
+
+    address: str
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Queue one message without waiting; False if the peer isn't connected any more."""
+
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_frames: Callable[[list[tuple[bytes, bytes]]], None],
+    ) -> None:
+        """Have ``loop`` call ``on_frames`` with the (peer, frame) pairs that have arrived."""
+
+    def detach(self) -> None:
+        """Stop calling back."""
+
+    def close(self) -> None:
+        """Release the address."""

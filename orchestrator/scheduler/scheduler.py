@@ -21,7 +21,7 @@ from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, resolve
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
-from tidegate.orchestrator.fleet.wire import Wire
+from tidegate.orchestrator.fleet.shell import Wire
 from tidegate.orchestrator.journal.run_journal import RunJournal
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.run_watch import RunWatch
