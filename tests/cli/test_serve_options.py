@@ -40,9 +40,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             ["--device", "cuda:0", "--device", "cuda:1", "--num-kv-blocks", "9"],
             {"devices": ["cuda:0", "cuda:1"], "threads_per_engine": None, "num_kv_blocks": 9},
         ),
+        (
+            ["--enable-return-routed-experts", "--return-sampling-mask"],
+            {"attachments": ["routed_experts", "kept_tokens"]},
+        ),
     ],
 )
-def test_devices_and_free_cores_become_settings(
+def test_options_and_free_cores_become_settings(
     served: dict[str, Any], options: list[str], settings: dict[str, Any]
 ) -> None:
     with pytest.raises(Ended):

@@ -136,3 +136,11 @@ def test_devices_start_one_engine_each_unless_engines_are_set() -> None:
 def test_devices_that_cannot_be_used_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         run_settings(model=MODEL, **values)
+
+
+def test_attachments_are_named_by_the_options_of_generate_that_request_them() -> None:
+    given = run_settings(model=MODEL, attachments=["hidden_states", "kept_tokens"])
+    assert given.sampling.attachments == ("hidden_states", "kept_tokens")
+    # A number of tokens belongs to top_logprobs, so a name alone does not request them.
+    with pytest.raises(ConfigError, match=r"got kept_ids, top_logprobs$"):
+        run_settings(model=MODEL, attachments=["kept_ids", "top_logprobs"])
