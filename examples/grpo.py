@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import tidegate
 from examples.memory_marks import MemoryMarks
 from tidegate.engine.models.quiet_transformers import quiet_transformers
+from tidegate.kernels.compiled import processor
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.policies.diagnostics import LagBucket, measure_mismatch, measure_mismatch_by_lag
 from tidegate.policies.objectives import decoupled_ppo_loss
@@ -114,11 +115,13 @@ def load_trainer(
     """Load the trainer's model and its optimizer.
 
     It trains all parameters in float32; or with ``last_layers`` only these layers: they are kept in
-    float32 and computed in the model's own type, as all others are.
+    float32 and computed in the model's own type, as all others are. That is float32, too, where the
+    processor does not multiply bfloat16: torch then takes a hundred times as long for it.
     """
+    is_float32 = last_layers is None or "bf16" not in processor()
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32 if last_layers is None else "auto", local_files_only=True
+            path, dtype=torch.float32 if is_float32 else "auto", local_files_only=True
         )
     if last_layers is not None:
         model.requires_grad_(False)
