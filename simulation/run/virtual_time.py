@@ -46,6 +46,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         """Heap of (due time, order of scheduling, handle)."""
         self._timers_made = 0
+        self._servers: list[asyncio.Future[Any]] = []
+        """What servers wait for; without it their tasks would be freed, as asyncio holds none."""
         self.callbacks_run = 0
         self.set_task_factory(contained_task)
 
@@ -117,6 +119,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         except Exception as error:  # noqa: BLE001 - the future hands the error to its waiter
             future.set_exception(error)
         return future
+
+    async def create_server(self, *args: Any, **options: Any) -> Any:
+        """Wait until cancelled, because no client can connect where there are no sockets.
+
+        A program that serves HTTP beside what a test calls directly runs here, too.
+        """
+        self._servers.append(self.create_future())
+        return await self._servers[-1]
 
     def _run_once(self) -> None:
         """Run all ready callbacks; advance the clock to the next timer first if there are none."""

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+import tidegate
 from tidegate.errors import NothingLeftToHappen, VirtualTimeUp
 from tidegate.simulation.run.virtual_time import (
     VirtualLoop,
@@ -61,6 +64,20 @@ def test_to_thread_runs_at_once_in_no_virtual_time() -> None:
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(main()) == 0.0
+
+
+async def test_a_gateway_leaves_no_failed_task_though_nobody_can_connect_in_virtual_time(
+    tidegate_serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(endpoint: tidegate.Endpoint, task: str) -> float:
+        return 1.0
+
+    with contextlib.closing(tidegate.Gateway()) as gateway:
+        async with tidegate_serve() as rollouts:
+            await rollouts.evaluate(["t"], episode=gateway.episode(agent))
+    del gateway
+    gc.collect()  # asyncio logs a task's exception when the task is freed
+    assert [each.getMessage() for each in caplog.records if each.name == "asyncio"] == []
 
 
 def test_calls_from_other_threads_are_refused() -> None:
