@@ -140,6 +140,20 @@ def decode_json(body: bytes, kind: type[Body]) -> Body:
         raise MalformedBody(str(error), is_json=False) from None
 
 
+def part_of_body(value: object, kind: type[Body], where: str) -> Body:
+    """Return a part of a decoded body, named ``where`` in errors, as an object of this kind.
+
+    For parts whose kind depends on another part, or that the answer repeats as they came.
+
+    Raises:
+        ApiError: the part has other fields or types.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"{where}: {error}", param=where.partition("[")[0]) from None
+
+
 # ---------------------------------------------------------------- answers
 
 

@@ -35,6 +35,22 @@ HOSTED_TOOLS = re.compile(r"[a-z0-9_]+_20\d{6}|mcp_toolset")
 """Kinds of tools that run at Anthropic, or that only its models are trained to call."""
 
 
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """``tool_choice`` of a request."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """``output_config`` of a request."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+    """Of structured outputs."""
+
+
 class MessagesRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/messages``.
 
@@ -53,10 +69,9 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    """``effort``, and the ``format`` of structured outputs."""
+    output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     """Former name of ``output_config.format``."""
 
@@ -74,13 +89,13 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
         """
         refuse_fields(self, self.REFUSED)
         messages = chat_messages(self.messages, self.system)
-        choice = self.tool_choice or {}
-        is_forced = choice.get("type") == "tool"
-        if choice and not is_forced and choice.get("type") not in TOOL_CHOICES:
-            why = f"tool_choice.type is auto, any, tool or none, got {choice.get('type')!r:.80}"
+        choice = self.tool_choice or ToolChoice(type="auto")
+        is_forced = choice.type == "tool"
+        if not is_forced and choice.type not in TOOL_CHOICES:
+            why = f"tool_choice.type is auto, any, tool or none, got {choice.type!r:.80}"
             raise ApiError(400, why, param="tool_choice")
-        form = {"type": "function", "function": {"name": choice.get("name")}}
-        config = self.output_config or {}
+        form = {"type": "function", "function": {"name": choice.name}}
+        config = self.output_config or OutputConfig()
         return ChatRequest(
             model=self.model,
             messages=messages,
@@ -91,10 +106,10 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
             top_k=self.top_k,
             top_p=self.top_p,
             tools=_tools(self.tools),
-            tool_choice=form if is_forced else TOOL_CHOICES.get(choice.get("type", "")),
-            parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
-            response_format=_response_format(config.get("format") or self.output_format),
-            reasoning_effort=config.get("effort"),
+            tool_choice=form if is_forced else TOOL_CHOICES[choice.type],
+            parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
+            response_format=_response_format(config.format or self.output_format),
+            reasoning_effort=config.effort,
             chat_template_kwargs=self._thinking(),
             # An assistant's message at the end is the beginning of the answer.
             continue_final_message=messages[-1]["role"] == "assistant" or None,
@@ -117,7 +132,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
@@ -162,6 +177,8 @@ def chat_messages(
             chat.append(_assistant_message(content, where))
         else:
             chat += _user_messages(role, content, where)
+    if not chat:
+        raise ApiError(400, "messages must have content", param="messages")
     return chat
 
 
@@ -202,7 +219,7 @@ def _user_messages(role: str, blocks: list[Any], where: str) -> Iterator[dict[st
             parts = []
         content = block.get("content") or ""
         if not isinstance(content, str):
-            content = [part for each in content for part in _parts(each, where)]
+            content = _listed(content, where)
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
     if parts:
         yield {"role": role, "content": parts}
@@ -214,7 +231,7 @@ def _parts(block: Any, where: str) -> list[dict[str, Any]]:
         case "text":
             return [_text_part(_block_text(block, where))]
         case "image":
-            source = block.get("source") or {}
+            source = _source(block)
             url = source.get("url")
             if source.get("type") == "base64":
                 url = f"data:{source.get('media_type')};base64,{source.get('data')}"
@@ -239,7 +256,7 @@ def _document(block: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     Raises:
         ApiError: it is a PDF or a file kept by the provider.
     """
-    source: dict[str, Any] = block.get("source") or {}
+    source = _source(block)
     match source.get("type"):
         case "text" if isinstance(source.get("data"), str):
             return [_text_part(source["data"])]
@@ -251,6 +268,11 @@ def _document(block: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
                 f"are served; convert PDFs to text"
             )
             raise ApiError(400, why, param="messages")
+
+
+def _source(block: Mapping[str, Any]) -> dict[str, Any]:
+    source = block.get("source")
+    return source if isinstance(source, dict) else {}
 
 
 def _listed(content: Any, where: str) -> list[dict[str, Any]]:

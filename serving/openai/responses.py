@@ -14,7 +14,7 @@ import msgspec
 
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.serving.http.errors import ApiError, OpenAIErrors
-from tidegate.serving.http.scaffold import stream_event
+from tidegate.serving.http.scaffold import part_of_body, stream_event
 from tidegate.serving.openai.answers import ActiveCompletion, AnswerForm
 from tidegate.serving.openai.requests import (
     HOSTED_TOOL_DROPPED,
@@ -52,6 +52,51 @@ UNREADABLE_ITEMS = frozenset(
     }
 )
 """Input items that only OpenAI can make and read: encrypted text, or what a hosted tool did."""
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """``text`` of a request, which the answer repeats."""
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """``reasoning`` of a request, which the answer repeats."""
+
+    effort: str | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """One item of ``input``: the fields of all kinds that are read."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Any] | None = None
+    call_id: str | None = None
+    namespace: str | None = None
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str | None = None
+    output: str | list[Any] | None = None
+
+
+class GrammarFormat(msgspec.Struct, kw_only=True):
+    """``format`` of a custom tool."""
+
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """One of the ``tools``: the fields of all kinds that are read."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: GrammarFormat | None = None
+    tools: list[Any] | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -101,7 +146,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         unknown = [each for each in self.include or () if each not in INCLUDED]
         if unknown:
             raise ApiError(400, f"include {unknown[0]!r:.80} is not served", param="include")
-        text = self.text or {}
+        text = part_of_body(self.text or {}, TextOptions, "text")
+        reasoning = part_of_body(self.reasoning or {}, ReasoningOptions, "reasoning")
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         has_logprobs = _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         return ChatRequest(
@@ -115,8 +161,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             tools=None if self.tools is None else [tool.function for tool in served_tools(self)],
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=(self.reasoning or {}).get("effort"),
-            response_format=_response_format(text.get("format")),
+            reasoning_effort=reasoning.effort,
+            response_format=_response_format(text.format),
             stream=self.stream,
         )
 
@@ -139,9 +185,10 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     reasoning = ""
     is_open = False  # whether the last message is an assistant's that calls may join
-    for number, item in enumerate(given):
+    for number, each in enumerate(given):
         where = f"input[{number}]"
-        match item.get("type", "message"):
+        item = part_of_body(each, InputItem, where)
+        match item.type:
             case "message":
                 message = _message(item, where)
             case "function_call" | "custom_tool_call":
@@ -151,9 +198,9 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[Message]:
                     continue
                 message = {"role": "assistant", "content": "", "tool_calls": [call]}
             case "function_call_output" | "custom_tool_call_output":
-                output = item.get("output") or ""
+                output = item.output or ""
                 content = output if isinstance(output, str) else _parts(output, where)
-                message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
             case "reasoning":
                 reasoning += _reasoning_text(item)
                 is_open = False
@@ -171,8 +218,8 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-def _message(item: Mapping[str, Any], where: str) -> Message:
-    role, content = item.get("role"), item.get("content")
+def _message(item: InputItem, where: str) -> Message:
+    role, content = item.role, item.content
     if role not in ("user", "assistant", "system", "developer"):
         raise ApiError(400, f"{where} has role {role!r:.80}", param="input")
     role = "system" if role == "developer" else role
@@ -181,8 +228,8 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _parts(parts: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(parts, list):
+def _parts(parts: list[Any] | None, where: str) -> list[dict[str, Any]]:
+    if parts is None:
         raise ApiError(400, f"{where} needs content", param="input")
     return [_part(part, where) for part in parts]
 
@@ -199,16 +246,16 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     raise ApiError(400, why, param="input")
 
 
-def _call(item: Mapping[str, Any]) -> dict[str, Any]:
-    name, arguments = item.get("name"), item.get("arguments") or "{}"
-    if item["type"] == "custom_tool_call":
-        arguments = {CUSTOM_INPUT: item.get("input") or ""}
-    function = {"name": _flat_name(item.get("namespace"), name), "arguments": arguments}
-    return {"id": item.get("call_id"), "type": "function", "function": function}
+def _call(item: InputItem) -> dict[str, Any]:
+    arguments: object = item.arguments or "{}"
+    if item.type == "custom_tool_call":
+        arguments = {CUSTOM_INPUT: item.input or ""}
+    function = {"name": _flat_name(item.namespace, item.name), "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
 
 
-def _reasoning_text(item: Mapping[str, Any]) -> str:
-    parts = item.get("content") or ()
+def _reasoning_text(item: InputItem) -> str:
+    parts = item.content or ()
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
@@ -238,34 +285,40 @@ def served_tools(request: ResponsesRequest) -> list[ServedTool]:
         ApiError: a tool is of an unknown kind, or has no name.
     """
     tools: list[ServedTool] = []
-    for number, tool in enumerate(request.tools or ()):
-        where, kind = f"tools[{number}]", tool.get("type")
-        if kind != "namespace":
+    for number, each in enumerate(request.tools or ()):
+        where = f"tools[{number}]"
+        tool = part_of_body(each, Tool, where)
+        if tool.type != "namespace":
             tools += _served(tool, None, where)
             continue
-        given, about = tool.get("tools"), tool.get("description")
-        for inner_number, inner in enumerate(given if isinstance(given, list) else ()):
-            if about and not inner_number:  # the model reads of the namespace at its first tool
-                own = inner.get("description") or ""
-                inner = {**inner, "description": f"{about}\n\n{own}".rstrip()}
-            tools += _served(inner, tool.get("name"), f"{where}.tools[{inner_number}]")
+        for inner_number, each_inner in enumerate(tool.tools or ()):
+            inner_where = f"{where}.tools[{inner_number}]"
+            inner = part_of_body(each_inner, Tool, inner_where)
+            if tool.description and not inner_number:
+                # The model reads of the namespace at its first tool.
+                inner.description = f"{tool.description}\n\n{inner.description or ''}".rstrip()
+            tools += _served(inner, tool.name, inner_where)
     return tools
 
 
-def _served(tool: Mapping[str, Any], namespace: str | None, where: str) -> list[ServedTool]:
+def _served(tool: Tool, namespace: str | None, where: str) -> list[ServedTool]:
     """Return one tool; none if it is hosted."""
-    kind, name = tool.get("type"), tool.get("name")
-    if isinstance(kind, str) and HOSTED_TOOLS.fullmatch(kind):
+    kind, name = tool.type, tool.name
+    if kind is not None and HOSTED_TOOLS.fullmatch(kind):
         warn_dropped(kind, HOSTED_TOOL_DROPPED)
         return []
-    if kind not in ("function", "custom") or not isinstance(name, str):
+    if kind not in ("function", "custom") or name is None:
         why = (
             f"{where} has type {kind!r:.80} and name {name!r:.80}: tools of the types function, "
             f"custom and namespace are served, which have names"
         )
         raise ApiError(400, why, param="tools")
-    fields = ("description", "parameters", "strict")
-    function = {field: tool[field] for field in fields if tool.get(field) is not None}
+    described = {
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    function = {field: value for field, value in described.items() if value is not None}
     if kind == "custom":
         function = _custom_function(tool)
     function = {"name": _flat_name(namespace, name), **function}
@@ -273,11 +326,11 @@ def _served(tool: Mapping[str, Any], namespace: str | None, where: str) -> list[
     return [ServedTool(name, namespace, kind == "custom", form)]
 
 
-def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _custom_function(tool: Tool) -> dict[str, Any]:
     """Return a custom tool as a function of one text; a grammar for it is only described."""
-    description, form = tool.get("description") or "", tool.get("format") or {}
-    if definition := form.get("definition"):
-        description += f"\n\nThe input follows this {form.get('syntax')} grammar:\n{definition}"
+    description, form = tool.description or "", tool.format
+    if form is not None and form.definition:
+        description += f"\n\nThe input follows this {form.syntax} grammar:\n{form.definition}"
     parameters = {
         "type": "object",
         "properties": {CUSTOM_INPUT: {"type": "string"}},
@@ -286,7 +339,7 @@ def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": description.strip(), "parameters": parameters}
 
 
-def _flat_name(namespace: str | None, name: Any) -> Any:
+def _flat_name(namespace: str | None, name: str | None) -> str | None:
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
@@ -310,7 +363,8 @@ def _chosen(tool: object) -> dict[str, Any] | None:
     """Return the choice of one tool in the form of chat completions; None if it is hosted."""
     if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
         return None
-    name = _flat_name(tool.get("namespace"), tool.get("name"))
+    chosen = part_of_body(tool, InputItem, "tool_choice")
+    name = _flat_name(chosen.namespace, chosen.name)
     return {"type": "function", "function": {"name": name}}
 
 

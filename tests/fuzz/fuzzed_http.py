@@ -1,4 +1,4 @@
-"""Fuzzing of the gateway and the vLLM-compatible server over HTTP; parts of the Tinker server's.
+"""Fuzzing of the gateway and the vLLM- and SGLang-compatible server over HTTP; parts for Tinker's.
 
 Bodies are valid ones with a part replaced, garbled text, endless nesting, bodies up to their size
 limits, endless headers, half requests, and requests that are not HTTP. A healthy client sends
@@ -65,8 +65,38 @@ CHAT = {
     "stream": False,
     "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
 }
+RESPONSES = {
+    "model": "m",
+    "instructions": "be brief",
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]}
+    ],
+    "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}],
+    "max_output_tokens": 16,
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+    "truncation": "auto",
+    "stream": False,
+}
+MESSAGES = {
+    "model": "m",
+    "system": [{"type": "text", "text": "be brief"}],
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "1+2?"}]}],
+    "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "max_tokens": 16,
+    "stop_sequences": ["x"],
+    "stream": False,
+}
+COUNTED = {k: MESSAGES[k] for k in ("model", "system", "messages", "tools")}
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNTED,
+    "/inference/v1/generate": {
+        "token_ids": [3, 4, 5],
+        "sampling_params": {"max_tokens": 4, "logprobs": 1},
+    },
     "/v1/completions": {"prompt": [3, 4, 5], "max_tokens": 4, "stop": "x", "n": 2, "logprobs": 1},
     "/tokenize": {"messages": [{"role": "user", "content": "hello"}]},
     "/sessions/{}/reward": {"reward": 0.5},
@@ -105,6 +135,36 @@ SERVER_PATHS: dict[str, dict[str, Any]] = {
     "/weight_checker": {"action": "checksum"},
     "/pause?mode=keep": {},
     "/reset_prefix_cache": {},
+    "/v1/responses": {k: v for k, v in RESPONSES.items() if k != "tools"},
+    "/v1/messages": {k: v for k, v in MESSAGES.items() if "tool" not in k},
+    "/v1/messages/count_tokens": COUNTED,
+    "/generate": {
+        "input_ids": [[3, 4, 5], [6, 7]],
+        "sampling_params": {"max_new_tokens": 4, "n": 2, "stop": ["x"], "json_schema": "{}"},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "rid": ["a", "b"],
+    },
+    "/abort_request": {"rid": "x"},
+    "/pause_generation": {"mode": "retract"},
+    "/continue_generation": {},
+    "/release_memory_occupation": {"tags": ["kv_cache"]},
+    "/resume_memory_occupation": {"tags": ["kv_cache"]},
+    "/update_weights_from_disk": {"model_path": "/nowhere", "flush_cache": True},
+    "/update_weights_from_tensor": {"serialized_named_tensors": ["gASVBAAAAAAAAABLAS4="]},
+    "/update_weights_from_distributed": {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]},
+    "/begin_weight_update": {},
+    "/end_weight_update": {},
+    "/init_weights_update_group": {
+        "master_address": "localhost",
+        "master_port": 1,
+        "rank_offset": 1,
+        "world_size": 2,
+        "backend": "none",  # a known one would wait for a trainer
+    },
+    "/destroy_weights_update_group": {"group_name": "x"},
+    "/unload_lora_adapter": {"lora_name": "x"},
 }
 
 MAY_FAIL = frozenset(
@@ -277,8 +337,8 @@ class FuzzedGateway:
     large: int = 0
     """Requests with bodies near or over their limit."""
     failures: list[str] = field(default_factory=list)
-    error_field: bytes = b'"error"'
-    """What the body of every refusal has."""
+    error_fields: tuple[bytes, ...] = (b'"error"',)
+    """What the body of every refusal has, one of them."""
     chance: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -367,7 +427,8 @@ class FuzzedGateway:
             return
         self.refused += 400 <= status < 500
         may_fail = status == 503 or path in MAY_FAIL
-        if (status >= 500 and not may_fail) or (status >= 400 and self.error_field not in answer):
+        says_why = any(field in answer for field in self.error_fields)
+        if (status >= 500 and not may_fail) or (status >= 400 and not says_why):
             self.failures.append(f"{path} {body[:300]!r}: {status} {answer[:300]!r}")
 
     async def _send_valid_request(self, client: Client, endpoint: Endpoint) -> None:
@@ -424,7 +485,9 @@ class FuzzedServer:
     """A vLLM-compatible server with an engine, under fuzzed requests."""
 
     def __init__(self, seed: int, directory: Path) -> None:
-        self.fuzzed = FuzzedGateway(seed, directory)
+        # the latter is how SGLang refuses changes of weights
+        errors = (b'"error"', b'"success":false')
+        self.fuzzed = FuzzedGateway(seed, directory, error_fields=errors)
         vocab = chat_tokenizer().get_vocab_size()
         path = directory / "model"
         make_model_directory(path, vocab_size=vocab, max_position_embeddings=SERVER_CONTEXT_TOKENS)
@@ -446,7 +509,7 @@ class FuzzedServer:
                 each(number)
                 path, right = fuzzed.chance.choice(list(SERVER_PATHS.items()))
                 await fuzzed.send(client, path, key, right, SERVER_BODY_BYTES_MAX)
-                if path.startswith("/pause") or number % BODIES_PER_SESSION == 0:
+                if path.startswith(("/pause", "/release")) or number % BODIES_PER_SESSION == 0:
                     await self._send_valid_request(client, key)
             await self._send_valid_request(client, key)
         finally:
@@ -456,6 +519,7 @@ class FuzzedServer:
         body = {"prompt": [3, 4, 5], "max_tokens": 2, "ignore_eos": True}
         path, resuming = "/v1/completions", Client(client.port)
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            await resuming.post("/resume_memory_occupation", key, b"")
             await resuming.post("/resume", key, b"")
             request_of = asyncio.ensure_future(client.post(path, key, json.dumps(body).encode()))
             # A half request for a pause may take effect after the first resume.

@@ -87,7 +87,7 @@ class FuzzedTinker:
     """A Tinker server with an engine and a trainer, under fuzzed requests."""
 
     def __init__(self, seed: int, directory: Path) -> None:
-        self.fuzzed = FuzzedGateway(seed, directory, error_field=b'"detail"')
+        self.fuzzed = FuzzedGateway(seed, directory, error_fields=(b'"detail"',))
         self._directory = directory
         self._model = make_model_directory(directory / "model", "qwen3")
         self._names: dict[str, str] = {}

@@ -172,14 +172,21 @@ PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "must not be empty"),
+        ({"messages": [{"role": "user", "content": []}]}, "must have content"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not served"),
         ({"tools": [{"type": "web_saerch", "name": "w"}]}, "'web_saerch'"),
         ({"tool_choice": {"type": "all"}}, "auto, any, tool or none, got 'all'"),
+        ({"tool_choice": {"type": ["auto"]}}, "Expected `str`, got `array`"),
+        ({"output_config": {"format": 3}}, "Expected `object | null`, got `int`"),
         ({"thinking": {"type": "deep"}}, "got 'deep'"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "'video'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]},
             "type 'base64': text and content are served",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": 3}]}]},
+            "type None: text and content are served",
         ),
         ({"messages": [{"role": "user", "content": [3]}]}, "without a type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "without text"),

@@ -138,6 +138,16 @@ async def test_an_answer_of_long_ago_is_forgotten_and_named_in_the_error(
         ({"background": True}, "background"),
         ({"input": [{"type": "compaction_trigger"}]}, "input"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"text": {"format": 3}}, "text"),
+        ({"reasoning": {"effort": 3}}, "reasoning"),
+        ({"input": [{"type": ["message"]}]}, "input"),
+        ({"input": [{"type": "reasoning", "content": 3}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f", "namespace": 3}]}, "input"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [3]}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": 3, "tools": []}]}, "tools"),
+        ({"tools": [{"type": "custom", "name": "c", "format": []}]}, "tools"),
+        ({"tools": [{"type": "custom", "name": "c", "description": 3}]}, "tools"),
+        ({"tool_choice": {"type": "function", "name": "f", "namespace": 3}}, "tool_choice"),
     ],
 )
 async def test_what_can_not_be_honoured_is_refused_by_name(
