@@ -346,15 +346,13 @@ def read_trajectories(directory: Path) -> Iterator[RecordedRollout]:
         AuditError: nothing was recorded, a file is damaged, or its columns differ.
     """
     for batch in recorded_batches(directory):
-        for row in batch.to_pylist():
-            yield _rollout_of(row)
+        yield from _rollouts_of(batch)
 
 
 def read_trajectories_of_one(directory: Path) -> Iterator[RecordedRollout]:
     """Yield what one process of a run recorded; raises like :func:`read_trajectories`."""
     for batch in _batches_of_one(directory):
-        for row in batch.to_pylist():
-            yield _rollout_of(row)
+        yield from _rollouts_of(batch)
 
 
 def recorded_batches(
@@ -385,8 +383,8 @@ def find_trajectory(directory: Path, rollout_id: int) -> RecordedRollout | None:
         for batch in _batches_of_one(part, row_groups_with=rollout_id):
             ids = batch.column("rollout_id").to_pylist()
             if rollout_id in ids:
-                (row,) = batch.slice(ids.index(rollout_id), 1).to_pylist()
-                return _rollout_of(row)
+                (found,) = _rollouts_of(batch.slice(ids.index(rollout_id), 1))
+                return found
     return None
 
 
@@ -397,8 +395,7 @@ def trajectories_where(directory: Path, column: str, value: int) -> list[Recorde
     """
     found: list[RecordedRollout] = []
     for batch in recorded_batches(directory):
-        rows = batch.filter(pc.equal(batch.column(column), value)).to_pylist()
-        found += [_rollout_of(row) for row in rows]
+        found += _rollouts_of(batch.filter(pc.equal(batch.column(column), value)))
     return found
 
 
@@ -436,7 +433,7 @@ def _batches_of_one(
     path, stream = Path(directory) / TRAJECTORIES_FILE, Path(directory) / STREAM_FILE
     try:
         file = pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         if stream.exists():
             yield from _batches_of_stream(stream, columns)
             return
@@ -450,18 +447,20 @@ def _batches_of_one(
     with file:
         _refuse_other_columns(path, file.schema_arrow)
         groups = list(range(file.num_row_groups))
-        if row_groups_with is not None:
-            groups = [
-                number
-                for number in groups
-                if row_groups_with
-                in file.read_row_group(number, columns=["rollout_id"]).column(0).to_pylist()
-            ]
         try:
-            yield from file.iter_batches(
+            if row_groups_with is not None:
+                groups = [
+                    number
+                    for number in groups
+                    if row_groups_with
+                    in file.read_row_group(number, columns=["rollout_id"]).column(0).to_pylist()
+                ]
+            for batch in file.iter_batches(
                 batch_size=rows_per_batch, row_groups=groups, columns=columns
-            )
-        except (pa.ArrowInvalid, OSError) as error:
+            ):
+                _refuse_damaged(path, batch)
+                yield batch
+        except (pa.ArrowException, OSError) as error:
             raise AuditError(f"{path} can't be read: {error}") from error
 
 
@@ -471,8 +470,9 @@ def _batches_of_stream(path: Path, columns: Sequence[str] | None) -> Iterator[pa
         with path.open("rb") as file, pa.ipc.open_stream(file) as reader:
             _refuse_other_columns(path, reader.schema)
             for batch in reader:
+                _refuse_damaged(path, batch)
                 yield batch if columns is None else batch.select(list(columns))
-    except pa.ArrowInvalid:
+    except pa.ArrowException:
         return
     except OSError as error:
         if error.errno is not None:
@@ -480,13 +480,26 @@ def _batches_of_stream(path: Path, columns: Sequence[str] | None) -> Iterator[pa
         return  # Arrow's own OSError, without a number: the file ends within a record batch
 
 
+def _refuse_damaged(path: Path, batch: pa.RecordBatch) -> None:
+    """Check offsets and texts of a batch, because Arrow follows wrong ones out of its memory."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise AuditError(f"{path} is damaged: {error}") from None
+
+
 def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
-    if not schema.equals(SCHEMA):
-        raise AuditError(
-            f"{path} has other columns than this version of Tidegate writes "
-            f"({', '.join(sorted(set(schema.names) ^ set(SCHEMA.names))) or 'of other types'}); "
-            "read it with the version that recorded it"
-        )
+    if schema.equals(SCHEMA):
+        return
+    try:
+        differing = sorted(set(schema.names) ^ set(SCHEMA.names))
+    except UnicodeDecodeError as error:
+        raise AuditError(f"{path} is damaged: {error}") from None
+    raise AuditError(
+        f"{path} has other columns than this version of Tidegate writes "
+        f"({', '.join(differing) or 'of other types'}); "
+        "read it with the version that recorded it"
+    )
 
 
 def as_recorded(taken: RolloutSnapshot) -> RecordedRollout:
@@ -499,6 +512,22 @@ def as_recorded(taken: RolloutSnapshot) -> RecordedRollout:
         "turns": [dict(turn) for turn in taken.turns],
     }
     return _rollout_of(row)
+
+
+def _rollouts_of(batch: pa.RecordBatch) -> Iterator[RecordedRollout]:
+    """Yield the rows as rollouts.
+
+    Raises:
+        AuditError: a row has no value where each has one, so the file is damaged.
+    """
+    for row in batch.to_pylist():
+        try:
+            rollout = _rollout_of(row)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise AuditError(
+                f"a recorded rollout can't be read, its file is damaged: {error}"
+            ) from (error)
+        yield rollout
 
 
 def _rollout_of(row: dict[str, Any]) -> RecordedRollout:

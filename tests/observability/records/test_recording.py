@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import random
 import threading
 from array import array
 from contextlib import closing
@@ -16,6 +17,11 @@ from safetensors.torch import load_file, save_file
 from tidegate.errors import AuditError, ConfigError, RunClosed
 from tidegate.observability.records.recording import RunRecorder, read_trajectories
 from tidegate.observability.records.trace import MERGE_GAP_US, Trace, read_trace
+from tidegate.observability.records.trajectories import (
+    STREAM_FILE,
+    TRAJECTORIES_FILE,
+    find_trajectory,
+)
 from tidegate.observability.records.weight_archive import RebuiltVersions, weights_path
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
@@ -320,6 +326,34 @@ def test_missing_or_truncated_trajectories_raise(tmp_path: Path, model: Path) ->
     (tmp_path / "trajectories.parquet").write_bytes(b"PAR1 and then the power went")
     with pytest.raises(AuditError, match="unfinished"):
         list(read_trajectories(tmp_path))
+
+
+@pytest.mark.parametrize("name", [TRAJECTORIES_FILE, STREAM_FILE])
+def test_garbled_trajectories_are_read_or_refused_and_end_no_process(
+    tmp_path: Path, model: Path, name: str
+) -> None:
+    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
+        for number in range(60):
+            recorder.rollout(a_rollout(number), task=None, advantage=None, consumed_version=None)
+        recorder.sync()
+        recorded = (tmp_path / "run" / STREAM_FILE).read_bytes()
+    if name == TRAJECTORIES_FILE:
+        recorded = (tmp_path / "run" / name).read_bytes()
+    refused = 0
+    for seed in range(200):
+        chance, garbled = random.Random(seed), bytearray(recorded)
+        for _ in range(chance.randrange(1, 6)):
+            # The first and last bytes describe the others.
+            near = chance.choice([len(garbled), 3000])
+            at = chance.choice([1, -1]) * chance.randrange(1, near)
+            garbled[at : at + 8] = chance.choice([chance.randbytes(8), bytes(8)])
+        (tmp_path / name).write_bytes(garbled)
+        try:
+            list(read_trajectories(tmp_path))
+            find_trajectory(tmp_path, 3)
+        except AuditError:
+            refused += 1
+    assert refused > 10
 
 
 def test_steps_of_one_version_become_one_interval_and_a_swap_or_a_pause_ends_it(
