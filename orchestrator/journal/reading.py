@@ -91,6 +91,7 @@ def read_records(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the records after the snapshot, in order, each with its lsn."""
     last = snapshot_lsn = snapshot.lsn if snapshot else 0
+    last_of_row = 0
     query = "SELECT first_lsn, records, body, crc32 FROM batches ORDER BY first_lsn"
     try:
         for first, count, body, crc32 in connection.execute(query):
@@ -100,10 +101,14 @@ def read_records(
             if first > last + 1:
                 where = f"records {last + 1} to {first - 1} are missing"
                 raise JournalCorrupt(path=path, where=where, intact_lsn=last)
+            if first <= last_of_row:
+                where = f"the records from {first} on are found again"
+                raise JournalCorrupt(path=path, where=where, intact_lsn=last)
             for lsn, record in enumerate(unpack(count, body), first):
                 if lsn > snapshot_lsn:
                     yield lsn, record
-            last = max(last, first + count - 1)
+            last_of_row = first + count - 1
+            last = max(last, last_of_row)
     except SQLITE_PROBLEMS as error:
         if _is_damage(error):
             raise JournalCorrupt(path=path, where=str(error), intact_lsn=last) from error

@@ -148,6 +148,22 @@ def check_salvage(path: Path, error: JournalError) -> int:
     return kept
 
 
+def test_a_record_that_a_garbled_page_lists_again_is_not_kept_as_a_later_one(path: Path) -> None:
+    filled(path, 40)
+    body = bytearray(path.read_bytes())
+    # SQLite's file format, section 1.6: 0x0D is a table's leaf, whose cells' offsets begin at 8.
+    leaf, cells = next(
+        (at, cells)
+        for at in range(0, len(body), PAGE_BYTES)
+        if body[at] == 0x0D and (cells := int.from_bytes(body[at + 3 : at + 5])) > 3
+    )
+    body[leaf + 12 : leaf + 14] = body[leaf + 8 : leaf + 10]
+    path.write_bytes(body)
+    with pytest.raises(JournalCorrupt) as refused:
+        contents(path)
+    assert 2 <= check_salvage(path, refused.value) < cells
+
+
 def test_a_garbled_record_is_named_and_the_command_keeps_those_before_it(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
