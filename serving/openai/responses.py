@@ -313,7 +313,7 @@ def _served(tool: Tool, namespace: str | None, where: str) -> list[ServedTool]:
             f"custom and namespace are served, which have names"
         )
         raise ApiError(400, why, param="tools")
-    described = {
+    described: dict[str, Any] = {
         "description": tool.description,
         "parameters": tool.parameters,
         "strict": tool.strict,
