@@ -4,8 +4,9 @@
 limit, holds`` and exits with status 1 if anything raised, hung or leaked memory. Half of the frames
 go to the orchestrator's fleet and core in this process, where a seed replays exactly; a quarter to
 an engine, a quarter to a whole run over its socket. HTTP bodies go to the gateway, and a fifth as
-many to the vLLM-compatible server and to the Tinker server, where its SDK is installed: up to their
-size limits, beside oversized headers and half requests. ``make test`` sends a small share of this.
+many to the vLLM- and SGLang-compatible server, and to the Tinker server where its SDK is installed:
+up to their size limits, beside oversized headers and half requests. ``make test`` sends a small
+share of this.
 """
 
 import argparse
