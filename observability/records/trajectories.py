@@ -526,7 +526,7 @@ def _rollouts_of(batch: pa.RecordBatch) -> Iterator[RecordedRollout]:
         except (AttributeError, TypeError, ValueError) as error:
             raise AuditError(
                 f"a recorded rollout can't be read, its file is damaged: {error}"
-            ) from (error)
+            ) from error
         yield rollout
 
 

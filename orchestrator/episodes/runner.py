@@ -455,6 +455,10 @@ class EpisodeRunner:
                         self._on_over(own)
         except BaseException as failure:  # noqa: BLE001 - one failed episode too many, or a defect
             self._on_error(failure)
+        finally:
+            # A traceback that begins in `_report_end` keeps the frames of its callers, too; with
+            # the error in one of them, they would keep each other, and the episode.
+            error = None
 
     def _report_end(
         self, task: EpisodeTask, value: object, error: BaseException | None
@@ -469,30 +473,33 @@ class EpisodeRunner:
         # Ignored if it was cancelled because its rollout was discarded, or the run ends.
         is_ignored = rollout.rollout_id in self.leaks.uncancelled or self._is_ending
         reward, of_agents = 0.0, NO_REWARDS
-        if error is None:
-            try:
-                if episode.agents:
-                    reward, rewards = _rewards_by_agent(value, rollout)
-                    of_agents = tuple([(n, rewards[n]) for n in rollout.agents if rewards])
-                else:
-                    reward = checked_reward(value)
-            except ConfigError as invalid:
-                error = ConfigError(f"the episode {place_of(task.function)}: {invalid}")
-            except BaseException as invalid:  # noqa: BLE001 - a user's type may raise anything
-                error = invalid
-        if error is None:
-            self._deadlines.end(task)
-            self._failures.succeed()
-            self._end_episode(rollout, episode)
-            if not is_ignored:
-                for turns in episode.turn_events():
-                    self._handle(turns)
-                self._handle(ev.EpisodeReturned(rollout.rollout_id, reward, of_agents))
-        elif is_interrupt(error):
-            raise error
-        else:
-            error = self._report_failure(task, episode, error, is_ignored=is_ignored)
-        return error
+        try:
+            if error is None:
+                try:
+                    if episode.agents:
+                        reward, rewards = _rewards_by_agent(value, rollout)
+                        of_agents = tuple([(n, rewards[n]) for n in rollout.agents if rewards])
+                    else:
+                        reward = checked_reward(value)
+                except ConfigError as invalid:
+                    error = ConfigError(f"the episode {place_of(task.function)}: {invalid}")
+                except BaseException as invalid:  # noqa: BLE001 - a user's type may raise anything
+                    error = invalid
+            if error is None:
+                self._deadlines.end(task)
+                self._failures.succeed()
+                self._end_episode(rollout, episode)
+                if not is_ignored:
+                    for turns in episode.turn_events():
+                        self._handle(turns)
+                    self._handle(ev.EpisodeReturned(rollout.rollout_id, reward, of_agents))
+            elif is_interrupt(error):
+                raise error
+            else:
+                error = self._report_failure(task, episode, error, is_ignored=is_ignored)
+            return error
+        finally:
+            error = None  # as in `_end`
 
     def _report_failure(
         self, task: EpisodeTask, episode: Episode, error: BaseException, *, is_ignored: bool

@@ -1,12 +1,15 @@
 """Objects freed by reference counting alone, without the garbage collector."""
 
 import gc
+import logging
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+import tidegate
 from tests.orchestrator.core.driver import step
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -108,3 +111,32 @@ def test_a_turn_that_a_caller_keeps_has_its_tokens_after_its_rollout() -> None:
     del rollout
     assert turn.token_ids.tolist() == [5, 6]
     assert turn.logprobs.tolist() == [-1.0, -1.0]
+
+
+class Unreadable:
+    """A reward that can't be read."""
+
+    def __float__(self) -> float:
+        raise OSError("the grader is down")
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_an_episode_whose_reward_is_wrong_is_gone_when_it_has_failed(
+    tidegate_serve_sync: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # pytest would keep the logged tracebacks
+    failed: list[weakref.ref[tidegate.Episode]] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> Any:
+        episode.append("a")
+        await episode.generate(max_tokens=2)
+        if task:
+            return 1.0
+        failed.append(weakref.ref(episode))
+        return Unreadable() if len(failed) % 2 else "no number"
+
+    with tidegate_serve_sync(engines=1, says="abc", group_size=1, groups_per_batch=1) as rollouts:
+        for batch in rollouts.batches(range(4), episode=solve):
+            rollouts.publish({}, batches=[batch])
+    assert failed
+    assert [episode() for episode in failed] == [None] * len(failed)
