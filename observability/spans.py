@@ -10,6 +10,7 @@ its package is an extra.
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,9 @@ from tidegate.orchestrator.telemetry.recorder import (
 LINKS_KEPT = 16_384
 """Latest rollouts whose spans a batch can link to: 5 MB."""
 
+LAST_EXPORT_S = 2.0
+"""Time that the end of a run waits for a collector which does not take the last spans."""
+
 log = logging.getLogger("tidegate")
 
 
@@ -50,7 +54,8 @@ class Spans:
         self._owned: Any = None
         """The provider if it is this run's own, and is closed with it."""
         if isinstance(provider, trace.ProxyTracerProvider):
-            provider = self._owned = _exporting_provider()
+            provider, self._exporter = _exporting_provider()
+            self._owned = provider
         self._tracer = provider.get_tracer("tidegate", metadata.version("tidegate"))
         self.rollouts: dict[int, SpanContext] = {}
         """Spans of the latest rollouts, by rollout id."""
@@ -82,11 +87,17 @@ class Spans:
 
     def close(self) -> None:
         """Export what is left, if the provider is the run's own."""
-        if self._owned is not None:
-            self._owned.shutdown()
+        if self._owned is None:
+            return
+        # The exporter repeats a failed request for 7 s, for every 512 spans, until it is shut down.
+        give_up = threading.Timer(LAST_EXPORT_S, self._exporter.shutdown)
+        give_up.start()
+        self._owned.shutdown()
+        give_up.cancel()
 
 
-def _exporting_provider() -> Any:
+def _exporting_provider() -> tuple[Any, Any]:
+    """Return a provider, and the exporter to which its spans go."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
@@ -97,8 +108,9 @@ def _exporting_provider() -> Any:
             f"provider before serve()"
         ) from None
     provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
+    exporter = OTLPSpanExporter()
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider, exporter
 
 
 class EpisodeSpans(EpisodeObserver):

@@ -414,6 +414,7 @@ class Collector(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Receive)
         self.received: list[tuple[str, bytes]] = []
+        self.status = 200
 
 
 class _Receive(BaseHTTPRequestHandler):
@@ -422,7 +423,7 @@ class _Receive(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.received.append((self.path, body))
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.end_headers()
 
     def log_message(self, format: str, *arguments: object) -> None:
@@ -489,6 +490,19 @@ async def test_a_collector_that_is_not_there_costs_spans_and_nothing_else(
         async for batch in rollouts.batches(range(2), episode=one_turn):
             assert batch.rewards.tolist() == [0.5, 0.5]
     assert any(each.name.startswith("opentelemetry") for each in caplog.records)
+
+
+@needs_sdk
+@pytest.mark.wire
+async def test_the_end_of_a_run_does_not_await_the_retries_of_its_last_export(
+    model: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector.status = 503
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")  # no export before the end
+    monkeypatch.setattr("tidegate.observability.spans.LAST_EXPORT_S", 0.0)
+    async with tidegate.serve(model=model, opentelemetry=True, **SMALL) as rollouts:
+        await rollouts.evaluate([1], episode=one_turn)
+    assert len(collector.received) <= 1
 
 
 async def test_the_setting_names_the_extra_where_the_package_is_missing(
