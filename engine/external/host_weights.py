@@ -33,7 +33,11 @@ from tidegate.transport.weight_channels.patches import ElementPatch
 
 
 class HostWeights(WeightStore):
-    """One version's tensors, by the names, shapes and dtypes of the model directory."""
+    """One version's tensors, by the names, shapes and dtypes of the model directory.
+
+    If the engine computes in float32, bfloat16 and float16 tensors are held in float32, so that
+    published float32 weights reach the engine unrounded.
+    """
 
     adapters: Mapping[str, HostAdapter]
 
@@ -168,8 +172,10 @@ def read_host_weights(model: Path, capabilities: Capabilities) -> HostWeights:
             f"vLLM and SGLang ignore that head, transformers and Tidegate's own engines use it; "
             f"set tie_word_embeddings=false in config.json, and start the engine again"
         )
+    halves = (torch.bfloat16, torch.float16)
+    is_float32 = capabilities.dtype == "float32"
     tensors = {
-        name: tensor.clone()
+        name: tensor.float() if is_float32 and tensor.dtype in halves else tensor.clone()
         for name, tensor in read_tensors(model)
         if name != HEAD or not is_tied(model)
     }

@@ -47,6 +47,17 @@ async def test_tags_are_right_where_kv_is_kept_and_where_a_server_is_killed(
     assert report.spans_mixed > 0
 
 
+async def test_float32_weights_reach_a_float32_server_of_a_bfloat16_directory_as_published(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "model", tied=False, dtype="bfloat16")
+    with VllmDouble(model) as double:  # computes in float32
+        report = await train(model, tmp_path / "run", engine_urls=[f"vllm+{double.url}"])
+    assert report.problems == ()
+    assert report.agrees, report.lines()
+    assert report.versions > 2
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_published_patches_change_elements_in_vllm_or_all_is_loaded_if_that_fails(
     fails: bool, model: Path, tmp_path: Path
