@@ -5,11 +5,14 @@
     torchrun --nproc-per-node 2 -m examples.hf_grpo --output runs/hf  # or more processes
     python -m examples.hf_grpo --output runs/hf --resume  # continues from the newest checkpoint
     python -m examples.hf_grpo --output runs/qwen --model DIRECTORY --dataset gsm8k.jsonl
+    python -m examples.hf_grpo --output runs/words --model DIRECTORY --task words \\
+        --engine-url vllm+http://127.0.0.1:8000  # a vLLM server that serves DIRECTORY
 
 The task is arithmetic. Without --model, the small model of tiny_model.py is made, which solves sums
 with a calculator in several turns. A model with a chat template answers in words and ends with
 `#### 42`, as GSM8K's reference answers do; --dataset has GSM8K's lines,
 {"question": …, "answer": "… #### 42"}, every tenth of which is held out for evaluations.
+`--task words` is `make demo-real`'s: words to list that begin with a letter.
 
 The first process hosts the run on a thread, and all processes train on parts of its batches. The
 output directory gets:
@@ -27,6 +30,7 @@ FSDP2, also on CPUs, where accelerate's own FSDP plugin silently falls back to D
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -54,6 +58,7 @@ import tidegate
 from examples import calculator
 from examples.grpo import rows_of_like_length
 from examples.tiny_model import make_model
+from examples.word_lists import WordTask, list_words, word_tasks
 from tidegate.policies.objectives import decoupled_ppo_loss
 
 HELD_OUT_SEED = 11
@@ -68,7 +73,7 @@ WHOLE_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def training_tasks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield tasks endlessly, in the same order for a seed, so that a resumed run gets the same."""
     if options.dataset is None:
-        yield from sums("train", options.seed)  # endless
+        yield from made_tasks(options, "train", options.seed)  # endless
     rows = [row for number, row in enumerate(options.rows) if number % 10]
     order = random.Random(options.seed)
     while True:
@@ -78,13 +83,17 @@ def training_tasks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def held_out_tasks(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the tasks of each evaluation, none of which is trained on."""
     if options.dataset is None:
-        held_out = sums("held_out", HELD_OUT_SEED)
+        held_out = made_tasks(options, "held_out", HELD_OUT_SEED)
         return [next(held_out) for _ in range(options.held_out)]
     return [*options.rows[::10]][: options.held_out]
 
 
-def sums(split: calculator.Split, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield endless sums as plain data, which the run's journal can keep."""
+def made_tasks(
+    options: argparse.Namespace, split: calculator.Split, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Yield endless tasks as plain data, which the run's journal can keep."""
+    if options.task == "words":
+        yield from map(dataclasses.asdict, word_tasks(split, seed))
     for task in calculator.tasks(split, seed):
         yield {"question": task.question, "answer": f"#### {task.answer}", "entry": task.entry}
 
@@ -103,6 +112,11 @@ async def solve_in_words(episode: tidegate.Episode, task: dict[str, Any]) -> flo
     )
     number = final_number(turn.text)
     return float(number is not None and number == final_number(task["answer"]))
+
+
+async def solve_words(episode: tidegate.Episode, task: dict[str, Any]) -> float:
+    """Ask a chat model for a list of words."""
+    return await list_words(episode, WordTask(**task))
 
 
 def final_number(text: str) -> float | None:
@@ -154,7 +168,8 @@ class RunHost:
         options = self._options
         async with tidegate.serve(
             model=options.model,
-            engines=options.engines,  # or engine_urls=["vllm+http://…"]: docs/vllm-engine.md
+            engines=options.engines,
+            engine_urls=options.engine_url,
             max_staleness=options.max_staleness,
             group_size=options.group_size,
             groups_per_batch=options.groups_per_batch,
@@ -166,6 +181,8 @@ class RunHost:
         ) as rollouts:
             self._is_up_or_failed.set()
             episode = solve_in_words if is_chat_model(options.model) else solve_with_calculator
+            if options.task == "words":
+                episode = solve_words
             # Returns once every process has left its connection.
             await tidegate.listen(
                 rollouts, self._address, tasks=training_tasks(options), episode=episode
@@ -190,6 +207,9 @@ class Trainer:
         model = AutoModelForCausalLM.from_pretrained(
             options.checkpoint or options.model, dtype=torch.float32
         )
+        if options.last_layers is not None:
+            model.requires_grad_(False)
+            model.model.layers[-options.last_layers :].requires_grad_(True)
         self._model = model
         """The transformers model, whose parameters have the names that engines accept."""
         if options.fsdp:
@@ -199,7 +219,10 @@ class Trainer:
         self._forward = model if options.fsdp else accelerator.prepare(model)
         """The model as it is called: in DDP's wrapper if there are several processes."""
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            [each for each in model.parameters() if each.requires_grad],
+            lr=options.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
         )
         if options.checkpoint is not None:
             saved = torch.load(options.checkpoint / "optimizer.pt", weights_only=True)
@@ -239,22 +262,29 @@ class Trainer:
     def _loss(self, batch: tidegate.Batch, rows: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the loss of some rows' tokens, divided by the number of tokens of all rows."""
         longest = int(batch.attention_mask[rows].sum(1).max())
+        first = int(batch.loss_mask[rows].any(0).nonzero()[0])
+        device = self._accelerator.device
 
         def column(values: torch.Tensor) -> torch.Tensor:
-            return values[rows, :longest].to(self._accelerator.device)
+            return values[rows, first:longest].to(device)
 
-        token_ids = column(batch.token_ids)
         # Padding is at the end, where no counted token attends to it: no attention_mask is needed.
-        logits = self._forward(input_ids=token_ids, use_cache=False).logits[:, :-1].float()
+        logits = self._forward(
+            input_ids=batch.token_ids[rows, :longest].to(device),
+            # No logits of the prompt that all rows begin with.
+            logits_to_keep=torch.arange(first - 1, longest - 1, device=device),
+            use_cache=False,
+        ).logits
+        sampled = column(batch.token_ids)
         logprobs = -torch.nn.functional.cross_entropy(
-            logits.transpose(1, 2), token_ids[:, 1:], reduction="none"
-        )
+            logits.flatten(0, 1).float(), sampled.flatten(), reduction="none"
+        ).view_as(sampled)
         loss, _ = decoupled_ppo_loss(
             logprobs=logprobs,
             proximal_logprobs=logprobs.detach(),  # one step per batch: the current policy
-            behaviour_logprobs=column(batch.logprobs)[:, 1:],
+            behaviour_logprobs=column(batch.logprobs),
             advantages=batch.advantages[rows, None].to(self._accelerator.device),
-            loss_mask=column(batch.loss_mask)[:, 1:],
+            loss_mask=column(batch.loss_mask),
             tokens_in_batch=tokens,
         )
         return loss
@@ -413,6 +443,12 @@ def _check(options: argparse.Namespace) -> None:
         options.model is None or (options.model / "config.json").is_file(),
         f"--model {options.model} has no config.json: give a directory in Hugging Face's format",
     )
+    _require(
+        options.task != "words" or (options.model is not None and is_chat_model(options.model)),
+        "--task words needs a --model with a chat template",
+    )
+    if options.engines is None:
+        options.engines = 0 if options.engine_url else 2
     options.rows = []
     if options.dataset is not None:
         _require(options.dataset.is_file(), f"--dataset {options.dataset} is no file")
@@ -470,13 +506,16 @@ def _arguments() -> argparse.Namespace:
     add("--output", type=Path, required=True, help="directory of the run, checkpoints and metrics")
     add("--model", type=Path, help="a Hugging Face directory (default: a small one is made)")
     add("--dataset", type=Path, help="GSM8K's JSON lines: question, answer (default: sums)")
+    add("--task", choices=("sums", "words"), default="sums", help="without --dataset")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --output")
     add("--batches", type=_count, default=24, help="optimizer steps, those resumed from included")
-    add("--engines", type=_count, default=2)
+    add("--engines", type=_count, help="of Tidegate's own (default: 2, or none with --engine-url)")
+    add("--engine-url", action="append", default=[], help="vllm+http://HOST:PORT; may be repeated")
     add("--max-staleness", type=int, default=2, help="in versions; each batch makes one")
     add("--group-size", type=_count, default=8, help="rollouts of a task")
     add("--groups-per-batch", type=_count, default=16)
     add("--max-tokens", type=_count, default=256, help="of a turn; the calculator's are shorter")
+    add("--last-layers", type=_count, help="train these layers only (default: the whole model)")
     add("--learning-rate", type=float, help="default: 3e-4, and 1e-6 with --model")
     add("--evaluate-every", type=_count, default=8, help="versions between two evaluations")
     add("--held-out", type=_count, default=256, help="tasks of an evaluation, at most")

@@ -202,6 +202,24 @@ def test_a_chat_model_is_trained_on_a_file_of_questions(chat_model: Path, tmp_pa
     assert batches(output, "evaluation") == [0, 2]  # by the two of its questions that are held out
 
 
+def test_a_chat_model_is_trained_to_list_words(chat_model: Path, tmp_path: Path) -> None:
+    train(chat_model, tmp_path, "--task", "words", "--batches", "1")
+    assert batches(tmp_path, "train") == [1]
+    assert batches(tmp_path, "evaluation") == [0, 1]
+
+
+def test_only_the_last_layers_change_if_only_they_are_trained(model: Path, tmp_path: Path) -> None:
+    train(model, tmp_path, "--last-layers", "1", "--batches", "1")
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (model, checkpoint(tmp_path, 1))
+    )
+    changed = {name for name in before if not before[name].equal(after[name])}
+    last = max(name.split(".")[2] for name in before if name.startswith("model.layers."))
+    assert changed
+    assert all(name.startswith(f"model.layers.{last}.") for name in changed)
+
+
 LINES = {
     '{"question": "1 + 1?", "solution": "#### 2"}': "KeyError: 'answer'",
     '{"question": "1 + 1?", "answer": 2}': "TypeError",
@@ -230,6 +248,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_starts(
     assert "no config.json" in refusal("--output", str(tmp_path), "--model", str(tmp_path))
     assert "is no file" in refusal(*given, "--dataset", str(tmp_path / "none.jsonl"))
     assert "with a chat template" in refusal(*given, "--dataset", str(ROOT / "README.md"))
+    assert "with a chat template" in refusal(*given, "--task", "words")
     assert "the only one" in refusal(*given, "--fsdp")
     assert "has no checkpoint" in refusal(*given, "--resume")
     checkpoint(tmp_path, 4).mkdir(parents=True)
