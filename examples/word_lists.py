@@ -47,12 +47,16 @@ def word_tasks(split: Split, seed: int) -> Iterator[WordTask]:
         yield from numbers.sample(own, len(own))
 
 
+def question(task: WordTask) -> str:
+    """Return the question of a task."""
+    return f"{task.count} words that begin with the letter {task.letter}:"
+
+
 async def list_words(episode: tidegate.Episode, task: WordTask) -> float:
     """Play one episode: a turn."""
-    question = f"{task.count} words that begin with the letter {task.letter}:"
     messages = [
         {"role": "system", "content": INSTRUCTION},
-        {"role": "user", "content": question},
+        {"role": "user", "content": question(task)},
     ]
     turn = await episode.generate(messages=messages, max_tokens=ANSWER_TOKENS_MAX)
     return grade(turn.text, task)

@@ -663,7 +663,12 @@ class Episode:
         return events
 
     async def attach_teacher(
-        self, by: ScoringClient, *, top_logprobs: int = 0, temperature: float = 1.0
+        self,
+        by: ScoringClient | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        top_logprobs: int = 0,
+        temperature: float = 1.0,
     ) -> None:
         """Score the tokens of all turns so far with another model, and attach the log-probs.
 
@@ -672,20 +677,36 @@ class Episode:
         when the rollout is complete, before the episode returns; turns of branches are scored too.
         A later call replaces an earlier one's scores.
 
-        ``by``: a scorer, such as ``tidegate.score_server(model=teacher)`` or its sync variant.
+        ``by``: a scorer, such as ``tidegate.score_server(model=teacher)`` or its sync variant; None
+        for the policy's own live weights. ``messages``: a conversation that the teacher reads in
+        place of what precedes the first turn, such as one with examples (context distillation).
 
         Raises:
-            ConfigError, ScoreRefused, EngineLost: as :meth:`score`.
+            ConfigError: ``messages`` are given, and the rollout has branches; or as :meth:`score`.
+            ScoreRefused, EngineLost: as :meth:`score`.
         """
         rows = [row for row in self.rows if row._turns]
-        starts = [max(1, row._turns[0].start) for row in rows]
-        contexts = [row.token_ids for row in rows]
+        firsts = [row._turns[0].start for row in rows]
+        prompts = [row.token_ids[:first] for row, first in zip(rows, firsts, strict=True)]
+        if messages is not None:
+            if len(rows) > 1:
+                raise ConfigError(
+                    "attach_teacher(messages=…) replaces what precedes the first turn, but this "
+                    "rollout has branches, which begin with turns; leave messages out"
+                )
+            prompts = [await self.conversation.prompt_tokens(messages, None) for _ in rows]
+        contexts = [
+            [*prompt, *row.token_ids[first:]]
+            for row, first, prompt in zip(rows, firsts, prompts, strict=True)
+        ]
+        starts = [max(1, len(prompt)) for prompt in prompts]
         scores = await self.score(
             contexts, start=starts, top_logprobs=top_logprobs, temperature=temperature, by=by
         )
-        for row, of_row in zip(rows, scores, strict=True):
+        for row, of_row, first, prompt in zip(rows, scores, firsts, prompts, strict=True):
             for turn in row._turns:
-                turn.teacher_scores = of_row.part(turn.start, len(turn.token_ids))
+                start = turn.start - first + len(prompt)
+                turn.teacher_scores = of_row.part(start, len(turn.token_ids))
 
     def _next_seed(self) -> int:
         """Return the sampling seed of the next turn.

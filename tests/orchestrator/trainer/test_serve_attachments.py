@@ -228,6 +228,42 @@ async def test_a_batch_has_top_tokens_hidden_states_and_a_teachers_log_probs(
         assert len(turn.hidden_states) == 60 * 4 * head.shape[1]
 
 
+async def test_a_teacher_may_read_another_prompt_and_be_the_policy_itself(tmp_path: Path) -> None:
+    model = make_model_directory(tmp_path / "qwen3")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    module = load(model)
+    checked = 0
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        nonlocal checked
+        episode.append([10 + task])
+        await episode.generate(max_tokens=5, stop_token_ids=[])
+        episode.append([20, 21])
+        await episode.generate(max_tokens=3, stop_token_ids=[])
+        asked = [{"role": "user", "content": "abc"}]
+        await episode.attach_teacher(messages=asked)
+        prompt = await episode.conversation.prompt_tokens(asked, None)
+        context = [*prompt, *episode.token_ids[1:]]
+        with torch.no_grad():
+            logprobs = module(torch.tensor([context])).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(-1, torch.tensor(context[1:])[:, None])[:, 0]
+        at = len(prompt) - 1
+        for turn, start, tokens in zip(episode.turns, (at, at + 7), (5, 3), strict=True):
+            assert turn.teacher_scores is not None
+            found = torch.from_numpy(turn.teacher_scores.logprobs.copy())
+            torch.testing.assert_close(found, expected[start : start + tokens], atol=1e-4, rtol=0)
+            checked += tokens
+        branch = episode.branch([20, 21], "another try")
+        await branch.generate(max_tokens=1, stop_token_ids=[])
+        with pytest.raises(tidegate.ConfigError, match="has branches"):
+            await episode.attach_teacher(messages=asked)
+        return float(task % 2)
+
+    async with tidegate.serve(model=model, **SMALL | {"max_staleness": 0}) as rollouts:
+        await rollouts.evaluate([1, 2], episode=solve)
+    assert checked == 16
+
+
 def norm(module: Any) -> torch.Tensor:
     """Return a changed last norm, so that versions differ and the head stays."""
     weight: torch.Tensor = module.model.norm.weight.data
