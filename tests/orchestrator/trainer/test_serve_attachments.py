@@ -13,6 +13,7 @@ import transformers
 import tidegate
 from tests.models import make_model_directory
 from tests.observability.sampled_runs import edit_rollout
+from tidegate.errors import ConfigError
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.records.trajectories import read_trajectories
 from tidegate.policies.routing_replay import record_routed_experts
@@ -255,7 +256,7 @@ async def test_a_teacher_may_read_another_prompt_and_be_the_policy_itself(tmp_pa
             checked += tokens
         branch = episode.branch([20, 21], "another try")
         await branch.generate(max_tokens=1, stop_token_ids=[])
-        with pytest.raises(tidegate.ConfigError, match="has branches"):
+        with pytest.raises(ConfigError, match="has branches"):
             await episode.attach_teacher(messages=asked)
         return float(task % 2)
 
