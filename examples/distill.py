@@ -1,13 +1,14 @@
 """On-policy distillation of a prompt into weights, on a pretrained model.
 
     make model
-    python -m examples.distill --model runs/smollm2-135m  # 5 min on two cores
+    python -m examples.distill --model runs/smollm2-135m  # 14 min on two busy cores with AVX2 only
 
 The task is that of `make demo-real`: words that begin with a letter. The teacher is the same model
 as it was at first, with three answered questions in its prompt; the student gets the question
 alone, samples, and learns to give its samples the probabilities that the teacher gives them. The
 teacher scores each rollout as it ends, on an engine of its own, so no batch waits for it. No reward
-is trained on: held-out rewards show what was learned.
+is trained on: held-out rewards show what was learned, .085 ± .010 before and .205 ± .019 after 32
+versions, where the teacher has .218 ± .020 (138 answers each, seed 0).
 """
 
 import argparse
