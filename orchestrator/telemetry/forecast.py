@@ -199,8 +199,8 @@ class Forecaster:
         self._timed = (count + rollouts.shape[1], total_s + float(rollouts[1].sum()))
 
     def forecast(self, totals: RunTotals) -> RunForecast | None:
-        """Return the forecast after the last batch; None before two batches, or without steps of
-        any engine."""
+        """Return the forecast after the last batch; None before two batches, without steps of any
+        engine, or if no rollout took time or has tokens."""
         if self._known[0] != self._batches:
             self._known = (self._batches, self._forecast(totals))
         return self._known[1]
@@ -247,9 +247,10 @@ class Forecaster:
         first, last, batches = recent[0].usage, recent[-1].usage, len(recent) - 1
         wall_s = last.wall_s - first.wall_s
         load = EngineLoad(engines)
-        if wall_s <= 0 or load.full_tokens_per_s is None or not self._timed[0]:
-            return None
         tokens = [mark.tokens for mark in recent[1:]]
+        # Rollouts that a resumed run replays may take less than the clock can tell.
+        if wall_s <= 0 or not (load.full_tokens_per_s and self._timed[1] and sum(tokens)):
+            return None
         mean_tokens = sum(tokens) / batches
         rollouts = max(1.0, load.tokens * self._lengths.rollouts / self._lengths.tokens)
         idle_s = last.engine_idle_share * last.wall_s - first.engine_idle_share * first.wall_s
@@ -382,7 +383,7 @@ class EngineLoad:
         self.full_share = total("full_busy_s") / busy_s
         self.full_rows = float(self.slots)
         rows_per_s = cost.rows_per_s(self.slots)
-        if total("full_steps") >= FULL_STEPS_MIN:
+        if total("full_steps") >= FULL_STEPS_MIN and total("full_busy_s"):
             self.full_rows = total("full_rows") / total("full_steps")
             rows_per_s = total("full_rows") / total("full_busy_s")
         self.full_tokens_per_s = len(living) * rows_per_s * self.tokens / rows

@@ -120,7 +120,14 @@ def an_engine(*, steps: int = 1000, rows: int = 8, step_s: float = 0.01) -> Engi
 
 
 def forecast_of(
-    *, batches: int = 11, batch_s: float, idle: float, ledger: LedgerSnapshot | None = None
+    *,
+    batches: int = 11,
+    batch_s: float,
+    idle: float,
+    ledger: LedgerSnapshot | None = None,
+    tokens: int = 40,
+    rollout_s: float = 0.55,
+    engine: EngineStatistics | None = None,
 ) -> RunForecast | None:
     """Forecast batches of two rollouts of 40 tokens: 0.1 s of the engine's work each."""
     forecaster = Forecaster()
@@ -128,15 +135,15 @@ def forecast_of(
         usage = Usage(wall_s=batch_s * (number + 1), trainer_idle_share=idle)
         staleness = np.full(2, min(number, 2))
         forecaster.add_batch(
-            np.full(2, 40),
+            np.full(2, tokens if number else 40),
             np.full(2, number),
             staleness,
             np.arange(2),
             began_s=np.full(2, batch_s * number),
-            ended_s=np.full(2, batch_s * number + 0.55),
+            ended_s=np.full(2, batch_s * number + rollout_s),
             trainer_version=number,
             usage=usage,
-            engines=[an_engine()],
+            engines=[engine or an_engine()],
         )
     return forecaster.forecast(
         RunTotals(ledger=ledger or LedgerSnapshot(generated=80), outstanding_groups_max=3)
@@ -196,6 +203,14 @@ def test_one_batch_is_too_few_to_say_anything() -> None:
     assert forecast_of(batches=0, batch_s=1.0, idle=0.5) is None
     assert forecast_of(batches=1, batch_s=1.0, idle=0.5) is None
     assert forecast_of(batches=2, batch_s=1.0, idle=0.5) is not None
+
+
+def test_nothing_is_said_of_rollouts_without_time_or_tokens() -> None:
+    assert forecast_of(batch_s=1.0, idle=0.5, rollout_s=0.0) is None
+    assert forecast_of(batch_s=1.0, idle=0.5, tokens=0) is None
+    assert forecast_of(batch_s=1.0, idle=0.5, engine=replace(an_engine(), tokens=0)) is None
+    unmeasured = replace(an_engine(), full_steps=10_000, full_rows=80_000, full_busy_s=0.0)
+    assert forecast_of(batch_s=1.0, idle=0.5, engine=unmeasured) is not None
 
 
 def test_the_order_of_consumption_is_the_policys() -> None:
