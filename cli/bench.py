@@ -5,6 +5,7 @@ The benchmarks beside other frameworks are programs of the repository's `benchma
 
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from tidegate.cli.conventions import echo, progress
+from tidegate.errors import EngineLost
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -78,9 +80,10 @@ async def answer(episode: "Episode", task: list[int]) -> float:
     return 1.0
 
 
-def _prompts(count: int) -> list[list[int]]:
-    # They differ from the first token on, so that no prefix is cached.
-    return [[(n + 7 * at) % VOCAB_SIZE for at in range(PROMPT_TOKENS)] for n in range(count)]
+def _prompts(seed: int) -> list[list[int]]:
+    """Return the prompts of a round; those of other rounds differ, so that no prefix is cached."""
+    chance = random.Random(seed)
+    return [chance.choices(range(VOCAB_SIZE), k=PROMPT_TOKENS) for _ in range(ROLLOUTS)]
 
 
 def _scheduler(rounds: int) -> Figure:
@@ -108,7 +111,6 @@ def _engine(model: Path, rounds: int, show: Callable[[str], None]) -> list[Figur
     import tidegate
 
     wire, ours, theirs = [], [], []
-    tasks = _prompts(ROLLOUTS)
     peer = _Transformers(model)
     with tidegate.serve_sync(
         model=model,
@@ -118,15 +120,18 @@ def _engine(model: Path, rounds: int, show: Callable[[str], None]) -> list[Figur
     ) as rollouts:
         for number in range(rounds + 1):  # the first one warms up
             show(f"round {number} of {rounds}: the engine, then transformers")
+            tasks = _prompts(number)
             cpu_s, wall_s = time.process_time(), time.perf_counter()
-            rollouts.evaluate(tasks, episode=answer)
+            failures = rollouts.evaluate(tasks, episode=answer).failures
+            if failures:
+                raise EngineLost(f"{failures} of {ROLLOUTS} turns failed; the log says why")
             wire.append(ROLLOUTS / (time.process_time() - cpu_s))
             ours.append(ROLLOUTS * ANSWER_TOKENS / (time.perf_counter() - wall_s))
             theirs.append(peer.tokens_per_s(tasks[:AT_ONCE]))
     ratio = statistics.median(ours[1:]) / statistics.median(theirs[1:])
     unit = "tokens per second of an engine with one thread"
     return [
-        Figure("wire", "rollouts per CPU-second of this process, by an engine process", wire[1:]),
+        Figure("wire", "rollouts per CPU-second of this process, sampled by another", wire[1:]),
         Figure("engine", unit, ours[1:], "transformers", ratio),
     ]
 

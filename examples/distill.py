@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import tidegate
-from examples.grpo import load_trainer, rows_of_like_length, trained_weights
+from examples.grpo import first_trained, load_trainer, rows_of_like_length, trained_weights
 from examples.word_lists import (
     ANSWER_TOKENS_MAX,
     INSTRUCTION,
@@ -54,7 +54,7 @@ def asked(task: WordTask, *, with_examples: bool) -> list[dict[str, str]]:
 
 
 async def answer(episode: tidegate.Episode, task: WordTask, *, with_examples: bool) -> float:
-    """Play one episode without a teacher, as evaluations do."""
+    """Play one episode: a turn, without a teacher."""
     messages = asked(task, with_examples=with_examples)
     turn = await episode.generate(messages=messages, max_tokens=ANSWER_TOKENS_MAX)
     return grade(turn.text, task)
@@ -68,7 +68,7 @@ def distill_step(student: Any, optimizer: torch.optim.Optimizer, batch: tidegate
     total = 0.0
     for rows in rows_of_like_length(batch, torch.arange(len(batch.rewards))):
         longest = int(batch.attention_mask[rows].sum(1).max())
-        first = int(batch.loss_mask[rows].any(0).nonzero()[0])
+        first = first_trained(batch, rows)
         with torch.autocast("cpu", student.dtype, enabled=student.dtype != torch.float32):
             kept = torch.arange(first - 1, longest - 1)
             logits = student(batch.token_ids[rows, :longest], logits_to_keep=kept).logits

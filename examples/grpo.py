@@ -115,15 +115,17 @@ def load_trainer(
     """Load the trainer's model and its optimizer.
 
     It trains all parameters in float32; or with ``last_layers`` only these layers: they are kept in
-    float32 and computed in the model's own type, as all others are. That is float32, too, where the
-    processor does not multiply bfloat16: torch then takes a hundred times as long for it.
+    float32 and computed in the model's own type, as all others are. Where the processor does not
+    multiply bfloat16, all are computed in float32, because torch is a hundred times as slow there.
     """
-    is_float32 = last_layers is None or "bf16" not in processor()
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32 if is_float32 else "auto", local_files_only=True
+            path, dtype=torch.float32 if last_layers is None else "auto", local_files_only=True
         )
     if last_layers is not None:
+        if "bf16" not in processor():
+            module: torch.nn.Module = model
+            module.to(torch.float32)
         model.requires_grad_(False)
         layers: Any = model.base_model.layers
         layers[-last_layers:].float().requires_grad_(True)
@@ -133,9 +135,9 @@ def load_trainer(
 
 
 def trained_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the parameters that are trained, in the model's own type."""
+    """Return the parameters that are trained, in the type that the model was loaded in."""
     return {
-        name: each.detach().to(model.dtype)
+        name: each.detach().to(model.config.dtype)
         for name, each in model.named_parameters()
         if each.requires_grad
     }
@@ -195,6 +197,11 @@ def rows_of_like_length(batch: tidegate.Batch, rows: Tensor) -> Iterator[Tensor]
         start = end
 
 
+def first_trained(batch: tidegate.Batch, rows: Tensor) -> int:
+    """Return the position of the first token that any of these rows is trained on; 1 if none is."""
+    return max(1, int(batch.loss_mask[rows].any(0).int().argmax()))
+
+
 def _backward(
     model: PreTrainedModel,
     batch: tidegate.Batch,
@@ -208,7 +215,7 @@ def _backward(
     token_ids = batch.token_ids[rows, :longest]
     # The prompt that all rows begin with needs no logits: half the multiplications of a small model
     # with a large vocabulary.
-    first = int(batch.loss_mask[rows].any(0).nonzero()[0])
+    first = first_trained(batch, rows)
     # Without attention_mask: padding is at the end, where no counted token attends to it, and a
     # plain causal mask takes half the time.
     with torch.autocast("cpu", model.dtype, enabled=model.dtype != torch.float32):

@@ -56,7 +56,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tidegate
 from examples import calculator
-from examples.grpo import rows_of_like_length
+from examples.grpo import first_trained, rows_of_like_length
 from examples.tiny_model import make_model
 from examples.word_lists import WordTask, list_words, word_tasks
 from tidegate.policies.objectives import decoupled_ppo_loss
@@ -209,7 +209,8 @@ class Trainer:
         )
         if options.last_layers is not None:
             model.requires_grad_(False)
-            model.model.layers[-options.last_layers :].requires_grad_(True)
+            layers: Any = model.base_model.layers
+            layers[-options.last_layers :].requires_grad_(True)
         self._model = model
         """The transformers model, whose parameters have the names that engines accept."""
         if options.fsdp:
@@ -262,7 +263,7 @@ class Trainer:
     def _loss(self, batch: tidegate.Batch, rows: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the loss of some rows' tokens, divided by the number of tokens of all rows."""
         longest = int(batch.attention_mask[rows].sum(1).max())
-        first = int(batch.loss_mask[rows].any(0).nonzero()[0])
+        first = first_trained(batch, rows)
         device = self._accelerator.device
 
         def column(values: torch.Tensor) -> torch.Tensor:
@@ -446,6 +447,10 @@ def _check(options: argparse.Namespace) -> None:
     _require(
         options.task != "words" or (options.model is not None and is_chat_model(options.model)),
         "--task words needs a --model with a chat template",
+    )
+    _require(
+        options.task != "words" or options.dataset is None,
+        f"--task words makes its tasks, but --dataset {options.dataset} has others: leave one out",
     )
     if options.engines is None:
         options.engines = 0 if options.engine_url else 2

@@ -28,7 +28,8 @@ def reverse_kl_advantages(
     tokens are added, multiplied with the discount once per position. Add them to advantages of
     rewards, in the share that you want. The objective corrects for staleness, as with any others.
 
-    Source: On-Policy Distillation, Thinking Machines Lab, 2025; discounted as in its cookbook.
+    Source: On-Policy Distillation, Thinking Machines Lab, 2025. ``incorporate_kl_penalty`` of
+    tinker-cookbook discounts alike, but subtracts the batch's mean difference first.
 
     Args:
         behaviour_logprobs, teacher_logprobs, mask: [R, T].
@@ -75,7 +76,7 @@ def teacher_kl_losses(
             batch.loss_mask[:, 1:],
         )
 
-    Source: GKD, arXiv 2306.13649, equation 3, with λ = 1 (the student's samples).
+    Source: GKD, arXiv 2306.13649, trained on the student's own samples.
 
     Args:
         logits: [R, T, V] or [N, V]; alone get a gradient. Computed in float32.

@@ -552,7 +552,8 @@ class ModelRunner:
         tables: Ints,
         window_tokens: int | None,
     ) -> list[RowGroup | LastTokens]:
-        """Return one attention group per kind of rows, for layers with this sliding window."""
+        """Return what attention kernels need for layers with this sliding window: a group of rows
+        for each way in which rows attend."""
         groups: list[RowGroup | LastTokens] = []
         for part in layout.ranges:
             rows = slice(part.first_row, part.end_row)

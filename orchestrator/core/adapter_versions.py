@@ -180,7 +180,7 @@ class LoraVersions(TargetVersions):
 
 
 class Adapters:
-    """All adapters with versions of their own, by name."""
+    """The weight versions of each LoRA adapter that has its own, by the adapter's name."""
 
     def __init__(
         self,

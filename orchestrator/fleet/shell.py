@@ -60,10 +60,10 @@ class EngineShell(Protocol):
         """Record that an engine holds new weights beside its live ones."""
 
     def swapped(self, engine: str, message: WeightsLive) -> None:
-        """Handle an engine that serves other weights from now on."""
+        """Handle that an engine serves another version of the run's weights from now on."""
 
     def adapter_live(self, engine: str, message: AdapterLive) -> None:
-        """Handle an engine that serves another version of an adapter from now on."""
+        """Handle that an engine serves another version of an adapter from now on."""
 
 
 class Wire(Protocol):

@@ -199,7 +199,7 @@ class Sampling(UnservedSampling, kw_only=True):
         return grammar if isinstance(grammar, str) and grammar else None
 
     def shared_options(self) -> dict[str, Any]:
-        """Return the options of ``generate`` that both servers read alike.
+        """Return the options of ``generate`` that the gateway and the servers read alike.
 
         Seed, number of tokens and stop tokens are not included.
 
@@ -445,7 +445,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def shared_options(self) -> dict[str, Any]:
-        """Return the options of ``generate`` that both servers read alike.
+        """Return the options of ``generate`` that the gateway and the servers read alike.
 
         Raises:
             ApiError: a field can't be honoured.

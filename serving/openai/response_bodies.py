@@ -52,7 +52,7 @@ class RequestFacts:
         return _usage(self.prompt_tokens, output_tokens)
 
     def choice_usage(self, index: int, output_tokens: int) -> dict[str, Any]:
-        """Return ``usage`` of one choice for this number of its output tokens."""
+        """Return the ``usage`` object of a choice that has this many output tokens."""
         return _usage(len(self.prompts[index].token_ids), output_tokens)
 
 
@@ -111,7 +111,7 @@ class ResponseBodies:
 
     @property
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks that a stream begins with, before any token."""
+        """Return the chunks that a stream begins with, before any token."""
         return []
 
 
@@ -372,7 +372,7 @@ class ChatBodies(ResponseBodies):
 
     @property
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks with the role of each choice's message."""
+        """Return chunks with the role of each choice's message."""
         delta = {"role": "assistant", "content": ""}
         ids = self.facts.prompts[0].token_ids if self._request.return_token_ids else None
         return [

@@ -106,7 +106,7 @@ class SimulatedSocket:
         self._arrived: deque[bytes] = deque()
 
     def open(self) -> None:
-        """Connect the engine."""
+        """Connect the engine to the orchestrator."""
         self._link.open(self._receive)
 
     def _receive(self, frame: bytes) -> None:

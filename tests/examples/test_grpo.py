@@ -73,6 +73,26 @@ def test_only_the_last_layers_change_and_they_are_what_is_published(small: Path)
     assert {each.dtype for each in published.values()} == {model.dtype}
 
 
+@pytest.mark.parametrize(("flags", "computed"), [("avx2", "float32"), ("avx512_bf16", "bfloat16")])
+def test_the_last_layers_of_a_bfloat16_model_are_published_in_its_type_however_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, computed: str
+) -> None:
+    model = make_model_directory(tmp_path / "model", dtype="bfloat16")
+    monkeypatch.setattr(grpo, "processor", lambda: f"flags : {flags}")
+    policy, _ = grpo.load_trainer(model, 1e-3, last_layers=1)
+    assert policy.dtype == getattr(torch, computed)
+    assert {each.dtype for each in grpo.trained_weights(policy).values()} == {torch.bfloat16}
+
+
+def test_rows_without_a_token_to_train_on_begin_where_logits_can() -> None:
+    batch = a_batch()
+    rows = torch.tensor([0, 1])
+    trained = int(batch.loss_mask[rows].any(0).nonzero()[0])
+    assert grpo.first_trained(batch, rows) == trained
+    batch.loss_mask[rows] = False
+    assert grpo.first_trained(batch, rows) == 1
+
+
 def test_with_a_limit_the_rows_of_the_largest_advantages_are_trained(small: Path) -> None:
     model, optimizer = grpo.load_trainer(small, 1e-3)
     limited = copy.deepcopy(model)
