@@ -40,6 +40,7 @@ PROGRAMS = frozenset(
         "tests.sharded_trainer",
         "tests.shown_process",
         "tidegate.engine.external.worker",
+        "tidegate.engine.forked_workers",
         "tidegate.engine.worker",
     }
 )
@@ -287,6 +288,8 @@ def _become(
     pass_fds: list[int],
 ) -> None:
     """Run the program as ``python -m`` does, in a process with the state of a new one."""
+    from tidegate.engine.forked_workers import show_command  # imports torch
+
     wanted = [0, 1, 2, *pass_fds]
     above = max([*fds, *wanted]) + 1
     for index, fd in enumerate(fds):  # out of the way of the numbers wanted
@@ -301,7 +304,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    _show(command)
+    show_command(command)
     sys.orig_argv = command
     sys.argv = command[2:]
     runpy.run_module(command[2], run_name="__main__", alter_sys=True)
@@ -328,15 +331,6 @@ def _exit_after(run: Callable[[], None]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
-
-
-def _show(command: list[str]) -> None:
-    """Show the program's arguments in /proc/PID/cmdline, as far as there is room."""
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    begin, end = map(int, stat.rpartition(")")[2].split()[45:47])
-    arguments = b"".join(os.fsencode(each) + b"\0" for each in command)[: end - begin]
-    ctypes.memset(begin, 0, end - begin)
-    ctypes.memmove(begin, arguments, len(arguments))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ protocol.
 """
 
 import asyncio
+import ctypes
 import itertools
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -31,33 +34,95 @@ RESTART_DELAY_FIRST_S = 0.5
 WORKER = "tidegate.engine.worker"
 """Module of the worker program, by name, because the orchestrator imports nothing of the engine."""
 
+FORKED_WORKERS = "tidegate.engine.forked_workers"
+"""Module of the program that forks several workers."""
+
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+"""From <linux/prctl.h>: whether orphaned descendants become children of this process."""
+
 GOODBYE_TIMEOUT_S = 0.5
 """Time in which the goodbye of a process that has ended with status 0 is read. It says whether the
 engine was asked to leave, and all its steps are read before it."""
+
+FORKED_PIDS_BYTES = 65536
+"""Most bytes of the list of PIDs: a pipe's size, so that the list is written at once."""
 
 STOP_TIMEOUT_S = 5.0
 """Time between SIGTERM and SIGKILL for a process that does not end."""
 
 
+def _execute(
+    command: list[str], log: Path, *, pipe: int = subprocess.DEVNULL
+) -> "subprocess.Popen[bytes]":
+    """Start a worker program that writes to ``log``, or to ``pipe``, and its errors to ``log``."""
+    make_private_file(log)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=pipe,
+            stdout=output if pipe == subprocess.DEVNULL else pipe,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            # In its own session, Ctrl-C reaches only the run, which then ends its engines.
+            start_new_session=True,
+        )
+
+
+class ForkedProcess:
+    """A child of this process that another program forked; does what ``Popen`` does."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None while the process runs."""
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # waited for elsewhere in the user's program
+                pid, status = self.pid, 0
+            if pid != 0:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status as soon as the process has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within ``timeout`` seconds.
+        """
+        if (status := self.poll()) is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                select.select([pidfd], [], [], timeout)
+            finally:
+                os.close(pidfd)
+            if (status := self.poll()) is None:
+                raise subprocess.TimeoutExpired(WORKER, timeout or 0.0)
+        return status
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class EngineProcess:
     """One worker process started by this run."""
 
-    def __init__(self, name: str, command: list[str], log: Path) -> None:
+    def __init__(
+        self, name: str, log: Path, process: "subprocess.Popen[bytes] | ForkedProcess"
+    ) -> None:
         self.name = name
         self.log = log
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        make_private_file(log)
-        with log.open("ab") as output:
-            # In its own session, Ctrl-C reaches only the run, which then ends its engines.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
+        self._process = process
+        self.pid = process.pid
         self._pidfd: int | None = os.pidfd_open(self.pid)
         """None after the process was waited for, because the descriptor is closed then."""
 
@@ -151,12 +216,64 @@ class LocalEngines:
         """Timers of engines whose end is yet to be handled."""
         self.may_restart = False
         """Whether engines that die are restarted; set once the first ones are ready."""
+        self._forking: list[str] = []
+        """Engines that ``_forks`` has not forked yet."""
+        self._forks: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start all engines; they join when they have loaded the model."""
         make_private_directory(self._logs)
-        for index in range(self._settings.fleet.engines_started):
-            self._start(f"engine-{index}")
+        names = [f"engine-{index}" for index in range(self._settings.fleet.engines_started)]
+        own = [name for name in names if engine_number(name) not in self._server_numbers]
+        # A device's engines are few, and forks of torch that then use CUDA have not been tried.
+        if len(own) > 1 and not self._settings.engine.uses_gpu and self._fork(own):
+            names = [name for name in names if name not in own]
+        for name in names:
+            self._start(name)
+
+    def _fork(self, names: list[str]) -> bool:
+        """Start a program that imports torch once and forks these engines; return whether it
+        runs."""
+        logs = [self._log(name) for name in names]
+        for log in logs:
+            make_private_file(log)
+        starts = [[self._command(name), str(log)] for name, log in zip(names, logs, strict=True)]
+        command = [sys.executable, "-m", FORKED_WORKERS, json.dumps(starts)]
+        try:
+            self._forks = _execute(command, logs[0], pipe=subprocess.PIPE)
+        except OSError:  # more engines than an argument has room for
+            return False
+        self._forking = names
+        assert self._forks.stdout is not None
+        self._loop.add_reader(self._forks.stdout, self._adopt)
+        return True
+
+    def _adopt(self) -> None:
+        """Make the forked engines children of this process, and have them begin; execute them if
+        they could not be forked."""
+        forks, names = self._forks, self._forking
+        assert forks is not None
+        assert forks.stdout is not None
+        pids: list[int] = json.loads(os.read(forks.stdout.fileno(), FORKED_PIDS_BYTES) or "[]")
+        self._loop.remove_reader(forks.stdout)
+        libc, was_subreaper = ctypes.CDLL(None), ctypes.c_int()
+        libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was_subreaper), 0, 0, 0)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            forks.communicate(b"\n" if pids else b"", STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            forks.kill()
+            forks.communicate()
+        finally:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, was_subreaper.value, 0, 0, 0)
+        self._forks, self._forking = None, []
+        for name, pid in itertools.zip_longest(names, pids):
+            if pid is None:
+                self._start(name)
+            else:
+                self._watch(name, ForkedProcess(pid))
+            if name in self._retired:
+                self.kill(name)
 
     def _command(self, name: str) -> list[str]:
         """Return an engine's command; workers for ``engine_urls`` are numbered after the engines
@@ -170,7 +287,7 @@ class LocalEngines:
     @property
     def names(self) -> list[str]:
         """Names of the engines of the run's model that run or will be restarted, by number."""
-        names = {*self._processes, *self._pending} - self._retired
+        names = {*self._processes, *self._pending, *self._forking} - self._retired
         servers = self._server_numbers
         return sorted(
             (name for name in names if engine_number(name) not in servers), key=engine_number
@@ -184,7 +301,8 @@ class LocalEngines:
 
     def add(self, count: int) -> list[str]:
         """Start more engines of the run's model; return their names: the lowest unused numbers."""
-        used = {engine_number(name) for name in (*self._processes, *self._pending)}
+        present = (*self._processes, *self._pending, *self._forking)
+        used = {engine_number(name) for name in present}
         used.update(self._server_numbers)
         numbers = itertools.islice((n for n in itertools.count() if n not in used), count)
         names = [f"engine-{number}" for number in numbers]
@@ -196,7 +314,7 @@ class LocalEngines:
 
     def retire(self, name: str) -> None:
         """Don't restart an engine that was asked to end; kill it if it does not end in time."""
-        if name not in self._processes and name not in self._pending:
+        if name not in {*self._processes, *self._pending, *self._forking}:
             return
         self._retired.add(name)
         if (timer := self._pending.pop(name, None)) is not None:
@@ -216,17 +334,23 @@ class LocalEngines:
     def are_gone(self) -> bool:
         """Whether no engine runs, and none will be started again."""
         running = any(process.is_running for process in self._processes.values())
-        return not running and not self._pending
+        return not running and not self._pending and not self._forking
 
     def _start(self, name: str) -> None:
         self._pending.pop(name, None)
         try:
-            process = EngineProcess(name, self._command(name), self._logs / f"{name}.log")
+            process = _execute(self._command(name), self._log(name))
         except OSError as error:  # no processes, memory or files left
             self._on_exit(name, f"could not be started: {error}")
             return
-        process.watch(self._loop, self._ended)
-        self._processes[name] = process
+        self._watch(name, process)
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def _watch(self, name: str, process: "subprocess.Popen[bytes] | ForkedProcess") -> None:
+        self._processes[name] = EngineProcess(name, self._log(name), process)
+        self._processes[name].watch(self._loop, self._ended)
 
     def _ended(self, name: str) -> None:
         if self._processes[name].has_succeeded:
@@ -255,11 +379,18 @@ class LocalEngines:
         """Kill all processes, as a last resort, from any thread."""
         for process in list(self._processes.values()):
             process.kill()
+        if (forks := self._forks) is not None:
+            forks.kill()
 
     def stop(self) -> None:
         """End all engines and wait for that; those that don't end in time are killed."""
         for timer in (*self._pending.values(), *self._timers):
             timer.cancel()
+        if (forks := self._forks) is not None:
+            assert forks.stdout is not None
+            self._loop.remove_reader(forks.stdout)
+            forks.kill()
+            forks.communicate()
         for process in self._processes.values():
             process.unwatch(self._loop)
             process.stop()
