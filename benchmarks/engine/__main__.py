@@ -8,6 +8,7 @@ included. A peer that takes more than five minutes is stopped, and has no row.
 
     tokens_per_cpu_s: sampled tokens per CPU-second of the whole process, prefill included
     tokens_per_s: the same per second of wall time, of little meaning on a busy machine
+    prefill_N_tokens_per_cpu_s: prompt tokens per CPU-second of two prompts of N tokens (--prefill)
     roofline_share: minimum time of a step of all requests (reading the weights or multiplying by
         them, whichever is longer) over its measured time
     overhead_share: share of a full step's CPU time outside of kernels: Python, dispatch, messages;
@@ -36,10 +37,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.engine.machine import Machine
-from benchmarks.engine.shapes import SHAPES, dump, make_directory, requests
+from benchmarks.engine.shapes import SHAPES, dump, long_prompts, make_directory, requests
 from benchmarks.table import Figures, sample
 
-DTYPES = {"tiny": ("float32",), "small": ("float32", "bfloat16"), "0.5b": ("bfloat16",)}
+DTYPES = {
+    "tiny": ("float32",),
+    "small": ("float32", "bfloat16"),
+    "smollm2": ("float32", "bfloat16"),
+    "0.5b": ("bfloat16",),
+}
 """Default dtypes of each model."""
 
 HERE = Path(__file__).parent
@@ -132,6 +138,23 @@ def measure(case: Case, runs: int, peers: list[str], device: str) -> Iterator[Ro
         yield case.row(name, steps["without_" + name], "steps", "without an update", None)
 
 
+def measure_prefill(
+    case: Case, prompt_tokens: int, runs: int, peers: list[str], device: str
+) -> Iterator[Row]:
+    """Measure the prompt tokens per CPU-second of prompts of one length."""
+    prompts = long_prompts(SHAPES[case.model], prompt_tokens)
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_directory(Path(directory) / "model", SHAPES[case.model], case.dtype)
+        asked = Path(directory) / "requests.json"
+        asked.write_text(dump(prompts))
+        taken = measure_all(commands(case, model, asked, peers, device), runs)
+    cpu_s = {who: statistics.median(s["cpu_s"] for s in samples) for who, samples in taken.items()}
+    name, tokens = f"prefill_{prompt_tokens}_tokens_per_cpu_s", len(prompts) * prompt_tokens
+    ours_s = cpu_s.pop("tidegate")
+    for who, peer_s in cpu_s.items():
+        yield case.row(name, tokens / ours_s, "tokens/s", who, peer_s / ours_s)
+
+
 def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Figures]]:
     """Run all competitors alternately, without the peers that time out."""
     taken: dict[str, list[Figures]] = {name: [] for name in to_run}
@@ -169,6 +192,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="*", choices=("float32", "bfloat16"))
     parser.add_argument("--concurrent", nargs="*", type=int, default=[32, 128])
+    parser.add_argument("--prefill", nargs="*", type=int, default=[], metavar="N")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
         "--peers",
@@ -181,8 +205,16 @@ def main() -> None:
         for dtype in options.dtypes or DTYPES[model]:
             for concurrent in options.concurrent:
                 case = Case(model, dtype, concurrent)
-                for row in measure(case, options.runs, options.peers, options.device):
-                    print(json.dumps(asdict(row)) if options.json else _text(row), flush=True)
+                _print(measure(case, options.runs, options.peers, options.device), options.json)
+            case = Case(model, dtype, 1)
+            for length in options.prefill:
+                rows = measure_prefill(case, length, options.runs, options.peers, options.device)
+                _print(rows, options.json)
+
+
+def _print(rows: Iterator[Row], as_json: bool) -> None:
+    for row in rows:
+        print(json.dumps(asdict(row)) if as_json else _text(row), flush=True)
 
 
 def _text(row: Row) -> str:

@@ -1,7 +1,6 @@
 """Model shapes and requests of the engine benchmarks, equal for all competitors.
 
-Weights are random, so nothing is downloaded; the shapes are those of real models. All scripts of
-:mod:`benchmarks.engine` read them; built on numpy and safetensors.
+Weights are random, but for those of SmolLM2, which ``make model`` makes; nothing is downloaded.
 """
 
 import json
@@ -30,6 +29,8 @@ class Shape:
     median_tokens: int
     """Median length of the answers; shorter for large models, to limit the benchmark's time."""
     longest_tokens: int
+    weights: Path | None = None
+    """Directory of the model, if its weights are not random."""
 
 
 SHAPES = {
@@ -60,6 +61,20 @@ SHAPES = {
         },
         median_tokens=32,
         longest_tokens=128,
+    ),
+    "smollm2": Shape(  # SmolLM2-135M-Instruct
+        "Llama",
+        {
+            "vocab_size": 49_152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+        median_tokens=32,
+        longest_tokens=128,
+        weights=Path("runs/smollm2-135m"),
     ),
     "0.5b": Shape(  # Qwen2.5-0.5B
         "Qwen2",
@@ -101,16 +116,28 @@ def requests(shape: Shape, count: int, seed: int = 0) -> list[Request]:
     ]
 
 
+def long_prompts(shape: Shape, prompt_tokens: int) -> list[Request]:
+    """Draw two prompts of one length, of which each answer is one token; one warms up."""
+    chance = np.random.default_rng(0)
+    prompts = chance.integers(3, shape.fields["vocab_size"], (2, prompt_tokens))
+    return [Request(prompt, 1) for prompt in prompts.tolist()]
+
+
 def make_directory(
     path: Path, shape: Shape, dtype: str, *, tied: bool = True, device: str = "cpu"
 ) -> Path:
-    """Write a random Hugging Face model directory, which all competitors read.
+    """Write a Hugging Face model directory, which all competitors read.
 
-    ``device`` draws the weights.
+    ``device`` draws random weights.
     """
     import torch
     import transformers
 
+    classes: Any = transformers.AutoModelForCausalLM
+    if shape.weights is not None:
+        model = classes.from_pretrained(shape.weights, dtype=getattr(torch, dtype))
+        model.save_pretrained(path)
+        return path
     torch.manual_seed(0)
     config_class = getattr(transformers, f"{shape.architecture}Config")
     config = config_class(
@@ -121,7 +148,6 @@ def make_directory(
         eos_token_id=2,
         pad_token_id=0,
     )
-    classes: Any = transformers.AutoModelForCausalLM
     with torch.device(device):
         model = classes.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(path)

@@ -86,7 +86,7 @@ def main() -> None:
     )
     model.to(options.device).eval()
     requests, run = load(options.requests.read_text()), MODES[options.mode]
-    run(model, requests[: len(requests) // 4])
+    run(model, requests[: -(-len(requests) // 4)])
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     tokens = run(model, requests)
     measured = {
