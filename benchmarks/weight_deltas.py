@@ -1,9 +1,9 @@
 """Bytes and time of publishing patches of elements, after steps of Adam (`weight_deltas`).
 
 Master weights are float32, published in bfloat16, as mixed-precision trainers do. Each tensor takes
-ten steps of torch's AdamW to warm its moments up, and one more, whose change is published.
-Gradients are random: Adam's steps have the size of the learning rate whatever the gradients' is.
-The engine's part is Tidegate's own staging store, whose buffer is brought from the version before
+ten steps of torch's AdamW to warm its moments up, and one more, whose change is published. Weights
+are those of SmolLM2, and random ones of a larger model. Gradients are random: Adam's steps have the
+size of the learning rate whatever the gradients' is. The engine's part is Tidegate's own staging store, whose buffer is brought from the version before
 the live one to the next by two patches. The peer is the whole set: its bytes, and the CPU time to
 load it from memory.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import zstandard
+from safetensors.torch import load_file
 
 from benchmarks.engine.shapes import SHAPES, make_directory
 from benchmarks.table import Row, compared
@@ -60,12 +61,13 @@ def patches_of(buffers: list[NamedBuffer]) -> Iterator[tuple[str, ElementPatch]]
             yield each.name, decode_patch(spec, each.data)
 
 
-def rows(names: tuple[str, ...] = ("small", "0.5b")) -> Iterator[Row]:
+def rows(names: tuple[str, ...] = ("smollm2", "0.5b")) -> Iterator[Row]:
     """Return the whole table."""
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             path = make_directory(Path(directory) / "model", SHAPES[name], "bfloat16")
             config = ModelConfig.from_directory(path)
+            stored = load_file(path / "model.safetensors")
         weights = Weights.allocate(config, torch.bfloat16)
         shapes = {
             tensor: torch.randn(target.shape) * 0.02
@@ -73,6 +75,8 @@ def rows(names: tuple[str, ...] = ("small", "0.5b")) -> Iterator[Row]:
             else torch.ones(target.shape)
             for tensor, target in weights._copy_targets.items()
         }
+        if SHAPES[name].weights is not None:
+            shapes = {tensor: stored[tensor] for tensor in shapes}
         for rate in LEARNING_RATES:
             yield from of_one_step(f"{name}/{rate:g}", weights, *step_of_adam(shapes, rate))
 
