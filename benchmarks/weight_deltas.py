@@ -3,9 +3,9 @@
 Master weights are float32, published in bfloat16, as mixed-precision trainers do. Each tensor takes
 ten steps of torch's AdamW to warm its moments up, and one more, whose change is published. Weights
 are those of SmolLM2, and random ones of a larger model. Gradients are random: Adam's steps have the
-size of the learning rate whatever the gradients' is. The engine's part is Tidegate's own staging store, whose buffer is brought from the version before
-the live one to the next by two patches. The peer is the whole set: its bytes, and the CPU time to
-load it from memory.
+size of the learning rate whatever the gradients' is. The engine's part is Tidegate's own staging
+store, whose buffer is brought from the version before the live one to the next by two patches. The
+peer is the whole set: its bytes, and the CPU time to load it from memory.
 """
 
 import tempfile
