@@ -1,6 +1,7 @@
 """Engine processes of a run: how they start, and that their descriptors are closed once."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -68,21 +69,29 @@ def test_engines_that_start_together_import_torch_once_and_are_children_of_the_r
     tmp_path: Path,
 ) -> None:
     model = make_model_directory(tmp_path / "model")
-    with tidegate.serve_sync(model=model, engines=3) as rollouts:
-        engines = children()
-        assert {each.cmdline()[-1] for each in engines}  # named in the process list, as executed
-        names = {each.cmdline()[each.cmdline().index("--engine") + 1] for each in engines}
-        assert names == {"engine-0", "engine-1", "engine-2"}
-        assert all(each.cmdline()[1:3] == ["-m", processes.WORKER] for each in engines)
+    with tidegate.serve_sync(model=model, engines=3):
+        engines = _engines()
+        assert set(engines) == {"engine-0", "engine-1", "engine-2"}
         # The parent's address space was copied, so the addresses of a library's code are equal.
         mapped = {
             next(m.addr for m in each.memory_maps(grouped=False) if "libtorch_cpu" in m.path)
-            for each in engines
+            for each in engines.values()
         }
         assert len(mapped) == 1
-        engines[1].kill()
-        while len(rollouts.statistics().engines) == 3:  # its death is noticed
+        engines["engine-1"].kill()
+        while _engines().get("engine-1") in {None, engines["engine-1"]}:  # until it is restarted
             time.sleep(0.02)
+
+
+def _engines() -> dict[str, psutil.Process]:
+    """Return the engine processes among this process's children, by the names in their commands."""
+    engines = {}
+    for child in children():
+        with contextlib.suppress(psutil.Error):
+            command = child.cmdline()
+            if command[1:3] == ["-m", processes.WORKER]:
+                engines[command[command.index("--engine") + 1]] = child
+    return engines
 
 
 @pytest.mark.usefixtures("programs_are_executed")
