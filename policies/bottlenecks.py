@@ -204,17 +204,17 @@ def diagnose(run: RunFigures) -> Diagnosis:
     if run.max_staleness is not None:
         gain = now_s / model.batch_s(max_staleness=useful) - 1
         gains.append(Change("max_staleness", useful, gain))
-    if _are_engines_busy(run):
+    if are_engines_busy(run):
         counts = range(run.engines, INCREASE_MAX * run.engines + 1)
         count = _first_as_fast(counts, lambda count: model.batch_s(engines=count))
         gains.append(Change("engines", count, now_s / model.batch_s(engines=count) - 1))
     gains = sorted((c for c in gains if c.gain >= GAIN_MIN), key=lambda change: -change.gain)
     gains = [replace(each, noise=run.batch_error * (1 + each.gain)) for each in gains]
     limit = _limit_of(gains)
-    return Diagnosis(limit, _evidence(run), (*gains, *_savings(run)), useful)
+    return Diagnosis(limit, evidence_of(run), (*gains, *_savings(run)), useful)
 
 
-def _are_engines_busy(run: RunFigures) -> bool:
+def are_engines_busy(run: RunFigures) -> bool:
     """Return whether more engines may be advised: time, slots and throughput are in use."""
     busy_min = 1 - IDLE_MAX
     return (
@@ -222,6 +222,19 @@ def _are_engines_busy(run: RunFigures) -> bool:
         and run.rows >= busy_min * run.full_rows
         and run.work_s >= busy_min * run.batch_s
     )
+
+
+def batch_s_by_engines(run: RunFigures, counts: Iterable[int]) -> dict[int, float]:
+    """Return the model's time per batch by the number of engines. If any is less than the run's,
+    all are of a run with :data:`SPARE` times the work, because a saving must not be by chance."""
+    counts = list(counts)
+    model = _spare_model(run) if min(counts) < run.engines else RunModel(run)
+    return {count: model.batch_s(engines=count) for count in counts}
+
+
+def _spare_model(run: RunFigures) -> "RunModel":
+    longer_s = [SPARE * each for each in run.group_s]
+    return RunModel(replace(run, group_s=longer_s, work_s=SPARE * run.work_s))
 
 
 def expected_batch_s(run: RunFigures) -> float:
@@ -254,8 +267,7 @@ def _savings(run: RunFigures) -> Iterable[Change]:
     Engines are not known to be spare while turns wait; nor is the bound while the engines need its
     queue to be busy, or while it holds stragglers that others overtake.
     """
-    longer_s = [SPARE * each for each in run.group_s]
-    model = RunModel(replace(run, group_s=longer_s, work_s=SPARE * run.work_s))
+    model = _spare_model(run)
     counts = range(1, run.engines + 1)
     fewer = _first_as_fast(counts, lambda count: model.batch_s(engines=count), AS_FAST)
     if fewer < run.engines and run.full_share < SHARE_SHOWN_MIN:
@@ -282,7 +294,7 @@ def _first_as_fast(
     return values[low]
 
 
-def _evidence(run: RunFigures) -> str:
+def evidence_of(run: RunFigures) -> str:
     """Return the figures that show where time goes."""
     figures = [
         f"trainer idle {run.trainer_idle_share:.1%}",

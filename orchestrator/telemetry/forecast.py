@@ -8,7 +8,7 @@ the run is decided by ``policies/bottlenecks.py``. A resumed run starts again wi
 import bisect
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,6 +98,21 @@ FULL_STEPS_MIN = 50
 """Steps with waiting turns that suffice to measure the engines' throughput in them."""
 
 
+COUNTERS = (
+    "steps",
+    "rows",
+    "rows_squared",
+    "busy_s",
+    "rows_busy_s",
+    "full_steps",
+    "full_rows",
+    "full_busy_s",
+    "waiting_turns_s",
+    "tokens",
+)
+"""Counters of engines that the forecast adds up."""
+
+
 class BatchMark(NamedTuple):
     """The run when the trainer got a batch, and the batch's size."""
 
@@ -105,6 +120,10 @@ class BatchMark(NamedTuple):
     tokens: int
     rollouts: int
     groups: int
+    rollouts_s: float
+    """Seconds that the batch's rollouts took, from begin to end; nan if unknown."""
+    counted: Mapping[str, float]
+    """Sums of the engines' :data:`COUNTERS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +169,8 @@ class Forecaster:
         """Number of rollouts so far whose seconds are known, and their sum."""
         self._engines: tuple[EngineStatistics, ...] = ()
         """Engines at the last batch, because they are gone when a run has ended."""
+        self._alike = 0
+        """Number of the last batches at which these processes were the engines."""
         self._known: tuple[int, RunForecast | None] = (0, None)
         """Number of batches, and the forecast after them."""
 
@@ -179,14 +200,21 @@ class Forecaster:
         if not self._batches:
             self._versions = (trainer_version, trainer_version)
         self._versions = (self._versions[0], trainer_version)
+        steps = {engine.name: engine.steps for engine in self._engines}
+        is_same = steps.keys() == {engine.name for engine in engines} and all(
+            engine.steps >= steps[engine.name] for engine in engines
+        )
+        self._alike = self._alike + 1 if is_same else 1
         self._engines = tuple(engines)
         self._batches += 1
         self._lengths.add(tokens, group_ids)
         self._trained += len(staleness)
         self._staleness += int(staleness.sum())
         begins = np.flatnonzero(np.diff(group_ids, prepend=group_ids[0] - 1))
-        self._recent.append(BatchMark(usage, int(tokens.sum()), len(tokens), len(begins)))
         seconds = ended_s - began_s  # nan: a resumed run knows no old begins
+        size = int(tokens.sum()), len(tokens), len(begins)
+        counted = _counted(engines)
+        self._recent.append(BatchMark(usage, *size, float(seconds.sum()), counted))
         is_known = ~np.logical_or.reduceat(np.isnan(seconds), begins)
         sizes = np.diff(begins, append=len(seconds))
         rollouts = np.stack([tokens, seconds])[:, np.repeat(is_known, sizes)]
@@ -239,28 +267,44 @@ class Forecaster:
         first, last = self._versions
         return self._lengths.groups / (last - first + 1)
 
-    def _measured(self, totals: RunTotals) -> RunFigures | None:
-        """Measure the recent batches, without the time before the first of them."""
+    def measure_last(self, batches: int, totals: RunTotals) -> RunFigures | None:
+        """Return the figures of the last batches alone, all with the present engines; None if
+        fewer were, or if too little is known of them."""
+        return self._measured(totals, batches) if self._alike > batches else None
+
+    def _measured(self, totals: RunTotals, last_only: int | None = None) -> RunFigures | None:
+        """Measure the recent batches, without the time before the first of them; engines and
+        rollouts are measured since they began, or of ``last_only`` batches alone."""
         engines, recent = self._engines, list(self._recent)
+        if last_only is not None:
+            recent = recent[-last_only - 1 :]
         if len(recent) < 2 or not self._lengths.tokens:
             return None
         first, last, batches = recent[0].usage, recent[-1].usage, len(recent) - 1
         wall_s = last.wall_s - first.wall_s
-        load = EngineLoad(engines)
+        load = EngineLoad(engines, recent[0].counted if last_only is not None else {})
         tokens = [mark.tokens for mark in recent[1:]]
+        timed, timed_s = self._timed
+        if last_only is not None:
+            timed = sum(mark.rollouts for mark in recent[1:])
+            timed_s = sum(mark.rollouts_s for mark in recent[1:])
         # Rollouts that a resumed run replays may take less than the clock can tell.
-        if wall_s <= 0 or not (load.full_tokens_per_s and self._timed[1] and sum(tokens)):
+        if wall_s <= 0 or not (load.full_tokens_per_s and timed_s > 0 and sum(tokens)):
             return None
         mean_tokens = sum(tokens) / batches
         rollouts = max(1.0, load.tokens * self._lengths.rollouts / self._lengths.tokens)
         idle_s = last.engine_idle_share * last.wall_s - first.engine_idle_share * first.wall_s
+        activity_s = totals.activity_s / rollouts
+        if last_only is not None:
+            idle_s = wall_s - load.busy_s / len(engines)  # of these engines alone
+            activity_s = totals.activity_s / max(1, self._lengths.rollouts)
         allowed = None
         if totals.outstanding_groups_max is not None:
             allowed = predictions.allowed_staleness(
                 outstanding_groups_max=totals.outstanding_groups_max,
                 groups_per_version=self._groups_per_version,
             )
-        rollout_s = self._timed[1] / self._timed[0]
+        rollout_s = timed_s / timed
         decode_s, queue_s = load.decode_s / rollouts, load.waiting_s / rollouts
         trainer_s = max(0.0, (last.trainer_busy_s - first.trainer_busy_s) / batches)
         return RunFigures(
@@ -278,7 +322,7 @@ class Forecaster:
             rollout_s=rollout_s,
             decode_s=decode_s,
             queue_s=queue_s,
-            activity_s=totals.activity_s / rollouts,
+            activity_s=activity_s,
             group_s=self._group_s(decode_s, max(0.0, rollout_s - decode_s - queue_s)),
             groups_per_batch=max(1, round(sum(mark.groups for mark in recent[1:]) / batches)),
             waits_for_stragglers=totals.waits_for_stragglers,
@@ -354,17 +398,25 @@ def _made_per_kept(ledger: LedgerSnapshot) -> float:
     return 1 + discarded / max(1, ledger.generated - cut_off - discarded)
 
 
+def _counted(engines: Iterable[EngineStatistics]) -> dict[str, float]:
+    """Return the sums of engines' counters."""
+    living = [engine for engine in engines if engine.is_alive]
+    return {name: float(sum(getattr(engine, name) for engine in living)) for name in COUNTERS}
+
+
 class EngineLoad:
     """Work of all living engines together, in figures of one engine."""
 
-    def __init__(self, engines: Sequence[EngineStatistics]) -> None:
+    def __init__(self, engines: Sequence[EngineStatistics], before: Mapping[str, float]) -> None:
+        """``before``: sums of the engines' counters that do not count here; empty for none."""
         living = [engine for engine in engines if engine.is_alive and engine.steps]
+        counted = _counted(living)
 
         def total(name: str) -> float:
-            return float(sum(getattr(engine, name) for engine in living))
+            return counted[name] - before.get(name, 0.0)
 
-        steps, rows, busy_s = total("steps"), total("rows"), total("busy_s")
-        self.tokens = total("tokens")
+        steps, rows, self.busy_s = total("steps"), total("rows"), total("busy_s")
+        busy_s, self.tokens = self.busy_s, total("tokens")
         self.decode_s, self.waiting_s = total("rows_busy_s"), total("waiting_turns_s")
         self.full_tokens_per_s: float | None = None
         """Sampled tokens per second of all engines while turns wait; None without steps."""
@@ -378,7 +430,7 @@ class EngineLoad:
         if cost is None:
             return
         self.cost = cost
-        self.slots = round(total("max_running_turns") / len(living))
+        self.slots = round(sum(engine.max_running_turns for engine in living) / len(living))
         self.rows = total("rows_squared") / rows
         self.full_share = total("full_busy_s") / busy_s
         self.full_rows = float(self.slots)

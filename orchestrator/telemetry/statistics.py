@@ -170,6 +170,10 @@ class RunStatistics:
     """Tokens sampled for evaluation, by account."""
     engines: tuple[EngineStatistics, ...] = ()
     """One entry per engine."""
+    engines_wanted: int | None = None
+    """Number of engines for training that the elasticity policy wants; None without one."""
+    scaling: str = ""
+    """Last decision of the elasticity policy, with its figures; empty before the first."""
     held_batches: tuple[int, ...] = ()
     """Numbers of the batches that the trainer has and no publish has named. Batches that were lost
     (too old, or sampled by weights that were rolled back) are not among them."""
