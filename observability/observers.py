@@ -42,6 +42,7 @@ POLICIES = {
     "routing_policy",
     "engine_speeds",
     "migration_policy",
+    "elasticity",
 }
 """Settings that may be user-defined objects; they are recorded in words, not as JSON."""
 

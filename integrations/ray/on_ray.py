@@ -211,6 +211,9 @@ class RayEngines:
         self._serve(name)
         return name
 
+    def lost(self, name: str) -> None:
+        """Do nothing: the end of the actor's task shows the loss."""
+
     def kill(self, name: str) -> None:
         """Kill an engine's process; Ray starts another one."""
         if name in self._actors:

@@ -370,6 +370,9 @@ class LocalEngines:
             self._pending[name] = self._loop.call_later(delay_s, self._start, name)
         self._on_exit(name, why)
 
+    def lost(self, name: str) -> None:
+        """Do nothing: the end of the process shows the loss."""
+
     def kill(self, name: str) -> None:
         """Kill an engine that does not answer, even a stopped process; it is restarted."""
         if name in self._processes:

@@ -21,6 +21,7 @@ from tidegate.orchestrator.fleet.shell import RunShell
 from tidegate.orchestrator.scheduler.outbox import Outbox
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder
+from tidegate.orchestrator.telemetry.statistics import EngineStatistics
 from tidegate.orchestrator.weight_sync.adapter_files import LoadedAdapter
 from tidegate.orchestrator.weight_sync.adapters import AdapterManager
 from tidegate.orchestrator.weight_sync.control import EngineControl
@@ -245,8 +246,9 @@ class EngineSide:
             self.sessions.joined(engine, hello)
             return
         is_retired = self.fleet.is_retired(engine)
-        if is_retired and self.launched is not None:
-            self.launched.retire(engine)
+        if self.launched is not None and engine not in self.fleet.engines:
+            (self.launched.retire if is_retired else self.launched.lost)(engine)
+        self._pending.notify()
         level, what = (logging.INFO, "left") if is_retired else (logging.WARNING, "lost")
         log.log(level, "engine=%s %s: %s", engine, what, self.fleet.departed.get(engine))
         self._pins.pop(engine, None)
@@ -396,11 +398,26 @@ class EngineSide:
         self.fleet.send(engine, HelloRejected(message=why))
         self._lose(engine, f"could not take weights: {why}", is_crash=False)
 
+    def training_statistics(self) -> list[EngineStatistics]:
+        """Return statistics of the engines that get turns of training."""
+        turns = dict(self._core.turns.engines)  # at once: engines come and go meanwhile
+        return [
+            each
+            for each in self.fleet.statistics()
+            if each.state == "serving"
+            and not (each.name in turns and turns[each.name].is_for_evaluation)
+        ]
+
+    @property
+    def reserved(self) -> int:
+        """Number of engines that are kept for evaluations once enough have joined."""
+        return self._settings.fleet.evaluation_engines
+
     async def scale(self, engines: int, within_s: float) -> None:
         """Start engines, or have some leave, until ``engines`` of the run's model run here.
 
         Return once the new ones have joined, or the others have left. The ones with the highest
-        numbers leave, as by :meth:`Drains.drain`.
+        numbers leave, as by :meth:`Drains.drain`, those kept for evaluations last.
 
         Raises:
             ConfigError: this run starts no engines.
@@ -409,7 +426,9 @@ class EngineSide:
         launched = self.launched
         if launched is None:
             raise ConfigError("this run starts no engines itself; start or drain them one by one")
-        names = launched.names
+        turns = self._core.turns.engines
+        kept = {name for name, engine in turns.items() if engine.is_for_evaluation}
+        names = sorted(launched.names, key=lambda name: name not in kept)
         if leaving := names[engines:]:
             for name in leaving:
                 if name not in self.fleet.engines:  # it starts, or waits for its restart
@@ -450,8 +469,8 @@ class EngineSide:
         """Remove a local engine whose process has ended."""
         if engine in self._starting and engine not in self.fleet.engines:
             self._starting[engine] = why
-            self._pending.notify()
         self._lose(engine, why)
+        self._pending.notify()
 
     def give_up_engine(self, engine: str, why: str) -> None:
         """Remove an engine that did not reply in time."""

@@ -23,6 +23,7 @@ from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, re
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.fleet.shell import Wire
 from tidegate.orchestrator.journal.run_journal import RunJournal
+from tidegate.orchestrator.scheduler.elastic_fleet import ElasticFleet
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.run_watch import RunWatch
 from tidegate.orchestrator.scheduler.trainer_side import TrainerSide
@@ -125,6 +126,17 @@ class Scheduler:
         self._tool_calls = model.call_counts
         self._text_escaper = model.text_escaper
         self.watch = self._run_watch()
+        self.elastic = self._elastic_fleet()
+        """Decides and carries out how many engines the run has; None: nothing decides."""
+
+    def _elastic_fleet(self) -> ElasticFleet | None:
+        policy = self._settings.fleet.elasticity
+        if policy is None:
+            return None
+        known = self.core.turns.engines.values()  # of the run that is resumed
+        had = sum(not (engine.is_draining or engine.is_for_evaluation) for engine in known)
+        wanted = had or self._settings.fleet.engines - self.engines.reserved
+        return ElasticFleet(policy, self.engines, self._pending, wanted=wanted)
 
     def _new_trainer(self, adapter: str) -> TrainerSide:
         return TrainerSide(
@@ -434,6 +446,19 @@ class Scheduler:
             self._pause_generation()
 
     # ------------------------------------------------------------ the trainer's requests
+
+    async def scale(self, engines: int, within_s: float) -> None:
+        """As :meth:`EngineSide.scale`.
+
+        Raises:
+            ConfigError: an elasticity policy decides how many engines the run has.
+        """
+        if self.elastic is not None:
+            raise ConfigError(
+                "the run's elasticity policy decides how many engines it has; omit elasticity, or "
+                "let it decide"
+            )
+        await self.engines.scale(engines, within_s)
 
     async def train_adapter(self, name: str, rules: Rules) -> None:
         """Train an adapter from now on, with groups and batches of its own; return once a publish

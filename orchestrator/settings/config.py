@@ -32,6 +32,7 @@ from tidegate.orchestrator.settings.hub import find_model
 from tidegate.orchestrator.settings.suggestions import did_you_mean, worded
 from tidegate.policies.asynchrony import BoundedStaleness, DeadlinePolicy
 from tidegate.policies.consumption import Window
+from tidegate.policies.elasticity import Elastic
 from tidegate.policies.failures import FailurePolicy
 from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.migration import MigrationPolicy
@@ -275,6 +276,10 @@ class FleetSettings(SettingsRecord):
     evaluation_engines: Annotated[int, Field(ge=0)] = 0
     """Number of engines, among all that join, that are kept for evaluations and get no turns of
     training. Evaluations then run beside training, each by one version."""
+    elasticity: InstanceOf[Elastic] | None = None
+    """Adds and retires engines during the run, within its limits, where that makes batches cheaper,
+    and replaces lost ones; the run begins with ``engines``. None leaves the number to
+    ``rollouts.scale()``. Set it if engines cost money while they idle, or may be taken away."""
     engine_urls: tuple[str, ...] = ()
     """Running inference servers to use as engines, such as ``vllm+http://127.0.0.1:8000``. The run
     starts an adapter process for each of them, and engines of its own only if ``engines`` is set
@@ -339,6 +344,7 @@ class FleetSettings(SettingsRecord):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_urls()
+        self._check_elasticity()
         if self.engines_started == 0 and self.listen_address is None:
             raise ConfigError(
                 "engines=0 starts no engine, and without a listen_address none can connect; set "
@@ -380,6 +386,27 @@ class FleetSettings(SettingsRecord):
             raise ConfigError(
                 f"engine_urls names a server twice: {', '.join(self.engine_urls)}; one adapter "
                 f"drives one server, and two would pause it behind each other's backs"
+            )
+
+    def _check_elasticity(self) -> None:
+        if (elastic := self.elasticity) is None:
+            return
+        if self.engine_urls:
+            raise ConfigError(
+                "elasticity starts and retires engines of the run's model, and engine_urls names "
+                "servers, which the run does not start; omit one of them"
+            )
+        if elastic.start is not None and self.cluster is not None:
+            raise ConfigError(
+                f"elasticity has functions that start engines, and cluster={self.cluster!r} starts "
+                f"them too; omit one of them"
+            )
+        training = self.engines - self.evaluation_engines
+        if training != elastic.clipped(training):
+            raise ConfigError(
+                f"engines={self.engines} begins with {training} for training, beside "
+                f"evaluation_engines={self.evaluation_engines}, but elasticity allows "
+                f"{elastic.engines_min} to {elastic.engines_max}; set engines within that"
             )
 
     def _check_listener(self) -> None:
@@ -619,8 +646,10 @@ class RunSettings(SettingsRecord):
 
     @property
     def engine_processes(self) -> int:
-        """Number of processes that compute a model, of the engines that the run starts."""
-        return self.fleet.engines * self.engine.tensor_parallel_size
+        """Number of processes that compute a model, of the most engines that the run starts."""
+        elastic = self.fleet.elasticity
+        most = 0 if elastic is None else elastic.engines_max + self.fleet.evaluation_engines
+        return max(most, self.fleet.engines) * self.engine.tensor_parallel_size
 
     def memory_sharers(self, device: str) -> int:
         """Return how many processes of the run share a device's memory, or the host's.

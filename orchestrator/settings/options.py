@@ -19,6 +19,7 @@ from tidegate.orchestrator.settings.config import (
     WeightSettings,
 )
 from tidegate.policies.consumption import Window
+from tidegate.policies.elasticity import Elastic
 from tidegate.policies.failures import FailurePolicy
 from tidegate.policies.filters import GroupFilter
 from tidegate.policies.migration import MigrationPolicy
@@ -67,6 +68,7 @@ class RunOptions(TypedDict, total=False):
     # fleet
     engines: int
     evaluation_engines: int
+    elasticity: Elastic | None
     engine_urls: Sequence[str]
     stream_interval_tokens: int
     cluster: Literal["ray"] | None

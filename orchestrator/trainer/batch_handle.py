@@ -163,7 +163,7 @@ CONTROLS: dict[str, Callable[..., Awaitable[Any]]] = {
     "sleep": lambda scheduler, **how: scheduler.control.sleep(**how),
     "wake": lambda scheduler, **how: scheduler.control.wake(**how),
     "drain": lambda scheduler, **how: scheduler.engines.drains.drain(**how),
-    "scale": lambda scheduler, **how: scheduler.engines.scale(**how),
+    "scale": lambda scheduler, **how: scheduler.scale(**how),
 }
 """What :class:`RunHandle` asks of a run in this process, by the name of its method."""
 
@@ -210,6 +210,8 @@ class MeasuredHandle(ABC):
             ledger=ledger,
             evaluation_ledger=core.evaluation_ledger.snapshot(),
             engines=scheduler.fleet.statistics(),
+            engines_wanted=None if scheduler.elastic is None else scheduler.elastic.wanted,
+            scaling="" if scheduler.elastic is None else scheduler.elastic.decision,
             pause_mode=scheduler.control.state.pauses.mode,
             asleep=scheduler.control.state.sleeps.asleep,
             staging_version=scheduler.control.state.weights.staging_version,
@@ -736,10 +738,18 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
             batch.rollout_ids.numpy(),
             trainer_version=batch.trainer_version,
             usage=self._timekeeper.usage(),
-            engines=scheduler.fleet.statistics() if scheduler is not None else (),
+            engines=scheduler.engines.training_statistics() if scheduler is not None else (),
             began_s=np.array([root.began_s for root in roots]),
             ended_s=np.array([root.ended_s for root in roots]),
         )
+        if not self._adapter and scheduler is not None and scheduler.elastic is not None:
+            self._post(self._decide_engines)
+
+    def _decide_engines(self, scheduler: Scheduler) -> None:
+        """Ask the elasticity policy, after a batch."""
+        assert scheduler.elastic is not None
+        batches, totals = scheduler.elastic.policy.batches, self._totals(scheduler)
+        scheduler.elastic.decide(self._forecaster.measure_last(batches, totals))
 
 
 class SyncBatchHandle(SyncTrainerHandle):

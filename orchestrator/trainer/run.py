@@ -32,7 +32,12 @@ from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.episodes.contained_tasks import ContainedExit, contained_task
 from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import read_model_files
-from tidegate.orchestrator.fleet.launcher import EngineLauncher, Engines
+from tidegate.orchestrator.fleet.launcher import (
+    CalledEngines,
+    EngineLauncher,
+    Engines,
+    OnExit,
+)
 from tidegate.orchestrator.journal.resuming import Resume, open_run_journal
 from tidegate.orchestrator.scheduler.gc_tuning import GC_TUNING, young_objects_max
 from tidegate.orchestrator.scheduler.loop_watch import LoopWatch
@@ -345,7 +350,7 @@ class Run:
                 scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
 
         address = connectable_address(router.address)
-        engines = self._launcher.engines(address, logs, on_exit=on_exit)
+        engines = self._make_engines(address, logs, scheduler, on_exit)
         self._engines = engines
         scheduler.engines.on_silent = engines.kill
         scheduler.engines.launched = engines
@@ -356,6 +361,8 @@ class Run:
                 await self._engines_joined(scheduler, logs)
                 engines.may_restart = True
                 self.ready.set_result(None)
+                if scheduler.elastic is not None:
+                    group.create_task(scheduler.elastic.run(), name="elasticity")
         except BaseException as error:
             with self._lock:
                 self._failure, self._is_ending = cause_of(error), True
@@ -371,6 +378,18 @@ class Run:
                     scheduler.fleet.send(engine, Shutdown())
                 self.loop_watch.stop()  # nothing else runs on the loop: it may wait for processes
                 engines.stop()
+
+    def _make_engines(
+        self, address: str, logs: Path, scheduler: Scheduler, on_exit: OnExit
+    ) -> Engines:
+        """Make the engines that the run starts: by functions of the user's, or by the launcher."""
+        fleet, elastic = self.settings.fleet, self.settings.fleet.elasticity
+        if elastic is None or elastic.start is None or elastic.stop is None:
+            return self._launcher.engines(address, logs, on_exit=on_exit)
+        known = scheduler.core.turns.engines
+        return CalledEngines(
+            elastic.start, elastic.stop, address, count=fleet.engines, known=known, on_exit=on_exit
+        )
 
     def _episode_observers(self) -> list[EpisodeObserver]:
         if self.recorder is None:

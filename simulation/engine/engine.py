@@ -696,6 +696,15 @@ class EngineHost:
         if math.isfinite(lasts_s):
             self._loop.call_later(RESTART_S + lasts_s, self._restart)
 
+    def retire(self) -> None:
+        """Start no other process once the present one has ended."""
+        self._is_stopped = True
+
+    def begin_again(self, delay_s: float) -> None:
+        """Start another process of a retired engine in ``delay_s`` seconds."""
+        self._is_stopped = False
+        self._loop.call_later(delay_s, self._restart)
+
     def stop(self) -> None:
         """Kill the engine process and start no other one."""
         self._is_stopped = True
@@ -703,7 +712,7 @@ class EngineHost:
             self.engine.kill()
 
     def _restart(self) -> None:
-        if self._is_stopped:
+        if self._is_stopped or (self.engine is not None and self.engine.is_alive):
             return
         self._epoch += 1
         self.engine = self.engine_class(

@@ -9,10 +9,11 @@ take virtual time; the trainer's own computation takes none.
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from tidegate.errors import ConfigError, EngineLost, EpisodeError, RunClosed
 from tidegate.orchestrator.core.rollout import Turn
+from tidegate.orchestrator.fleet.processes import engine_number
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
@@ -88,6 +90,8 @@ def run_plan(
             raise ConfigError(f"{name} can't be used in a simulated run; leave it out in tests")
     if len({isinstance(each, ScriptedEngine) for each in engines}) > 1:
         raise ConfigError("a simulated run's engines are all scripted or all compute; got both")
+    if checked.fleet.elasticity is not None and not isinstance(engines[0], ScriptedEngine):
+        raise ConfigError("elasticity in a simulated run is for scripted engines; got others")
     return RunPlan(checked, tuple(engines), says)
 
 
@@ -118,6 +122,82 @@ class _NeverBlocked:
     longest_block_s = 0.0
 
 
+MakeHost = Callable[[ScriptedEngine, int], ScriptedHost]
+"""Makes the host of an engine with this number."""
+
+
+class SimulatedEngines:
+    """Scripted engines of a run, as its launcher: added ones are like the first of the plan."""
+
+    def __init__(self, plan: RunPlan, make_host: MakeHost) -> None:
+        self._plan = plan
+        self._make_host = make_host
+        self.hosts = {
+            f"engine-{number}": make_host(engine, number)
+            for number, engine in enumerate(plan.engines)
+            if isinstance(engine, ScriptedEngine)
+        }
+        """Hosts of all engines so far, by name."""
+        self._retired: set[str] = set()
+        self.may_restart = True
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether all engines have ended, and none starts again."""
+        return not self.names
+
+    def start(self) -> None:
+        """Start the engines of the plan."""
+        for host in self.hosts.values():
+            host.start()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the engines that run or will start again, by number."""
+        here = (name for name in self.hosts.keys() - self._retired if not self._is_gone(name))
+        return sorted(here, key=engine_number)
+
+    def _is_gone(self, name: str) -> bool:
+        """Whether the engine's script has ended the engine for good."""
+        return name in self.hosts and self.hosts[name].is_gone
+
+    def add(self, count: int) -> list[str]:
+        """Start engines that serve after ``start_s`` of the elasticity policy."""
+        elastic, first = self._plan.settings.fleet.elasticity, self._plan.engines[0]
+        start_s = 0.0 if elastic is None else elastic.start_s
+        assert isinstance(first, ScriptedEngine)
+        unused = (n for n in map("engine-{}".format, itertools.count()) if n not in self.names)
+        names = list(itertools.islice((n for n in unused if not self._is_gone(n)), count))
+        for name in names:
+            if name not in self.hosts:
+                engine = replace(first, joins_at_s=0.0)
+                self.hosts[name] = self._make_host(engine, engine_number(name))
+            self._retired.discard(name)
+            self.hosts[name].begin_again(start_s)
+        return names
+
+    def retire(self, name: str) -> None:
+        """Start no further process of an engine that was asked to leave."""
+        if name in self.hosts:
+            self._retired.add(name)
+            self.hosts[name].retire()
+
+    def lost(self, name: str) -> None:
+        """Do nothing: the engine's script says whether it starts again."""
+
+    def kill(self, name: str) -> None:
+        """Do nothing: an engine that hangs does so for as long as its script says."""
+
+    def kill_all(self) -> None:
+        """Kill all processes."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill all processes, and start no other ones."""
+        for host in self.hosts.values():
+            host.stop()
+
+
 class SimulatedRun:
     """One run on an event loop in virtual time, which the run shares with its trainer."""
 
@@ -142,7 +222,9 @@ class SimulatedRun:
         self.scheduler: Scheduler | None = None
         self.channel: SimulatedChannel | ShmSender | None = None
         self.written = WrittenTensors()
-        self._hosts: list[ScriptedHost | ComputingHost] = []
+        self.engines: SimulatedEngines | None = None
+        """Scripted engines; None before the start."""
+        self._computing: list[ComputingHost] = []
         self._main: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._is_ending = False
@@ -152,6 +234,11 @@ class SimulatedRun:
         """State of each engine, and the last frames carried, as lines of text."""
         last = list(self._frame_log.last)[-SHOWN_FRAMES_MAX:]
         return [*map(str, self._hosts), *map(str, last)]
+
+    @property
+    def _hosts(self) -> "list[ScriptedHost | ComputingHost]":
+        scripted = self.engines.hosts.values() if self.engines is not None else ()
+        return [*scripted, *self._computing]
 
     # ------------------------------------------------------------ called by the client handles
 
@@ -260,20 +347,27 @@ class SimulatedRun:
     async def _serve_until_failed(self) -> None:
         plan, settings = self._plan, self.settings
         files = files_of(settings.model)
-        scripted = {
-            f"engine-{number}": engine
-            for number, engine in enumerate(plan.engines)
-            if isinstance(engine, ScriptedEngine)
-        }
+        is_scripted = isinstance(plan.engines[0], ScriptedEngine) if plan.engines else True
+        scripted: dict[str, ScriptedEngine] = {}
         model = ScriptedModel(plan.says, files, scripted, self._turn_of)
         unchecked = GroundTruth(keeps_steps=False)
         context = SimulationContext(self._time.loop, self._frame_log, unchecked, model=model)
-        self.channel = SimulatedChannel(context) if scripted else ShmSender()
+        self.channel = SimulatedChannel(context) if is_scripted else ShmSender()
         init = self.channel.init()
         scheduler = Scheduler(settings, files, context.router, init, recorder=None)
         self.scheduler = scheduler
-        for number, engine in enumerate(plan.engines):
-            self._hosts.append(self._make_host(engine, number, context))
+
+        def make_host(engine: ScriptedEngine, number: int) -> ScriptedHost:
+            scripted[f"engine-{number}"] = engine
+            chance = random.Random(f"{settings.sampling.seed}/{number}")
+            on_exit = self._engine_ended
+            return ScriptedHost(engine, number, context=context, chance=chance, on_exit=on_exit)
+
+        self.engines = SimulatedEngines(plan, make_host)
+        if is_scripted:
+            scheduler.engines.launched = self.engines
+        else:
+            self._make_computing_hosts(context)
         self._time.loop.set_exception_handler(self._on_error)
         async with asyncio.TaskGroup() as group:
             group.create_task(scheduler.run(), name="scheduler")
@@ -283,18 +377,18 @@ class SimulatedRun:
                 max(1, sum(getattr(each, "joins_at_s", 0) == 0 for each in plan.engines))
             )
             self.ready.set_result(None)
+            if scheduler.elastic is not None:
+                group.create_task(scheduler.elastic.run(), name="elasticity")
 
-    def _make_host(
-        self, engine: "ScriptedEngine | ComputingEngine", number: int, context: SimulationContext
-    ) -> "ScriptedHost | ComputingHost":
-        if isinstance(engine, ScriptedEngine):
-            chance = random.Random(f"{self.settings.sampling.seed}/{number}")
-            on_exit = self._engine_ended
-            return ScriptedHost(engine, number, context=context, chance=chance, on_exit=on_exit)
+    def _make_computing_hosts(self, context: SimulationContext) -> None:
         # imports torch and the engine, which scripted runs do not need
-        from tidegate.simulation.engine.computing import ComputingHost
+        from tidegate.simulation.engine.computing import ComputingEngine, ComputingHost
 
-        return ComputingHost(engine, number, context=context, settings=self.settings)
+        self._computing = [
+            ComputingHost(engine, number, context=context, settings=self.settings)
+            for number, engine in enumerate(self._plan.engines)
+            if isinstance(engine, ComputingEngine)
+        ]
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the run with an error that a callback raised, such as an engine's script.
@@ -313,8 +407,9 @@ class SimulatedRun:
 
     def _engine_ended(self, name: str, why: str) -> None:
         assert self.scheduler is not None
+        assert self.engines is not None
         self.scheduler.engines.ended(name, why)
-        if all(host.is_gone for host in self._hosts):
+        if self.engines.are_gone and self.scheduler.elastic is None:
             self.scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
 
 

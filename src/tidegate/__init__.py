@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     )
     from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
     from tidegate.policies.consumption import Window
+    from tidegate.policies.elasticity import Elastic
     from tidegate.policies.failures import FailurePolicy
     from tidegate.policies.filters import DynamicSampling
     from tidegate.policies.kept_tokens import kept_logprobs
@@ -137,6 +138,8 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader needs them; so is t
     "Unbounded",
     "DynamicSampling",
     "FailurePolicy",
+    # Choose how many engines there are
+    "Elastic",
     # Run environments and programs
     "EnvironmentPool",
     "environment_episode",
