@@ -53,6 +53,7 @@ class Elastic:
 
     engines_max: int
     engines_min: int = 1
+    """Fewest engines; 2 for evaluations of one version without engines kept for them."""
     engine_hour_cost: float = 1.0
     """Cost of an engine's hour, in any unit."""
     trainer_hour_cost: float = 4.0

@@ -248,7 +248,6 @@ class EngineSide:
         is_retired = self.fleet.is_retired(engine)
         if self.launched is not None and engine not in self.fleet.engines:
             (self.launched.retire if is_retired else self.launched.lost)(engine)
-        self._pending.notify()
         level, what = (logging.INFO, "left") if is_retired else (logging.WARNING, "lost")
         log.log(level, "engine=%s %s: %s", engine, what, self.fleet.departed.get(engine))
         self._pins.pop(engine, None)

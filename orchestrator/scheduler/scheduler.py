@@ -307,6 +307,8 @@ class Scheduler:
         if is_rare:
             if type(event) is ev.EngineJoined:
                 self.engines.keep_for_evaluation()
+            elif type(event) is ev.EngineLeft:
+                self._pending.notify()  # what is waited for may not come without the engine
             trainer.wake_tasks()
         elif type(event) is ev.EpisodeReturned and core.groups.revision != revision:
             trainer.wake_tasks()  # the revision is unchanged while other rollouts of its group run

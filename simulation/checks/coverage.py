@@ -17,6 +17,8 @@ class CoverageMark(StrEnum):
     LEFT = "an engine sent a goodbye"
     DRAINED = "an engine without turns was drained"
     DRAINED_AT_WORK = "an engine with turns was drained"
+    ELASTIC_GREW = "a policy added engines"
+    ELASTIC_SHRANK = "a policy retired engines"
     LATE = "an engine joined late"
     ALONE = "no engine could serve a requested turn"
     CAME_BACK = "an engine rejoined after it was given up"
@@ -85,3 +87,6 @@ class CoverageMark(StrEnum):
 
 ADAPTER_MARKS = frozenset(mark for mark in CoverageMark if mark.name.startswith("ADAPTER"))
 """Marks that only runs with trained adapters reach."""
+
+ELASTIC_MARKS = frozenset({CoverageMark.ELASTIC_GREW, CoverageMark.ELASTIC_SHRANK})
+"""Marks that only elastic runs reach."""

@@ -5,7 +5,7 @@ token from the simulated model. The oracle shares no code with the core that it 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -15,6 +15,7 @@ from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX, LOSSES_TOTA
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.ground_truth import GroundTruth
 from tidegate.simulation.checks.model import check_turn
+from tidegate.simulation.faults.faults import FaultKind
 from tidegate.simulation.faults.scenario import WEIGHTS_TIMEOUT_S, Scenario, Script, ScriptedTurn
 
 
@@ -217,6 +218,9 @@ class InvariantChecker:
         """Versions that the trainer has rolled back."""
         self._named = 0
         """Number of batches named since the last release of a version."""
+        self._wanted = 0
+        """Number of engines that an elasticity policy wanted last; 0 before the first event."""
+        self._drains_are_planned = any(f.kind is FaultKind.DRAIN for f in scenario.faults)
         self._draining: set[str] = set()
         """Engines that are about to leave, and must get no turns."""
         self._drained: set[tuple[str, int]] = set()
@@ -308,6 +312,23 @@ class InvariantChecker:
         assert outstanding <= self._outstanding_max, (
             f"{outstanding} groups are outstanding of {self._outstanding_max} allowed"
         )
+
+    def check_fleet(self, event: ev.Event, *, wanted: int, launched: Sequence[str]) -> None:
+        """Check that an elasticity policy's limits hold, and that it retires no engine too many,
+        and none that is kept for evaluations. ``launched``: engines that the run has started."""
+        policy, kept = self._scenario.elasticity, self._scenario.engines_kept
+        assert policy is not None
+        assert policy.engines_min <= wanted <= policy.engines_max, f"{wanted} engines are wanted"
+        assert len(launched) <= policy.engines_max + kept, f"{launched} are started"
+        if self._wanted and wanted != self._wanted:
+            is_more = wanted > self._wanted
+            mark = CoverageMark.ELASTIC_GREW if is_more else CoverageMark.ELASTIC_SHRANK
+            self._coverage.add(mark)
+        self._wanted = wanted
+        if type(event) is ev.EngineDraining and not self._drains_are_planned:
+            assert event.engine not in self._kept, f"{event.engine} is kept for evaluations"
+            left = [name for name in launched if name not in self._draining]
+            assert len(left) >= wanted + kept, f"only {left} are left of {wanted} + {kept}"
 
     def _count(self, event: ev.Event) -> None:
         match event:
@@ -724,6 +745,8 @@ def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:
 def _engines_without_faults(scenario: Scenario) -> set[str]:
     """Return the engines without planned faults; none if engines may lag or turns are deadly."""
     if scenario.weight_update_timeout_s < WEIGHTS_TIMEOUT_S or scenario.deadly_turns:
+        return set()
+    if scenario.is_elastic:  # any engine may be retired
         return set()
     faulty = {fault.engine for fault in scenario.faults}
     return {f"engine-{number}" for number in range(scenario.engines) if number not in faulty}

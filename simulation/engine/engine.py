@@ -603,6 +603,11 @@ class EngineHost:
     def __str__(self) -> str:
         return str(self.engine or f"{self.name}: not started yet")
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the host starts no process any more, and not because it was told so."""
+        return False
+
     def start(self) -> None:
         """Start the first process, unless a planned fault delays the start."""
         if not any(fault.kind is FaultKind.LATE for fault in self._faults):

@@ -23,10 +23,13 @@ from tidegate.policies.asynchrony import (
     OneStepOffPolicy,
     Unbounded,
 )
+from tidegate.policies.bottlenecks import RunFigures
 from tidegate.policies.consumption import Window
+from tidegate.policies.elasticity import Elastic, Scaling
 from tidegate.policies.failures import FailurePolicy
 from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.migration import EvenOut, LongTailLane
+from tidegate.policies.predictions import DecodeCost
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
 from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
 from tidegate.policies.speeds import MeasuredSpeeds
@@ -215,6 +218,48 @@ def engine_name(number: int) -> str:
     return f"engine-{number}"
 
 
+def any_figures(engines: int) -> RunFigures:
+    """Return figures of a run with so many engines, for a policy that does not read the others."""
+    return RunFigures(
+        batch_s=1.0,
+        trainer_s=1.0,
+        publish_s=0.0,
+        engines=engines,
+        engine_idle_share=0.0,
+        full_share=0.0,
+        work_s=1.0,
+        slots=1,
+        full_rows=1.0,
+        rows=1.0,
+        cost=DecodeCost(0.0, 1.0),
+        rollout_s=1.0,
+        decode_s=1.0,
+        queue_s=0.0,
+        activity_s=0.0,
+        group_s=(1.0,),
+        groups_per_batch=1,
+        waits_for_stragglers=True,
+        max_staleness=None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticByChance(Elastic):
+    """Draws a number of engines within the limits, whatever the figures are."""
+
+    seed: int
+    start_s: float = 0.2
+    cool_down_s: float = 0.1
+    drain_s: float = 0.3
+
+    def decide(self, run: RunFigures, *, quiet_s: float) -> Scaling | None:
+        """Return the drawn number, unless the engines have just changed or are as many."""
+        chance = random.Random(f"{self.seed}/{run.engines}/{quiet_s}")
+        engines = chance.randint(self.engines_min, self.engines_max)
+        is_change = quiet_s >= self.cool_down_s and engines != run.engines
+        return Scaling(run.engines, engines, "by chance") if is_change else None
+
+
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -354,6 +399,9 @@ class Scenario(
     evaluation_engines: int = 0
     """Number of the engines that are kept for evaluations; one is always left for training."""
 
+    is_elastic: bool = False
+    """Whether a policy adds and retires engines, up to ``engines``, by chance after each batch."""
+
     # ---- adapters, in runs that train some: see :mod:`adapter_runs`
     adapters: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of adapters that are trained; 0: the run's weights are."""
@@ -480,6 +528,18 @@ class Scenario(
         return 15 * self.episode_timeout_s
 
     @property
+    def engines_kept(self) -> int:
+        """Number of engines that are kept for evaluations."""
+        return min(self.evaluation_engines, self.engines - 1)
+
+    @property
+    def elasticity(self) -> Elastic | None:
+        """Policy that decides how many engines there are; None: their number stays."""
+        if not self.is_elastic:
+            return None
+        return ElasticByChance(engines_max=self.engines - self.engines_kept, seed=self.seed)
+
+    @property
     def must_name_batches(self) -> bool:
         """Whether the trainer may hold batches that a publish's weights were not made from."""
         is_told = self.batches_per_publish == self.batches_per_version
@@ -499,7 +559,8 @@ class Scenario(
         return run_settings(
             model=Path("simulated"),
             engines=self.engines,
-            evaluation_engines=min(self.evaluation_engines, self.engines - 1),
+            evaluation_engines=self.engines_kept,
+            elasticity=self.elasticity,
             staleness_policy=self.staleness_policy(),
             **self.placement_settings(),
             group_filter=self.group_filter(),

@@ -9,7 +9,6 @@ take virtual time; the trainer's own computation takes none.
 import asyncio
 import concurrent.futures
 import contextlib
-import itertools
 import os
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -34,6 +33,7 @@ from tidegate.orchestrator.trainer.run import Run, RunParts, cause_of
 from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
 from tidegate.simulation.checks.ground_truth import GroundTruth
 from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.launcher import SimulatedEngines
 from tidegate.simulation.engine.scripted import (
     Says,
     ScriptedEngine,
@@ -122,82 +122,6 @@ class _NeverBlocked:
     longest_block_s = 0.0
 
 
-MakeHost = Callable[[ScriptedEngine, int], ScriptedHost]
-"""Makes the host of an engine with this number."""
-
-
-class SimulatedEngines:
-    """Scripted engines of a run, as its launcher: added ones are like the first of the plan."""
-
-    def __init__(self, plan: RunPlan, make_host: MakeHost) -> None:
-        self._plan = plan
-        self._make_host = make_host
-        self.hosts = {
-            f"engine-{number}": make_host(engine, number)
-            for number, engine in enumerate(plan.engines)
-            if isinstance(engine, ScriptedEngine)
-        }
-        """Hosts of all engines so far, by name."""
-        self._retired: set[str] = set()
-        self.may_restart = True
-
-    @property
-    def are_gone(self) -> bool:
-        """Whether all engines have ended, and none starts again."""
-        return not self.names
-
-    def start(self) -> None:
-        """Start the engines of the plan."""
-        for host in self.hosts.values():
-            host.start()
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the engines that run or will start again, by number."""
-        here = (name for name in self.hosts.keys() - self._retired if not self._is_gone(name))
-        return sorted(here, key=engine_number)
-
-    def _is_gone(self, name: str) -> bool:
-        """Whether the engine's script has ended the engine for good."""
-        return name in self.hosts and self.hosts[name].is_gone
-
-    def add(self, count: int) -> list[str]:
-        """Start engines that serve after ``start_s`` of the elasticity policy."""
-        elastic, first = self._plan.settings.fleet.elasticity, self._plan.engines[0]
-        start_s = 0.0 if elastic is None else elastic.start_s
-        assert isinstance(first, ScriptedEngine)
-        unused = (n for n in map("engine-{}".format, itertools.count()) if n not in self.names)
-        names = list(itertools.islice((n for n in unused if not self._is_gone(n)), count))
-        for name in names:
-            if name not in self.hosts:
-                engine = replace(first, joins_at_s=0.0)
-                self.hosts[name] = self._make_host(engine, engine_number(name))
-            self._retired.discard(name)
-            self.hosts[name].begin_again(start_s)
-        return names
-
-    def retire(self, name: str) -> None:
-        """Start no further process of an engine that was asked to leave."""
-        if name in self.hosts:
-            self._retired.add(name)
-            self.hosts[name].retire()
-
-    def lost(self, name: str) -> None:
-        """Do nothing: the engine's script says whether it starts again."""
-
-    def kill(self, name: str) -> None:
-        """Do nothing: an engine that hangs does so for as long as its script says."""
-
-    def kill_all(self) -> None:
-        """Kill all processes."""
-        self.stop()
-
-    def stop(self) -> None:
-        """Kill all processes, and start no other ones."""
-        for host in self.hosts.values():
-            host.stop()
-
-
 class SimulatedRun:
     """One run on an event loop in virtual time, which the run shares with its trainer."""
 
@@ -222,7 +146,7 @@ class SimulatedRun:
         self.scheduler: Scheduler | None = None
         self.channel: SimulatedChannel | ShmSender | None = None
         self.written = WrittenTensors()
-        self.engines: SimulatedEngines | None = None
+        self.engines: SimulatedEngines[ScriptedHost] | None = None
         """Scripted engines; None before the start."""
         self._computing: list[ComputingHost] = []
         self._main: asyncio.Task[None] | None = None
@@ -357,13 +281,19 @@ class SimulatedRun:
         scheduler = Scheduler(settings, files, context.router, init, recorder=None)
         self.scheduler = scheduler
 
-        def make_host(engine: ScriptedEngine, number: int) -> ScriptedHost:
-            scripted[f"engine-{number}"] = engine
+        def make_host(name: str, engine: ScriptedEngine | None = None) -> ScriptedHost:
+            first, number = plan.engines[0], engine_number(name)
+            assert isinstance(first, ScriptedEngine)
+            scripted[name] = engine = engine or replace(first, joins_at_s=0.0)
             chance = random.Random(f"{settings.sampling.seed}/{number}")
             on_exit = self._engine_ended
             return ScriptedHost(engine, number, context=context, chance=chance, on_exit=on_exit)
 
-        self.engines = SimulatedEngines(plan, make_host)
+        elastic, engines = settings.fleet.elasticity, enumerate(plan.engines)
+        start_s = 0.0 if elastic is None else elastic.start_s
+        named = ((f"engine-{n}", each) for n, each in engines if isinstance(each, ScriptedEngine))
+        hosts = {name: make_host(name, each) for name, each in named}
+        self.engines = SimulatedEngines(hosts, make_host, start_s=start_s)
         if is_scripted:
             scheduler.engines.launched = self.engines
         else:

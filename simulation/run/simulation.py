@@ -19,6 +19,8 @@ from typing import Any
 from tokenizers import Tokenizer, models
 
 from tidegate.errors import NothingLeftToHappen
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.simulation.checks.coverage import CoverageMark
@@ -26,12 +28,14 @@ from tidegate.simulation.checks.invariants import CheckedCore, InvariantChecker
 from tidegate.simulation.checks.model import STOP_TOKEN
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.engine import EngineHost
+from tidegate.simulation.engine.launcher import SimulatedEngines
 from tidegate.simulation.engine.spec import HASHING_COSTS, SimulatedEngineSpec
 from tidegate.simulation.engine.wire import FrameLog
 from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind, name_faults
 from tidegate.simulation.faults.scenario import (
     BLOCK_TOKENS,
     Scenario,
+    any_figures,
     draw_scenario,
     engine_name,
 )
@@ -155,7 +159,8 @@ class SimulatedCluster(ABC):
                 hosts[fault.engine].plan(fault)
         for number, host in enumerate(hosts):
             kinds = {fault.kind for fault in scenario.faults if fault.engine == number}
-            host.must_end_idle = kinds == {FaultKind.DRAIN} and not scenario.deadly_turns
+            is_asked = kinds == {FaultKind.DRAIN} or (scenario.is_elastic and not kinds)
+            host.must_end_idle = is_asked and not scenario.deadly_turns
         return hosts
 
     def _engine_ended(self, engine: str, why: str) -> None:
@@ -276,6 +281,8 @@ class Simulation(SimulatedCluster):
             loop.create_task(self._trainer.run(scheduler), name="trainer"),
             loop.create_task(self._watch_for_deadlock(), name="liveness"),
         }
+        if scheduler.elastic is not None:
+            tasks.add(loop.create_task(scheduler.elastic.run(), name="elasticity"))
         futures = {self._failed, *tasks}
         try:
             done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -289,9 +296,24 @@ class Simulation(SimulatedCluster):
     def _new_scheduler(self) -> Scheduler:
         """Make the real scheduler with a core whose invariants are checked."""
         core = CheckedCore(self._scenario.settings.rules())
-        core.on_event = functools.partial(self._checker.check_event, core)
+        core.on_event = functools.partial(self._check_event, core)
         core.on_failure = self._fail
-        return self._make_scheduler(core=core)
+        scheduler = self._make_scheduler(core=core)
+        if scheduler.elastic is not None:
+            hosts = {host.name: host for host in self._hosts}
+            start_s = scheduler.elastic.policy.start_s
+            scheduler.engines.launched = SimulatedEngines(hosts, hosts.__getitem__, start_s=start_s)
+        return scheduler
+
+    def _check_event(self, core: Core, event: ev.Event, commands: list[ev.Command]) -> None:
+        self._checker.check_event(core, event, commands)
+        if self._scheduler is None or (elastic := self._scheduler.elastic) is None:
+            return
+        launched = self._scheduler.engines.launched
+        assert launched is not None
+        self._checker.check_fleet(event, wanted=elastic.wanted, launched=launched.names)
+        if type(event) is ev.BatchTaken:
+            self._loop.call_soon(elastic.decide, any_figures(elastic.wanted))
 
     async def _watch_for_deadlock(self) -> None:
         """Raise when the run makes no progress for a long time or takes too long; never return."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidegate.errors import ConfigError
-from tidegate.simulation.checks.coverage import ADAPTER_MARKS, CoverageMark
+from tidegate.simulation.checks.coverage import ADAPTER_MARKS, ELASTIC_MARKS, CoverageMark
 from tidegate.simulation.faults.scenario import Scenario, read_scenario
 from tidegate.simulation.run.adapter_runs import AdapterRunReport, run_adapters
 from tidegate.simulation.run.crash_restart import CrashRestartReport, run_crash_restarts
@@ -33,7 +33,7 @@ COVERAGE_SEEDS_MIN = 1000
 reach every mark. If a sweep of this size misses a mark, the simulation has ceased to produce the
 mark's situation."""
 
-SEED_MARKS = [mark for mark in CoverageMark if mark not in ADAPTER_MARKS]
+SEED_MARKS = [mark for mark in CoverageMark if mark not in ADAPTER_MARKS | ELASTIC_MARKS]
 """Marks that runs without adapters reach."""
 
 RUNS_MAX = 400

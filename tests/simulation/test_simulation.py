@@ -59,6 +59,13 @@ FAILED_ONCE = {
         '"batches_per_version":2,"publish_wait":"none","tasks":19,"failing_episodes":0.075,'
         '"train_s":0.009,"batches_per_publish":2,"publishing_twice":0.3,"look_ahead":2}'
     ),
+    "an evaluation waited for an engine that had just left": (
+        '{"max_staleness":1,"group_size":3,"groups_per_batch":3,"outstanding_groups_limit":4,'
+        '"credit_steps":1,"engines":3,"staging_s":0.013,"latency_s":0.01,"tasks":8,"turns_max":2,'
+        '"output_tokens_max":8,"scored_turns":0.15,"long_tools":0.05,"batch_poll_delay_s":0.01,'
+        '"evaluation_tasks":1,"pins_evaluations":true,"is_elastic":true,'
+        '"faults":[{"kind":"late","at_s":0.584}]}'
+    ),
 }
 """Smallest scenarios of failures that a sweep has found."""
 

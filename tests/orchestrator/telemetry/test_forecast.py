@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -261,3 +262,65 @@ def test_a_tools_stragglers_are_as_long_as_they_are_however_long_all_rollouts_qu
     forecast = forecaster.forecast(totals)
     assert forecast is not None
     assert "groups 1.7 times as long as rollouts" in forecast.advice  # 9.4 s and 5.4 s
+
+
+# ---------------------------------------------------------------- the last batches alone
+
+TOTALS = RunTotals(ledger=LedgerSnapshot(generated=80), outstanding_groups_max=3)
+
+
+def measured_fleet() -> tuple[Forecaster, Callable[..., None]]:
+    """Return a forecaster, and a function that adds a batch of two rollouts of 40 tokens."""
+    forecaster, at_s, steps, number = Forecaster(), 0.0, 0, 0
+
+    def add(batch_s: float, *names: str, idle: float = 0.5, restarted: bool = False) -> None:
+        nonlocal at_s, steps, number
+        at_s, steps, number = at_s + batch_s, steps + 10, number + 1
+        waited_s.append(waited_s[-1] + idle * batch_s)
+        forecaster.add_batch(
+            np.full(2, 40),
+            np.full(2, number),
+            np.zeros(2, int),
+            np.arange(2),
+            began_s=np.full(2, at_s),
+            ended_s=np.full(2, at_s + batch_s),
+            trainer_version=number,
+            usage=Usage(wall_s=at_s, trainer_idle_share=waited_s[-1] / at_s),
+            engines=[
+                replace(an_engine(steps=1 if restarted else steps), name=name) for name in names
+            ],
+        )
+
+    waited_s = [0.0]
+    return forecaster, add
+
+
+def test_the_last_batches_are_measured_without_those_before() -> None:
+    forecaster, add = measured_fleet()
+    for _ in range(4):
+        add(10.0, "a", "b", idle=0.9)
+    for _ in range(3):
+        add(1.0, "a", "b", idle=0.2)
+    run = forecaster.measure_last(3, TOTALS)
+    assert run is not None
+    assert run.engines == 2
+    assert run.batch_s == pytest.approx(1.0)
+    assert run.trainer_s == pytest.approx(0.8)
+    assert run.rollout_s == pytest.approx(1.0)
+    assert run.engine_idle_share == pytest.approx(1 - 0.1)  # ten steps of 10 ms a second
+    assert run.decode_s == pytest.approx(3 * 10 * 8 * 2 * 0.01 / (3 * 2 * 10 * 8 / 40))
+
+
+@pytest.mark.parametrize("change", ["joined", "left", "restarted"])
+def test_nothing_is_measured_across_a_change_of_the_engines(change: str) -> None:
+    forecaster, add = measured_fleet()
+    for _ in range(4):
+        add(1.0, "a", "b")
+    assert forecaster.measure_last(3, TOTALS) is not None
+    names = {"joined": ("a", "b", "c"), "left": ("a",), "restarted": ("a", "b")}[change]
+    add(1.0, *names, restarted=change == "restarted")
+    for _ in range(2):
+        add(1.0, *names)
+        assert forecaster.measure_last(3, TOTALS) is None
+    add(1.0, *names)
+    assert forecaster.measure_last(3, TOTALS) is not None
