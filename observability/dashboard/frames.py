@@ -107,6 +107,7 @@ def frame(snapshot: RunSnapshot) -> dict[str, Any]:
             name: _plain(seconds) for name, seconds in s.episode_activity_s.items()
         },
         "stuck": [str(each) for each in s.stuck],
+        "scaling": s.scaling,
         "engines": _engines(s),
         "groups": [
             [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in snapshot.groups

@@ -109,6 +109,8 @@ def screen(state: Mapping[str, Any]) -> RenderableType:
     ]
     if frame_data["forecast"] is not None:
         parts.append(Text(frame_data["forecast"]["advice"], style="cyan"))
+    if frame_data["scaling"]:
+        parts.append(Text(f"engines scaled: {frame_data['scaling']}", style="cyan"))
     parts += [Text(each, style="bold") for each in frame_data["stuck"]]
     parts.append(_engines(frame_data))
     if frame_data["adapters"]:

@@ -371,6 +371,13 @@ TIMES = (
         "attainable_batch_interval_s",
     ),
     Metric(
+        "tidegate_engines_wanted",
+        "gauge",
+        "Engines for training that the elasticity policy wants; statistics().scaling says why. No "
+        "sample without a policy.",
+        of_run(lambda s: s.engines_wanted),
+    ),
+    Metric(
         "tidegate_paused",
         "gauge",
         "1 while the engines are paused by a pause() call, 0 while they run.",

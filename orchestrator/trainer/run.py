@@ -346,7 +346,7 @@ class Run:
             scheduler.engines.ended(name, why)
             if not self.ready.done():
                 scheduler.fail(EngineStartFailed(engine=name, why=why))
-            elif engines.are_gone and not scheduler.fleet.engines:
+            elif engines.are_gone and not scheduler.fleet.engines and scheduler.elastic is None:
                 scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
 
         address = connectable_address(router.address)

@@ -294,9 +294,9 @@ class SimulatedRun:
         named = ((f"engine-{n}", each) for n, each in engines if isinstance(each, ScriptedEngine))
         hosts = {name: make_host(name, each) for name, each in named}
         self.engines = SimulatedEngines(hosts, make_host, start_s=start_s)
-        if is_scripted:
+        if scheduler.elastic is not None:  # else engines that leave start again by themselves
             scheduler.engines.launched = self.engines
-        else:
+        if not is_scripted:
             self._make_computing_hosts(context)
         self._time.loop.set_exception_handler(self._on_error)
         async with asyncio.TaskGroup() as group:

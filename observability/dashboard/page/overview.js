@@ -50,6 +50,7 @@ export class Overview {
     this.timeline.draw();
     this.drawFigures();
     setText("advice", frame.forecast ? `What limits this run: ${frame.forecast.advice}` : "");
+    setText("scaling", frame.scaling ? `Engines scaled: ${frame.scaling}` : "");
     this.drawWarnings();
     this.drawAdapters();
     this.drawCurves();
