@@ -164,3 +164,17 @@ async def test_a_killed_engine_is_started_again_and_the_policy_wants_it_still(mo
         await trainer.until_engines(["engine-0", "engine-1"], train_s=0.0)
         assert rollouts.statistics().engines_wanted == 2
         assert rollouts.statistics().ledger.error == 0
+
+
+async def test_a_resumed_run_wants_as_many_engines_as_it_had(model: Path, tmp_path: Path) -> None:
+    settings = {**SLOW, "journal": True, "run_directory": tmp_path / "run"}
+    settings["elasticity"] = Elastic(**{**ELASTIC, "cool_down_s": 1e6})
+    async with tidegate.serve(model=model, **{**settings, "engines": 2}) as rollouts:
+        batches = rollouts.batches(itertools.count(), episode=turn)
+        await anext(batches)
+        await rollouts.publish(Weights(model).step())
+    async with tidegate.serve(model=model, **settings, resume=True) as rollouts:
+        assert rollouts.statistics().engines_wanted == 2
+        await rollouts.publish(Weights(model).step(), batches=[])
+        await Trainer(rollouts, model).until_engines(["engine-0", "engine-1"], train_s=0.0)
+        assert rollouts.statistics().ledger.error == 0
