@@ -36,11 +36,12 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the memory of all these objects
     begin, allow = os.pipe()
+    program = os.getpid()
     pids = []
     for command, log in starts:
         if (pid := os.fork()) == 0:
             os.close(allow)
-            _run(command, Path(log), begin)
+            _run(command, Path(log), begin, program)
         pids.append(pid)
     os.write(sys.stdout.fileno(), f"{json.dumps(pids)}\n".encode())
     may_begin = sys.stdin.readline() == "\n"
@@ -49,9 +50,9 @@ def main() -> int:
     os._exit(not may_begin)  # the caller waits, and taking all modules apart takes long
 
 
-def _run(command: list[str], log: Path, begin: int) -> NoReturn:
-    """Run the engine ``python -m tidegate.engine.worker …`` as soon as it may begin."""
-    program = os.getppid()
+def _run(command: list[str], log: Path, begin: int, program: int) -> NoReturn:
+    """Run the engine ``python -m tidegate.engine.worker …`` as soon as it may begin, when the
+    process ``program`` that has forked it is gone: perhaps before this is called."""
     os.setsid()
     with open(os.devnull, "rb") as nothing, log.open("ab") as output:
         for number, stream in enumerate((nothing, output, output)):
