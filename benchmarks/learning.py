@@ -5,7 +5,7 @@ code (``simulation/engine/computing.py``) and the demo's trainer. Only time is m
 prefills, swaps and training take what ``COSTS`` and ``TRAINER_TOKENS_PER_S`` say. So each run has
 the same result on any machine, under any load.
 
-    python -m benchmarks.learning                       # 57 runs: 15 CPU-minutes, then plans
+    python -m benchmarks.learning                       # 69 runs: 20 CPU-minutes, then plans
     python -m benchmarks.learning --seeds 1 --ways sync,eta4
     python -m benchmarks.learning --picture docs/learning.png
 
@@ -138,12 +138,23 @@ class Way:
     correction: str = DEFAULT_CORRECTION
     is_one_step: bool = False
     """Whether a batch is generated entirely by the weights before those being trained."""
+    max_uses: int = 1
+    """Number of times that a group may be trained on."""
+
+    @property
+    def peer(self) -> str:
+        """Name of the configuration that the figures are relative to."""
+        return "sync" if self.max_uses == 1 else f"async η={self.max_staleness}"
 
     def staleness_policy(self) -> StalenessPolicy:
         """Return the policy of the run."""
         if self.is_one_step:
             return OneStepOffPolicy(groups_per_batch=GROUPS_PER_BATCH)
-        return BoundedStaleness(groups_per_batch=GROUPS_PER_BATCH, max_staleness=self.max_staleness)
+        return BoundedStaleness(
+            groups_per_batch=GROUPS_PER_BATCH,
+            max_staleness=self.max_staleness,
+            max_uses=self.max_uses,
+        )
 
 
 CORRECTED_STALENESS = 8
@@ -158,6 +169,10 @@ WAYS = (
     Way("eta8", "async η=8", 8),
     Way("eta4-abort", "η=4, abort", 4, pause_mode="abort"),
     Way("eta4-recompute", "η=4, recompute", 4, kv_policy="recompute"),
+    Way("eta2-uses2", "η=2, 2 uses", 2, max_uses=2),
+    Way("eta4-uses2", "η=4, 2 uses", 4, max_uses=2),
+    Way("eta4-uses3", "η=4, 3 uses", 4, max_uses=3),
+    Way("eta8-uses2", "η=8, 2 uses", 8, max_uses=2),
     *(
         Way(
             f"eta8-{name.replace(',', '').replace(' ', '-')}",
@@ -195,6 +210,8 @@ class Curve:
     """Sampled tokens of each trained rollout, by group."""
     turns_mean: float
     """Mean turns of a rollout."""
+    generated: list[int] = field(default_factory=list)
+    """Tokens generated before each version was published, the initial one first."""
 
     @property
     def batch_s(self) -> float:
@@ -205,6 +222,11 @@ class Curve:
         """Return when a version first had this reward; None if none did."""
         pairs = zip(self.at_s, self.rewards, strict=True)
         return next((at_s for at_s, seen in pairs if seen >= reward), None)
+
+    def tokens_to(self, reward: float) -> int | None:
+        """Return the tokens generated before a version first had this reward; None if none did."""
+        pairs = zip(self.generated, self.rewards, strict=True)
+        return next((tokens for tokens, seen in pairs if seen >= reward), None)
 
     def batches_to(self, reward: float) -> int | None:
         """Return the first version that had this reward; None if none had."""
@@ -287,6 +309,7 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
     weighing = _Weighing(CORRECTIONS[way.correction])
     rewards, staleness = [measure.reward(policy)], []
     lengths: list[list[int]] = []
+    generated = [0]
     turns = rollouts_trained = 0
     async with SimulatedRollouts(plan, time) as rollouts:
         started_s = time.now_s
@@ -296,6 +319,7 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
             await asyncio.sleep(batch.sampled_tokens / TRAINER_TOKENS_PER_S)
             await rollouts.publish(policy.state_dict())
             at_s.append(time.now_s - started_s)
+            generated.append(rollouts.statistics().ledger.generated)
             rewards.append(measure.reward(policy))
             staleness.append(float(batch.staleness.float().mean()))
             lengths += _lengths(batch)
@@ -316,6 +340,7 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
         trainer_idle_share=seen.trainer_idle_share,
         lengths=lengths,
         turns_mean=turns / rollouts_trained,
+        generated=generated,
     )
 
 
@@ -374,6 +399,7 @@ FIGURES: dict[str, tuple[str, Callable[[Curve], float | None]]] = {
         f"batches_to_{r:g}": ("batches", partial(Curve.batches_to, reward=r))
         for r in REWARDS_WANTED
     },
+    **{f"tokens_to_{r:g}": ("tokens", partial(Curve.tokens_to, reward=r)) for r in REWARDS_WANTED},
     "batch_s": ("s", lambda curve: curve.batch_s),
     "reward_best": ("reward", lambda curve: max(curve.rewards)),
     "reward_last": ("reward", lambda curve: curve.rewards[-1]),
@@ -389,20 +415,26 @@ FIGURES: dict[str, tuple[str, Callable[[Curve], float | None]]] = {
 
 def rows_of(curves: Sequence[Curve], ways: Sequence[Way]) -> Iterator[dict[str, object]]:
     """Yield one row per configuration and figure: medians over seeds, relative to the synchronous
-    run; then the forecasts of ``tidegate plan`` from the lengths of the synchronous run and from
-    the configuration's own, relative to what was measured.
+    run, or to the configuration that trains on each group once; then the forecasts of ``tidegate
+    plan`` from the lengths of the synchronous run and from the configuration's own, relative to
+    what was measured.
 
-    A configuration without runs has no rows.
+    A configuration without runs, or without runs to compare with, has no rows.
     """
-    sync = {curve.seed: curve for curve in curves if curve.way == WAYS[0].name}
+    by_way: dict[str, dict[int, Curve]] = {}
+    for curve in curves:
+        by_way.setdefault(curve.way, {})[curve.seed] = curve
+    sync = by_way.get(WAYS[0].name, {})
     for way in ways:
-        ours = [curve for curve in curves if curve.way == way.name]
-        if not ours:
+        ours = list(by_way.get(way.name, {}).values())
+        peers = by_way.get(way.peer, {})
+        if not ours or not peers:
             continue
         for name, (unit, of) in FIGURES.items():
-            pairs = [(of(curve), of(sync[curve.seed])) for curve in ours]
-            yield _row(name, way, pairs, unit=unit, peer="sync")
-        if way.correction == DEFAULT_CORRECTION and not way.is_one_step:
+            pairs = [(of(curve), of(peers[curve.seed])) for curve in ours]
+            yield _row(name, way, pairs, unit=unit, peer=way.peer)
+        is_planned = way.correction == DEFAULT_CORRECTION and not way.is_one_step
+        if is_planned and way.max_uses == 1 and sync:
             planned = [(planned_batch_s(way, sync[c.seed]), c.batch_s) for c in ours]
             yield _row("planned_batch_s", way, planned, unit="s", peer="measured")
             planned = [(planned_batch_s(way, curve), curve.batch_s) for curve in ours]

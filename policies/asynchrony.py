@@ -6,6 +6,9 @@ over and drop.
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
 
+import itertools
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -62,6 +65,13 @@ class BoundedStaleness(StalenessPolicy):
     and each of the k is trained at the same version: batch number ``n // B`` is trained at version
     ``n // (k·B)``.
 
+    A group may be trained up to n times (``max_uses``), each time within η. Fresh groups come
+    first: a used group only completes a batch that the trainer would have to wait for, and only if
+    all groups that wait on can still be trained in time after that batch. Further uses take their
+    versions out of the same η, so admission leaves room for them: if each group is used n times and
+    O are outstanding, a group waits ``n·O/(k·B) - 1`` versions for its first use, and n - 1 more
+    for its last. So O is ``(η + 2 - n)·k·B/n``, and at least ``k·B``.
+
     η = 0 is synchronous training. Peers count ``accepted + running <= (η + v + 1)·B`` (AReaL,
     arXiv:2505.24298), which drifts when a filter rejects groups.
     """
@@ -82,6 +92,10 @@ class BoundedStaleness(StalenessPolicy):
     engines and trainer wait less (docs/scheduling.md). The number plans at which version the next
     batch will be trained; what a version is made from is what its publish names. If a
     trainer publishes more often, waiting groups age, and some may become too old."""
+    max_uses: int = 1
+    """Number of times that a group may be trained on, n >= 1. With more than 1, a trainer that
+    would have to wait for generation trains on used groups again, and fewer groups are outstanding
+    (docs/scheduling.md). Needs ``max_staleness >= n - 1`` and ``deadline_policy="wait"``."""
     just_in_time_after_versions: int | None = 8
     """Number of versions without a wait of the trainer, >= 1, after which groups start as late as
     they can without the trainer waiting for them
@@ -107,6 +121,7 @@ class BoundedStaleness(StalenessPolicy):
                 f"max_staleness counts weight versions and must be >= 0 (0 is synchronous), "
                 f"got {self.max_staleness}"
             )
+        self._check_uses()
         versions = self.just_in_time_after_versions
         if versions is not None and versions < 1:
             raise ConfigError(
@@ -144,6 +159,23 @@ class BoundedStaleness(StalenessPolicy):
                 "consumption_order='completion'"
             )
 
+    def _check_uses(self) -> None:
+        uses = self.max_uses
+        if uses < 1:
+            raise ConfigError(f"max_uses counts the uses of a group and must be >= 1, got {uses}")
+        if uses > self.max_staleness + 1:
+            raise ConfigError(
+                f"max_uses={uses} needs max_staleness >= {uses - 1}, got {self.max_staleness}: a "
+                "group's next use is at least one version after its last; raise max_staleness, or "
+                "lower max_uses"
+            )
+        if uses > 1 and self.deadline_policy != "wait":
+            raise ConfigError(
+                f"max_uses={uses} can't be combined with deadline_policy={self.deadline_policy!r}: "
+                "each further use ages stragglers by a version, and their tokens would be lost; "
+                'set deadline_policy="wait", or max_uses=1'
+            )
+
     @property
     def guaranteed_bound(self) -> int:
         """Bound on staleness: η, or :meth:`Window.staleness_bound` if a window waits for
@@ -161,8 +193,9 @@ class BoundedStaleness(StalenessPolicy):
 
     @property
     def allowed_groups(self) -> int:
-        """Number of groups that may be outstanding, ``(η + 1)·k·B``."""
-        return (self.max_staleness + 1) * self.groups_per_version
+        """Number of groups that may be outstanding, ``(η + 1)·k·B``; fewer with ``max_uses``."""
+        versions = self.max_staleness + 2 - self.max_uses
+        return max(self.groups_per_version, versions * self.groups_per_version // self.max_uses)
 
     @property
     def masks_old_tokens(self) -> bool:
@@ -203,6 +236,52 @@ class BoundedStaleness(StalenessPolicy):
                 due_version=trainer_version - self.max_staleness,
             )
         return in_completion_order(waiting, groups)
+
+    def refill(
+        self,
+        waiting: OutstandingGroups[G],
+        used: Collection[G],
+        *,
+        groups: int,
+        trainer_version: int,
+    ) -> list[G] | None:
+        """Return the ended groups that may be trained now, completed by used ones, or None."""
+        fresh = self._ended_in_order(waiting, groups)
+        oldest = self.oldest_trainable(trainer_version)
+        young = (group for group in used if group.oldest_possible_version >= oldest)
+        again = list(itertools.islice(young, groups - len(fresh)))
+        if not again or len(fresh) + len(again) < groups:
+            return None
+        return [*fresh, *again] if self._can_wait(waiting, fresh, trainer_version) else None
+
+    def _ended_in_order(self, waiting: OutstandingGroups[G], groups: int) -> list[G]:
+        """Return the ended groups that ``consumption_order`` lets be trained now, at most
+        ``groups``."""
+        if self.consumption_order == "completion":
+            return list(itertools.islice(waiting.ended, groups))
+        oldest = waiting.oldest_running
+        window = 1 if self.consumption_order == "admission" else self.consumption_order.groups
+        ended: list[G] = []
+        for group in waiting.in_order:
+            is_beyond = oldest is not None and group.group_id >= oldest.group_id + window
+            if is_beyond or len(ended) == groups:
+                break
+            if not group.running:
+                ended.append(group)
+        return ended
+
+    def _can_wait(
+        self, waiting: OutstandingGroups[G], trained: Collection[G], trainer_version: int
+    ) -> bool:
+        """Return whether the groups that are not in ``trained`` can all be trained in time after a
+        batch at ``trainer_version`` without them, in any order."""
+        left = Counter(waiting.counts_by_version)
+        left.subtract([group.oldest_possible_version for group in trained])
+        left = +left
+        if not left:
+            return True
+        versions = 1 + (left.total() - 1) // self.groups_per_version
+        return trainer_version + versions <= min(left) + self.max_staleness
 
     def expire(self, waiting: OutstandingGroups[G], *, trainer_version: int) -> list[G]:
         """Return the groups that are too old, if ``deadline_policy`` is ``drop``."""

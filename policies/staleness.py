@@ -135,6 +135,11 @@ class StalenessPolicy:
         return 1
 
     @property
+    def max_uses(self) -> int:
+        """Number of times that a group may be trained on, its first use included."""
+        return 1
+
+    @property
     def pauses_generation(self) -> bool:
         """Whether engines pause from a batch's hand-over until the version made from it is live."""
         return False
@@ -183,6 +188,21 @@ class StalenessPolicy:
         Called whenever its inputs have changed, so it should return None quickly.
         """
         raise NotImplementedError(f"{type(self).__name__} must select a batch")
+
+    def refill(
+        self,
+        waiting: OutstandingGroups[G],
+        used: Collection[G],
+        *,
+        groups: int,
+        trainer_version: int,
+    ) -> list[G] | None:
+        """Return a batch of ``groups`` groups that ``used`` groups complete; None to wait.
+
+        Called while the trainer waits and :meth:`select` has found no batch. ``used``: groups that
+        were trained on and may be again, in the order of their last use; not empty.
+        """
+        return None
 
     # ------------------------------------------------------------ expire
 

@@ -29,13 +29,17 @@ ROW_COLUMNS = {
     "group_ids": torch.int64,
     "rollout_ids": torch.int64,
     "staleness": torch.int64,
+    "uses": torch.int32,
 }
 """[R]: one value per row, with the dtype on the wire."""
+
+USES = "uses"
+"""[R] int32; present only if a row is for another use than the first."""
 
 TURN_REWARDS = "turn_rewards"
 """[N] float32; present only if a turn was rewarded."""
 
-OPTIONAL_COLUMNS = {TURN_REWARDS, *BATCH_COLUMNS}
+OPTIONAL_COLUMNS = {USES, TURN_REWARDS, *BATCH_COLUMNS}
 
 DTYPES = {**TOKEN_COLUMNS, **ROW_COLUMNS, TURN_REWARDS: torch.float32}
 
@@ -108,6 +112,8 @@ def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
     }
     if batch.turn_rewards is not None:
         columns[TURN_REWARDS] = batch.turn_rewards[batch.attention_mask]
+    if (batch.uses > 1).any():
+        columns[USES] = batch.uses
     sent = {name: column.to(DTYPES[name]) for name, column in columns.items()}
     return {**sent, **packed.attachments}
 
@@ -134,6 +140,7 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
     if TURN_REWARDS in columns:
         turn_rewards = torch.zeros(fields["attention_mask"].shape)
         turn_rewards[fields["attention_mask"]] = columns[TURN_REWARDS]
+    uses = columns.get(USES, torch.ones(len(lengths), dtype=torch.int64))
     return Batch(
         **fields,
         rewards=columns["rewards"],
@@ -143,6 +150,7 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
         trainer_version=metadata.trainer_version,
         tasks=metadata.tasks,
         rollout_ids=columns["rollout_ids"],
+        uses=uses.to(torch.int64),
         turn_rewards=turn_rewards,
         number=metadata.number,
         shard=metadata.shard,

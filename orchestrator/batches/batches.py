@@ -116,6 +116,9 @@ class Batch(AttachmentColumns[torch.Tensor]):
     rollout_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[R] int64: rollout of each row. An episode that forked has several rows, each with its
     rollout's reward and advantage."""
+    uses: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[R] int64: use of its group that each row is for: 1 the first, higher with ``max_uses``. A
+    row has the same tokens and log-probs in each use."""
     turn_rewards: torch.Tensor | None = None
     """[R, T] float32: rewards of single turns, each at its turn's last token; None without any."""
     number: int = 0
@@ -199,6 +202,7 @@ def batch_of_rows(
         rollout_ids=_ints(
             [row.rollout_id if row.branch_of is None else row.root.rollout_id for row in rollouts]
         ),
+        uses=_ints([rollout.use for rollout in rollouts]),
         turn_rewards=_turn_rewards(rollouts, (len(lengths), lengths.max(initial=0))),
         number=number,
     )

@@ -60,6 +60,10 @@ def check(core: "Core") -> None:
     oldest, bound = max(core.trained.staleness, default=0), core.policy.guaranteed_bound
     assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
     assert not core.handed.too_old(core.trainer_version, bound), "a held batch can't be trained"
+    oldest_trainable = core.policy.oldest_trainable(core.trainer_version)
+    for used in core.handed.used.values():
+        assert 1 < used.use <= core.policy.max_uses, f"group {used.group_id}: use {used.use}"
+        assert used.oldest_possible_version >= oldest_trainable, f"{used.group_id} is too old"
     running = core.groups.running.values()
     in_flight = sum([r.sampled_tokens for r, group in running if not group.is_evaluation])
     assert in_flight == core.ledger.in_flight, f"{in_flight} != {core.ledger.in_flight}"
@@ -92,8 +96,10 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     if first_lost is not None:
         core.trainer_version += 1
         core.handed.roll_back(core.trainer_version)
+        core.handed.forget_sampled_by(first_lost)
         core.turns.recall(core.trainer_version, core.adapter)
         core.handed.release(core.versions.live_version)
+    core._forget_old_used()
     for group in list(core.groups.in_order):
         if group in core.groups:  # else discarded with the group that it was split from
             commands += _resume_group(core, group, event.offer, first_lost)
@@ -212,7 +218,7 @@ class Core:
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger
         self.discarded_rollouts = self.groups.discarded_rollouts
-        self.handed = HandOvers(is_kept=survives_crashes)
+        self.handed = HandOvers(is_kept=survives_crashes, max_uses=rules.policy.max_uses)
         self.trained = TrainedCounts()
         self.adapters: dict[str, int] = {} if base is None else base.adapters
         """Newest released version of each adapter with versions of its own."""
@@ -451,6 +457,7 @@ class Core:
             case ev.RowsDiscarded(batch=number, rows=rows, reason=reason):
                 batch = self.handed[number]
                 discard_rows(batch, rows, reason, self.groups, self.trained)
+                self.handed.forget_used(group for group in batch.groups if group.has_discarded_rows)
                 self.handed.mark_if_empty(batch)
                 return []
             case ev.RunResumed():
@@ -558,7 +565,10 @@ class Core:
             return self._hand_over()  # a request ahead is needed once what is held is trained
         left = self.policy.ready_groups(self.groups) - self.policy.groups_per_batch
         commands = self._hand_over()
-        if any(type(command) is ev.HandOver for command in commands):
+        batches = [command for command in commands if type(command) is ev.HandOver]
+        if any(group.use > 1 for batch in batches for group in batch.groups):
+            self._observe_need(None)  # the trainer would have waited
+        elif batches:
             self._observe_need(max(0, left))
         elif handed.requests:
             self._observe_need(None)
@@ -629,10 +639,14 @@ class Core:
             return None if self.groups.running_groups else list(self.groups.in_order)
         ends = self.groups.rollout_ends if self.policy.splits_groups else 0
         version = self.deadline_version
-        selection = (version, wanted, self.groups.revision, ends)
+        is_needed = self.handed.num_held < self.policy.batches_per_version
+        selection = (version, wanted, self.groups.revision, ends, is_needed)
         if selection == self._failed_selection:
             return None
         batch = self.policy.select(self.groups, groups=wanted, trainer_version=version)
+        if batch is None and is_needed and self.handed.used:
+            wanted, used = self.policy.groups_per_batch, self.handed.used.values()
+            batch = self.policy.refill(self.groups, used, groups=wanted, trainer_version=version)
         if batch is None:
             self._failed_selection = selection
             return None
@@ -642,15 +656,28 @@ class Core:
     def _undone_batch(self) -> list[Group] | None:
         """Return the groups of the oldest batch that a resume has undone, as they were handed over.
 
-        None once one of the groups was discarded (by a rollback, or for its age): from that batch
-        on, the policy selects.
+        None once one of the groups was discarded (by a rollback, or for its age), or if the trainer
+        asks before the earlier use of one is in a version: from that batch on, the policy selects.
         """
-        groups = [self.groups.ended_group(group_id) for group_id in self.handed.undone[0]]
+        ids = self.handed.undone[0]
+        groups = [self.groups.ended_group(i) or self._young_used(i) for i in ids]
         whole = [group for group in groups if group is not None]
         if len(whole) == len(groups):
             return whole
         self.handed.undone.clear()
         return None
+
+    def _young_used(self, group_id: int) -> Group | None:
+        """Return a used group that is young enough to be trained again; None if it is not kept."""
+        group = self.handed.used.get(group_id)
+        oldest_trainable = self.policy.oldest_trainable(self.consumption_version)
+        is_young = group is not None and group.oldest_possible_version >= oldest_trainable
+        return group if is_young else None
+
+    def _forget_old_used(self) -> None:
+        """Forget used groups that are too old for another use."""
+        used, oldest = self.handed.used, self.policy.oldest_trainable(self.trainer_version)
+        self.handed.forget_used([g for g in used.values() if g.oldest_possible_version < oldest])
 
     def _can_fill(self) -> bool:
         unpublished_groups = self.handed.unpublished_groups
@@ -711,13 +738,15 @@ class Core:
         oldest_trainable = 0
         if self.policy.masks_old_tokens:
             oldest_trainable = max(0, self.policy.oldest_trainable(version))
-        rows = self.groups.train(groups, oldest_trainable=oldest_trainable)
+        fresh = [group for group in groups if group.use == 1]
+        rows = self.groups.train(fresh, oldest_trainable=oldest_trainable) if fresh else []
+        rows += [row for group in groups if group.use > 1 for row in group.kept]
         request = self.handed.requests[0]
         num_groups = self._groups_counted_for(groups)
         number = self.handed.add(groups, version, num_groups=num_groups).number
         self.trained.batches += 1
         self.trained.count(rows, version, 1)
-        self.task_records.trained(groups, version, 1)
+        self.task_records.trained(fresh, version, 1)
         hand_over = ev.HandOver(
             groups,
             version,
@@ -737,7 +766,7 @@ class Core:
         whole batch. If the policy allows fewer outstanding groups, the batch counts as all those
         that are left.
         """
-        groups = sum([group.split_from is None for group in batch])
+        groups = sum([group.split_from is None and group.use == 1 for group in batch])
         left = self.policy.outstanding_groups_max - self.outstanding_groups
         return max(groups, min(self.policy.groups_per_batch, left))
 
@@ -760,8 +789,10 @@ class Core:
     def _return_groups(self, batch: HandedBatch) -> None:
         """Return the groups of a batch to the buffer, as if they had not been handed over."""
         self.trained.batches -= 1
-        self.task_records.trained(batch.groups, batch.trainer_version, -1)
+        fresh = [group for group in batch.groups if group.use == 1]
+        self.task_records.trained(fresh, batch.trainer_version, -1)
         undo_batch(batch, self.groups, self.trained)
+        self.handed.return_used(batch.groups)
 
     def _name_batches(self, numbers: Sequence[int]) -> None:
         """Make the age of these batches final: their trainer has trained on them."""
@@ -769,11 +800,12 @@ class Core:
         for batch in self.handed.name(numbers, version):
             rows = [row for row in batch.rows if row.discard_reason is None]
             roots = list({row.root.rollout_id: row.root for row in rows}.values())
+            fresh = [group for group in batch.groups if group.use == 1]
             self.trained.count(roots, batch.trainer_version, -1)
-            self.task_records.trained(batch.groups, batch.trainer_version, -1)
+            self.task_records.trained(fresh, batch.trainer_version, -1)
             batch.trainer_version = version
             self.trained.count(roots, version, 1)
-            self.task_records.trained(batch.groups, version, 1)
+            self.task_records.trained(fresh, version, 1)
 
     def _lose(self, batches: Iterable[HandedBatch], reason: str) -> list[ev.Command]:
         """Discard held batches that must not be trained on any more, and put their tasks back."""
@@ -781,6 +813,7 @@ class Core:
         for batch in batches:
             self.handed.lose(batch, reason)
             self._return_groups(batch)
+            self.handed.forget_used(batch.groups)  # the trainer may have trained on them
             commands.append(ev.LoseBatch(batch.number, reason, self.adapter))
             commands += self._discard_and_requeue_all(batch.groups, reason)
         return commands
@@ -816,6 +849,7 @@ class Core:
     def _on_published(self, event: ev.VersionPublished) -> list[ev.Command]:
         self.trainer_version = event.version
         self.handed.publish(event.version)
+        self._forget_old_used()
         self.is_restoring = False
         too_old = self.handed.too_old(event.version, self.policy.guaranteed_bound)
         return self._release(self._lose(too_old, "stale") + self._expire())
@@ -829,6 +863,7 @@ class Core:
         commands = self.turns.recall(self.next_version, self.adapter)
         held = [batch for batch in self.handed.held if batch.newest_version >= version]
         commands += self._lose(held, "rolled_back")
+        self.handed.forget_sampled_by(version)
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
         return self._release(commands + self._discard_and_requeue_all(bad, "rolled_back"))
 
@@ -839,6 +874,7 @@ class Core:
             self.oldest_versions_as_of = live_version
             self.groups.raise_oldest_possible_versions(live_version)
         self.handed.release(live_version)
+        self._failed_selection = None  # other groups may be used again
         if not self.handed.num_groups:
             commands += self._resume_generation()
         return commands + self._hand_over()

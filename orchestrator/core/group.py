@@ -5,8 +5,10 @@ its :class:`Rollout` objects.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tidegate.orchestrator.core.rollout import DISCARDED, Rollout, RolloutState
 
@@ -58,6 +60,11 @@ class Group(Struct):
     home: "tuple[str, Group] | None" = None
     """The home group's adapter, and the home group itself, whose episodes sample this group. None
     for a group that is not ``is_agents``, and once the home group has been removed."""
+
+    @property
+    def use(self) -> int:
+        """Number of the use that the group is for, from 1."""
+        return self.rollouts[0].use
 
     @property
     def is_split_remainder(self) -> bool:
@@ -123,6 +130,23 @@ class Group(Struct):
     def newest_version(self) -> int:
         """Newest version that sampled one of its tokens; 0 without tokens."""
         return max((v for r in self.rollouts if (v := r.newest_version) is not None), default=0)
+
+    @property
+    def has_discarded_rows(self) -> bool:
+        """Whether the trainer has discarded a row of this use of the group."""
+        return any(row.discard_reason is not None for row in self.kept)
+
+    def for_next_use(self) -> "Group":
+        """Return a copy for another use of a trained group. It has rows of its own on the same
+        tokens, because the trainer discards rows of one use."""
+        copies = {row.rollout_id: copy(row) for row in self.kept}
+        for row in copies.values():
+            row.use += 1
+            row.branch_of = copies[row.branch_of.rollout_id] if row.branch_of is not None else None
+            row.branches = tuple(
+                copies[each.rollout_id] for each in row.branches if each.rollout_id in copies
+            )
+        return replace(self, rollouts=list(copies.values()), agents={}, home=None)
 
     def untie(self) -> None:
         """Break the reference cycles between rollouts and branches, so that their memory is freed

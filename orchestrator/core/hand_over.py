@@ -25,6 +25,10 @@ batch's oldest trained token. No other version can be released between a publish
 batch and its own release, because a newer publish replaces an unreleased one.
 
 A row is a rollout or a branch of one, and a rollout counts as trained while one of its rows does.
+
+With ``max_uses`` a group may be trained again. When a version made from its batch is released, a
+copy of it enters :attr:`HandOvers.used`, and leaves it for its next batch, or once it is too old.
+It counts in admission only within that batch, and its tokens stay in the ledger as they are.
 """
 
 from collections import Counter, deque
@@ -148,7 +152,11 @@ class TrainedCounts:
     rollouts: int = 0
     mixed_version: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    """Number of rollouts by staleness at consumption, in versions."""
+    """Number of rollouts by staleness at consumption, in versions; one for each use."""
+    reused_rollouts: int = 0
+    """Number of further uses of rollouts, which ``rollouts`` and ``mixed_version`` do not count."""
+    reused_tokens: int = 0
+    """Number of tokens in these uses."""
 
     def count(self, rows: list[Rollout], trainer_version: int, times: int) -> None:
         """Add these rows (``times`` = 1), or subtract them again (-1). Branches don't count."""
@@ -157,12 +165,17 @@ class TrainedCounts:
         for rollout in rows:
             if rollout.branch_of is not None:
                 continue
-            rollouts += 1
+            is_first = rollout.use == 1
+            rollouts += is_first
+            if not is_first:
+                self.reused_rollouts += times
+                kept = (row for row in rollout.rows if row.discard_reason is None)
+                self.reused_tokens += times * sum(row.sampled_tokens for row in kept)
             versions = _of_all_rows(rollout) if rollout.branches else rollout.trained_versions()
             if versions is not None:
                 oldest, is_mixed = versions
                 by_oldest[oldest] += 1
-                if is_mixed:
+                if is_mixed and is_first:
                     mixed += 1
         self.rollouts += times * rollouts
         self.mixed_version += times * mixed
@@ -184,9 +197,11 @@ def _of_all_rows(rollout: Rollout) -> tuple[int, bool] | None:
 class HandOvers:
     """Requests and batches of one trainer."""
 
-    def __init__(self, *, is_kept: bool) -> None:
-        """``is_kept``: whether batches may have to be handed over again after a crash."""
+    def __init__(self, *, is_kept: bool, max_uses: int = 1) -> None:
+        """``is_kept``: whether batches may have to be handed over again after a crash.
+        ``max_uses``: number of times that a group may be trained on."""
         self.is_kept = is_kept
+        self._max_uses = max_uses
         self.requests: deque[WaitingRequest] = deque()
         """The trainer's requests that wait for a batch, oldest first."""
         self.offer: tuple[int, int] | None = None
@@ -222,6 +237,12 @@ class HandOvers:
         return to."""
         self.newest_trained = 0
         """Highest number of a batch that a publish has named."""
+        self.used: dict[int, Group] = {}
+        """Groups that may be trained again, by id, in the order of their last use. Each is a copy
+        for its next use."""
+        self.bad: set[int] = set()
+        """Numbers of batches that are in no version and have tokens of versions that were rolled
+        back or lost. Their groups are not used again."""
 
     # ------------------------------------------------------------ requests and offers
 
@@ -310,6 +331,8 @@ class HandOvers:
             was_undone=was_undone,
             is_ahead=request.is_ahead,
         )
+        for group in groups:
+            self.used.pop(group.group_id, None)
         self.holding.append(batch)
         self.kept.append(batch)
         self.offer = (request.number, batch.number)
@@ -394,8 +417,38 @@ class HandOvers:
         for batch in self.holding:
             if batch.is_trained and batch.version is None:
                 batch.version = version
+                self._keep_used(batch)
+        self.bad.clear()
         self.versions.append((version, self.newest_trained))
         self._forget_versions()
+
+    def _keep_used(self, batch: HandedBatch) -> None:
+        """Keep a batch's groups for their next use, except those with a row that the trainer has
+        discarded."""
+        if self._max_uses == 1 or batch.number in self.bad:
+            return
+        for group in batch.groups:
+            if group.use < self._max_uses and not group.has_discarded_rows:
+                self.used[group.group_id] = group.for_next_use()
+
+    def forget_used(self, groups: Iterable[Group]) -> None:
+        """Forget groups that are not trained again; harmless for groups that are not kept."""
+        for group in groups:
+            if (used := self.used.pop(group.group_id, None)) is not None:
+                used.untie()
+
+    def forget_sampled_by(self, version: int) -> None:
+        """Forget used groups with tokens of this version or a newer one, which were rolled back or
+        lost; later, too, if their batch is in no version yet."""
+        self.forget_used([group for group in self.used.values() if group.newest_version >= version])
+        unreleased = (batch for batch in self.holding if batch.version is None)
+        self.bad |= {b.number for b in unreleased if b.newest_version >= version}
+
+    def return_used(self, groups: Iterable[Group]) -> None:
+        """Keep the groups of a batch that was undone as before it was handed over."""
+        groups = list(groups)
+        self.forget_used(groups)  # copies for uses after the one that was undone
+        self.used = {g.group_id: g for g in groups if g.use > 1} | self.used
 
     def too_old(self, trainer_version: int, bound: int | None) -> list[HandedBatch]:
         """Return the held batches with a token that is too old even if they are trained next."""
@@ -434,8 +487,9 @@ class HandOvers:
         self.checkpoint_offer = offer
         self.checkpointed = max(self.checkpointed, min(batches, self.count))
         while self.kept and self.kept[0].number <= self.checkpointed:
-            if self.kept[0].state is BatchState.HELD:
-                break  # the groups are needed for the batch's age when a publish names it
+            state = self.kept[0].state
+            if state is BatchState.HELD or (state is BatchState.TRAINED and self._max_uses > 1):
+                break  # the groups are needed for the batch's age, and for their next use
             self._drop_oldest()
         self._forget_versions()
 
@@ -521,10 +575,11 @@ def discard_rows(
     trained.count(roots, batch.trainer_version, -1)
     for row in chosen:
         row.discard_reason = reason
-        groups.ledger.discard_trained(row.sampled_tokens - row.masked_tokens, reason)
+        if row.use == 1:
+            groups.ledger.discard_trained(row.sampled_tokens - row.masked_tokens, reason)
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, 1)
     keys = _keys(batch)
-    for root in roots:
+    for root in _of_first_use(roots):
         if (why := root.discard_reason) is not None and not _is_trained(root):
             groups.discarded_rollouts[why] += 1
             groups.discards.count_untrained(root, why, keys[root.group_id])
@@ -535,17 +590,18 @@ def undo_batch(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts)
     roots = [row for row in batch.rows if row.branch_of is None]
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, -1)
     keys = _keys(batch)
-    for root in roots:
+    for root in _of_first_use(roots):
         if (why := root.discard_reason) is not None and not _is_trained(root):
             groups.discarded_rollouts[why] -= 1
             groups.discards.uncount_untrained(root, why, keys[root.group_id])
     for row in batch.rows:
         if row.discard_reason is not None:
-            groups.ledger.discard_trained(
-                row.masked_tokens - row.sampled_tokens, row.discard_reason
-            )
+            if row.use == 1:
+                groups.ledger.discard_trained(
+                    row.masked_tokens - row.sampled_tokens, row.discard_reason
+                )
             row.discard_reason = None
-    groups.return_to_buffer(batch.groups)
+    groups.return_to_buffer([group for group in batch.groups if group.use == 1])
 
 
 def _keys(batch: HandedBatch) -> dict[int, TaskKey | None]:
@@ -554,6 +610,10 @@ def _keys(batch: HandedBatch) -> dict[int, TaskKey | None]:
 
 def _roots(rows: Iterable[Rollout]) -> list[Rollout]:
     return list({root.rollout_id: root for root in (row.root for row in rows)}.values())
+
+
+def _of_first_use(roots: Iterable[Rollout]) -> list[Rollout]:
+    return [root for root in roots if root.use == 1]
 
 
 def _is_trained(root: Rollout) -> bool:

@@ -223,6 +223,7 @@ class Rollout:
         "rollout_id",
         "state",
         "turns",
+        "use",
     )
 
     def __init__(self, rollout_id: int, group_id: int, index: int, adapter: str = "") -> None:
@@ -252,6 +253,8 @@ class Rollout:
         """Tokens of older versions are masked. Set when the rollout is handed over."""
         self.pinned_version: int | None = None
         """Version that must sample every token; None for all but pinned evaluations."""
+        self.use = 1
+        """Number of the use that the row is for, from 1; each use has a copy of the row."""
         self.retries = 0
         """Number of times that its episode was begun again after a failure of infrastructure."""
         self.branch_of: Rollout | None = None

@@ -85,6 +85,10 @@ FORMER_FIELDS = {
 }
 """Former name of a field of our classes -> its name now, for journals written before."""
 
+ADDED_FIELDS: dict[tuple[type, str], object] = {(BoundedStaleness, "max_uses"): 1}
+"""Fields of our classes that older journals lack, with the values that these journals have meant. A
+record leaves out a field with this value, so that it equals the older one."""
+
 ADDED_POLICIES = {"failure_policy"}
 """Policies that older journals lack. No event of such a journal depends on them, so the journal can
 be resumed with any."""
@@ -107,8 +111,14 @@ def record_of(value: Any) -> Any:
         ConfigError: a part of it has no plain form.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        settings = {f.name: record_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {CLASS: class_name(type(value)), **settings}
+        kind = type(value)
+        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        settings = {
+            name: record_of(field_value)
+            for name, field_value in fields
+            if (kind, name) not in ADDED_FIELDS or ADDED_FIELDS[kind, name] != field_value
+        }
+        return {CLASS: class_name(kind), **settings}
     if isinstance(value, list | tuple):
         return [record_of(each) for each in value]
     if isinstance(value, Mapping):

@@ -245,6 +245,19 @@ class SavedTraining(Saved):
     newest_trained: int = 0
 
 
+class SavedReuse(SavedTraining):
+    """:class:`SavedTraining` of a run with ``max_uses`` above 1. Other runs save the shorter
+    record, which is decoded as this one."""
+
+    used: Converted[list[tuple[int, SavedGroup]]] = []
+    """(use, group) of each group that may be trained again."""
+    uses: Converted[list[tuple[int, int, int]]] = []
+    """(batch, group id, use) of each group of a batch that was trained before."""
+    bad: Converted[list[int]] = []
+    reused_rollouts: Converted[int] = 0
+    reused_tokens: Converted[int] = 0
+
+
 class SavedCore(Saved):
     """Saved form of a core."""
 
@@ -262,7 +275,7 @@ class SavedCore(Saved):
     discards: Converted[SavedDiscards]
     turns: Converted[SavedTurns]
     tasks: Converted[SavedTasks]
-    training: Converted[SavedTraining]
+    training: Converted[SavedReuse]
     ended: Converted[list[int]]
     """Buffered groups, in the order in which they ended."""
     oldest_versions_as_of: int
@@ -428,7 +441,7 @@ def _training(core: Core) -> SavedTraining:
     batches = {batch.number: batch for batch in (*handed.holding, *handed.kept)}
     holding = {batch.number for batch in handed.holding}
     kept = {batch.number for batch in handed.kept}
-    return record(SavedTraining)(
+    return record(SavedReuse if core.policy.max_uses > 1 else SavedTraining)(
         handed,
         batches=[
             record(SavedBatch)(
@@ -448,7 +461,24 @@ def _training(core: Core) -> SavedTraining:
         trained_rollouts=trained.rollouts,
         mixed_version=trained.mixed_version,
         staleness=_nonzero(trained.staleness),
+        **(_reuse(core) if core.policy.max_uses > 1 else {}),
     )
+
+
+def _reuse(core: Core) -> dict[str, Any]:
+    handed, trained = core.handed, core.trained
+    return {
+        "used": [(group.use, _group(group)) for group in handed.used.values()],
+        "uses": [
+            (batch.number, group.group_id, group.use)
+            for batch in handed.kept
+            for group in batch.groups
+            if group.use > 1
+        ],
+        "bad": sorted(handed.bad),
+        "reused_rollouts": trained.reused_rollouts,
+        "reused_tokens": trained.reused_tokens,
+    }
 
 
 # ---------------------------------------------------------------- loading
@@ -560,11 +590,13 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
         ledger.discarded.update(figures.discarded)
 
 
-def _loaded_group(saved: SavedGroup, adapter: str) -> Group:
+def _loaded_group(saved: SavedGroup, adapter: str, *, use: int = 1) -> Group:
     group = Group(saved.group_id, task_of(saved.body), is_evaluation=saved.group_id < 0)
     saved.restore(group)
     group.rollouts = [_loaded_rollout(rollout, group, adapter) for rollout in saved.rollouts]
     by_id = {rollout.rollout_id: rollout for rollout in group.rollouts}
+    for rollout in group.rollouts:
+        rollout.use = use
     for each in saved.rollouts:
         if each.branch_of is not None:
             branch, forked = by_id[each.rollout_id], by_id[each.branch_of]
@@ -596,12 +628,16 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
     return turn
 
 
-def _load_training(saved: SavedTraining, core: Core) -> None:
+def _load_training(saved: SavedReuse, core: Core) -> None:
     handed, trained = core.handed, core.trained
+    uses = {(number, group_id): use for number, group_id, use in saved.uses}
     for each in saved.batches:
         batch = HandedBatch(each.number, each.num_groups, each.trainer_version)
         each.restore(batch)
-        batch.groups = [_loaded_group(group, core.adapter) for group in each.groups]
+        batch.groups = [
+            _loaded_group(group, core.adapter, use=uses.get((each.number, group.group_id), 1))
+            for group in each.groups
+        ]
         if each.is_holding:
             handed.holding.append(batch)
         if each.is_kept:
@@ -610,10 +646,14 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
     handed.versions, handed.undone = deque(saved.versions), deque(saved.undone)
     handed.requests, handed.lost = deque(saved.requests), dict(saved.lost)
     handed.emptied.extend(saved.emptied)
+    handed.bad = set(saved.bad)
+    used = [_loaded_group(group, core.adapter, use=use) for use, group in saved.used]
+    handed.used = {group.group_id: group for group in used}
     trained.batches = saved.trained_batches
     trained.rollouts = saved.trained_rollouts
     trained.mixed_version = saved.mixed_version
     trained.staleness = Counter(dict(saved.staleness))
+    trained.reused_rollouts, trained.reused_tokens = saved.reused_rollouts, saved.reused_tokens
 
 
 def _load_turns(saved: SavedTurns, core: Core) -> None:

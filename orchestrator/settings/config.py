@@ -83,6 +83,7 @@ SET_BY_POLICY = frozenset(
         "consumption_order",
         "deadline_policy",
         "just_in_time_after_versions",
+        "max_uses",
     }
 )
 """Settings that ``staleness_policy`` replaces: fields of the default, :class:`BoundedStaleness`."""
@@ -136,11 +137,17 @@ class StalenessSettings(SettingsRecord):
     without the trainer waiting for them, so that tokens are no older than they must be; after a
     wait, groups start as early as the bound allows again. Raise it if rare long groups make the
     trainer wait. None: always as early as the bound allows."""
+    max_uses: Count = 1
+    """Number of times that a group may be trained on, each time within ``max_staleness``. With more
+    than 1, a trainer that would wait for rollouts trains on used groups again, and fewer groups are
+    outstanding: raise it, and ``max_staleness``, if generation limits the run
+    (``trainer_idle_share``) and the loss corrects for off-policy tokens. Needs ``max_staleness >=
+    max_uses - 1`` and ``deadline_policy="wait"``."""
     staleness_policy: InstanceOf[StalenessPolicy] | None = None
     """A ``StalenessPolicy`` object, for rules that the settings ``max_staleness``,
-    ``groups_per_batch``, ``outstanding_groups_limit``, ``consumption_order``, ``deadline_policy``
-    and ``just_in_time_after_versions`` can't express. Those settings must then be omitted. None:
-    these settings are the rules."""
+    ``groups_per_batch``, ``outstanding_groups_limit``, ``consumption_order``, ``deadline_policy``,
+    ``just_in_time_after_versions`` and ``max_uses`` can't express. Those settings must then be
+    omitted. None: these settings are the rules."""
     group_filter: InstanceOf[GroupFilter] = GroupFilter()
     """Decides by their rewards which groups are worth training on; others are discarded. The
     default keeps all. Use ``DynamicSampling()``, which drops groups whose rewards are all equal, if

@@ -48,6 +48,7 @@ class RunOptions(TypedDict, total=False):
     consumption_order: Literal["admission", "completion"] | Window
     deadline_policy: Literal["wait", "mask", "split", "drop"]
     just_in_time_after_versions: int | None
+    max_uses: int
     staleness_policy: StalenessPolicy | None
     group_filter: GroupFilter
     # placement

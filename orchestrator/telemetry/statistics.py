@@ -155,9 +155,9 @@ class RunStatistics:
     staleness_bound: int | None
     """Staleness that the policy guarantees; None if it guarantees none."""
     mean_staleness: float
-    """Mean over all trained rollouts, in versions."""
+    """Mean over all trained rollouts, in versions; each use of a rollout counts."""
     staleness_histogram: Mapping[int, int]
-    """Number of trained rollouts by staleness."""
+    """Number of trained rollouts by staleness, one for each use."""
     trainer_idle_share: float
     """Share of time in which the trainer waited for batches."""
     engine_idle_share: float
@@ -190,6 +190,11 @@ class RunStatistics:
     batches without anything to learn from. Once the run has ended, only the latter."""
     forecast: RunForecast | None = None
     """Forecast from the measurements so far; None before two batches."""
+    reused_rollouts: int = 0
+    """Number of further uses of trained rollouts (``max_uses``), which ``trained_rollouts`` and the
+    ledger do not count."""
+    reused_tokens: int = 0
+    """Number of tokens in these uses."""
     discards: Mapping[str, DiscardStatistics] = field(default_factory=dict)
     """Discarded rollouts by reason: how many, how long, and of which tasks."""
     length_bias: LengthBiasStatistics | None = None

@@ -202,7 +202,10 @@ class MeasuredHandle(ABC):
             discarded_rollouts=dict(core.discarded_rollouts),
             max_staleness_seen=max(staleness, default=0),
             staleness_bound=core.policy.guaranteed_bound,
-            mean_staleness=sum(s * n for s, n in staleness.items()) / max(1, core.trained.rollouts),
+            mean_staleness=sum(s * n for s, n in staleness.items())
+            / max(1, core.trained.rollouts + core.trained.reused_rollouts),
+            reused_rollouts=core.trained.reused_rollouts,
+            reused_tokens=core.trained.reused_tokens,
             staleness_histogram=dict(sorted(staleness.items())),
             trainer_idle_share=usage.trainer_idle_share,
             engine_idle_share=usage.engine_idle_share,
@@ -671,8 +674,10 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         if not request.take(handover):
             return None
         self._received, self._is_ahead = handover.number, handover.is_ahead
-        self._forecast_from(batch, rows)
-        self._record_batch(handover, batch, rows)
+        fresh, fresh_rows = _first_uses(batch, rows)
+        if fresh_rows:
+            self._forecast_from(fresh, fresh_rows)
+        self._record_batch(handover, batch, rows, self._ages_of(fresh, fresh_rows))
         self._post(lambda scheduler: self._side(scheduler).batch_requests.acknowledge(request))
         return batch
 
@@ -691,15 +696,19 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         with contextlib.suppress(Exception):  # if the run has ended, other calls raise the reason
             self._running.submit(work)
 
-    def _record_batch(
-        self, handover: ev.HandOver, batch: "Batch", rows: Sequence[tuple[Rollout, Group]]
-    ) -> None:
+    def _ages_of(self, batch: "Batch", rows: Sequence[tuple[Rollout, Group]]) -> dict[str, float]:
         scheduler = self._running.scheduler
-        ages: dict[str, float] = {}
-        if scheduler is not None:
-            ages = self._ages.record(
-                [row for row, _ in rows], batch, self._side(scheduler).published
-            )
+        if scheduler is None:
+            return {}
+        return self._ages.record([row for row, _ in rows], batch, self._side(scheduler).published)
+
+    def _record_batch(
+        self,
+        handover: ev.HandOver,
+        batch: "Batch",
+        rows: Sequence[tuple[Rollout, Group]],
+        ages: Mapping[str, float],
+    ) -> None:
         recorder = self._recorder
         if recorder is None and self._on_batch is None:
             return
@@ -781,6 +790,19 @@ class SyncBatchHandle(SyncTrainerHandle):
     report_off_policyness = blocking(BatchHandle.report_off_policyness)
     evaluate = blocking(BatchHandle.evaluate)
     evaluate_every = forwarded(BatchHandle.evaluate_every)
+
+
+def _first_uses(
+    batch: "Batch", rows: Sequence[tuple[Rollout, Group]]
+) -> "tuple[Batch, Sequence[tuple[Rollout, Group]]]":
+    """Return a batch and its rows without those that were trained before: figures of generation
+    count a rollout once."""
+    fresh = [index for index, (row, _) in enumerate(rows) if row.use == 1]
+    if len(fresh) == len(rows):
+        return batch, rows
+    from tidegate.orchestrator.batches.batch_rows import select_rows  # imports torch
+
+    return select_rows(batch, fresh), [rows[index] for index in fresh]
 
 
 def _text_of(error: Exception | None) -> str | None:

@@ -47,6 +47,7 @@ def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
     staleness, newest = rows.highest(staleness), rows.highest(newest)
     oldest = batch.trainer_version - staleness
     mixed = newest > oldest
+    reused = rows.first(batch.uses.numpy()) > 1 if len(batch.uses) else mixed[:0]
     return {
         "version": batch.trainer_version,
         "reward": _mean(rewards),
@@ -61,6 +62,7 @@ def batch_metrics(batch: "Batch", usage: Usage) -> dict[str, float]:
         "token_lag_mean": _mean(lags),
         "token_lag_max": float(lags.max(initial=0)),
         "mixed_version_share": _mean(mixed),
+        "reused_share": _mean(reused),
         "version_span_max": float((newest - oldest).max(initial=0)),
         "trainer_idle_share": usage.trainer_idle_share,
         "engine_idle_share": usage.engine_idle_share,

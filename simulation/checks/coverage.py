@@ -72,6 +72,8 @@ class CoverageMark(StrEnum):
     KV_UNKNOWN = "a token with unknown KV versions was trained"
     MOVED = "a turn of several engines was trained"
     OLDEST = "a token as old as the bound allows was trained"
+    REUSED = "a group was trained again"
+    REUSED_OLDEST = "a group was trained again when it was as old as the bound allows"
     OVERTAKEN = "a group was trained before an older one"
     MASKED = "tokens that were too old were masked"
     ROWS_DISCARDED = "the trainer discarded rows of a batch"

@@ -25,6 +25,8 @@ class TrainedRows:
     def __init__(self) -> None:
         self._rows: dict[int, list[tuple[int, int, int | None]]] = {}
         """Batch -> (rollout, number of trainable tokens, oldest version of these) of each row."""
+        self._reused: dict[int, set[int]] = {}
+        """Batch -> indices of its rows that were trained before."""
         self._discarded_rows: dict[int, dict[int, str]] = {}
         """Batch -> row index -> reason, of the rows that the trainer has discarded."""
         self._trainer_versions: dict[int, int] = {}
@@ -32,9 +34,8 @@ class TrainedRows:
 
     @property
     def tokens(self) -> int:
-        """Number of trained tokens, without those of discarded rows."""
-        discarded = sum(self._discarded_tokens().values())
-        return sum(tokens for rows in self._rows.values() for _, tokens, _ in rows) - discarded
+        """Number of trained tokens, each once, without those of discarded rows."""
+        return sum(tokens for batch in self._rows for _, tokens, _ in self._trained_of(batch, {1}))
 
     def handed(self, batch: ev.HandOver) -> None:
         """Add a batch that the trainer has received."""
@@ -43,6 +44,7 @@ class TrainedRows:
             (rollout.root.rollout_id, *_tokens_from(rollout, batch.oldest_trainable))
             for rollout in rows
         ]
+        self._reused[batch.number] = {index for index, row in enumerate(rows) if row.use > 1}
         self._trainer_versions[batch.number] = batch.trainer_version
 
     def named(self, batch: int, trainer_version: int) -> None:
@@ -66,12 +68,13 @@ class TrainedRows:
 
     def staleness(self, batch: int, trainer_version: int) -> int:
         """Return the staleness of a batch's oldest trainable token at a trainer version."""
-        versions = [oldest for _, _, oldest in self._trained_of(batch) if oldest is not None]
+        trained = self._trained_of(batch, {1, 2})
+        versions = [oldest for _, _, oldest in trained if oldest is not None]
         return trainer_version - min(versions, default=trainer_version)
 
     def check(self, core: Core) -> None:
-        """Check that the core counts discarded rows under their reasons, and not as trained, and
-        rollouts by their staleness.
+        """Check that the core counts discarded rows under their reasons, and not as trained,
+        rollouts by their staleness, and further uses apart.
 
         Raises:
             AssertionError: a count of the core differs.
@@ -80,30 +83,43 @@ class TrainedRows:
         counted = {reason: core.ledger.discarded[reason] for reason in tokens}
         assert counted == tokens, f"{dict(tokens)} tokens were discarded, {counted} are counted"
         assert core.ledger.trained == self.tokens, f"{core.ledger.trained} != {self.tokens} tokens"
-        trained, staleness = 0, Counter[int]()
+        trained, reused, staleness = 0, 0, Counter[int]()
         for batch, version in self._trainer_versions.items():
             oldest: dict[int, list[int]] = {}
-            for rollout, _, version_of_row in self._trained_of(batch):
+            for rollout, _, version_of_row in self._trained_of(batch, {1, 2}):
                 oldest.setdefault(rollout, []).extend(
                     [] if version_of_row is None else [version_of_row]
                 )
-            trained += len(oldest)
+            trained += len({rollout for rollout, _, _ in self._trained_of(batch, {1})})
+            reused += len({rollout for rollout, _, _ in self._trained_of(batch, {2})})
             staleness.update(version - min(versions) for versions in oldest.values() if versions)
         assert core.trained.rollouts == trained, f"{core.trained.rollouts} != {trained}"
         assert core.trained.staleness == staleness, (
             f"rollouts by staleness are {staleness}, counted as {core.trained.staleness}"
         )
+        again = [row for batch in self._rows for row in self._trained_of(batch, {2})]
+        counted_again = core.trained.reused_rollouts, core.trained.reused_tokens
+        tokens_again = sum(tokens for _, tokens, _ in again)
+        assert counted_again == (reused, tokens_again), (
+            f"{reused} rollouts of {tokens_again} tokens were trained again, not {counted_again}"
+        )
 
-    def _trained_of(self, batch: int) -> list[tuple[int, int, int | None]]:
-        discarded = self._discarded_rows.get(batch, {})
+    def _trained_of(self, batch: int, uses: set[int]) -> list[tuple[int, int, int | None]]:
+        """Return a batch's rows that were not discarded: of first uses (1), of further ones (2)."""
+        discarded, reused = self._discarded_rows.get(batch, {}), self._reused.get(batch, set())
         rows = enumerate(self._rows.get(batch, ()))
-        return [row for index, row in rows if index not in discarded]
+        return [
+            row
+            for index, row in rows
+            if index not in discarded and (2 if index in reused else 1) in uses
+        ]
 
     def _discarded_tokens(self) -> Counter[str]:
         tokens: Counter[str] = Counter()
         for batch, reasons in self._discarded_rows.items():
             for row, reason in reasons.items():
-                tokens[reason] += self._rows[batch][row][1]
+                if row not in self._reused[batch]:
+                    tokens[reason] += self._rows[batch][row][1]
         return tokens
 
 
@@ -214,6 +230,9 @@ class InvariantChecker:
         """Batches that the run has declared lost."""
         self._lost_groups: set[int] = set()
         """Groups of the lost batches."""
+        self._uses: dict[int, list[int]] = {}
+        """Group -> the batches that it was handed over in and that did not come back; lost ones
+        included, because the trainer may have trained on them."""
         self._bad_versions: set[int] = set()
         """Versions that the trainer has rolled back."""
         self._named = 0
@@ -484,6 +503,8 @@ class InvariantChecker:
         self.progress -= 1
         if number in self._held:  # else it was lost while it was on offer
             self._remove_batch(batch)
+            for group in batch.groups:
+                self._uses[group.group_id].remove(number)
 
     def _lose_batch(self, number: int) -> None:
         """Record that the trainer must not train on a held batch any more."""
@@ -492,8 +513,8 @@ class InvariantChecker:
         self._lost.add(number)
         batch = self._handed[number]
         self._remove_batch(batch)
-        self._lost_groups |= {group.group_id for group in batch.groups}
-        self._dropped_groups += sum(not group.is_split_remainder for group in batch.groups)
+        self._lost_groups |= {group.group_id for group in batch.groups if group.use == 1}
+        self._dropped_groups += _slots(batch)
 
     def _remove_batch(self, batch: ev.HandOver) -> None:
         self._held.remove(batch.number)
@@ -501,7 +522,7 @@ class InvariantChecker:
         self.trained_rows.removed(batch.number)
         for group in batch.groups:
             assert isinstance(group.task, int)
-            self.trained[group.task] -= not group.is_split_remainder
+            self.trained[group.task] -= group.use == 1 and not group.is_split_remainder
 
     def _check_submit(self, engine: str, rollout_id: int) -> None:
         assert engine not in self._draining, f"{engine} got a turn while it drains"
@@ -568,9 +589,11 @@ class InvariantChecker:
             f"batch {batch.number} is planned to be trained {ahead} versions after the published "
             f"one, but the trainer holds {sorted(self._held)}, of {per_version} per version"
         )
-        slots = sum(not group.is_split_remainder for group in batch.groups)
+        slots, size = _slots(batch), self._scenario.groups_per_batch
         assert batch.groups
-        assert slots <= self._scenario.groups_per_batch
+        assert slots <= size
+        is_fresh = all(group.use == 1 for group in batch.groups)
+        assert is_fresh or len(batch.groups) == size, "used groups, but no whole batch"
         self.progress += 1
         self._handed[batch.number] = batch
         self._held.add(batch.number)
@@ -586,8 +609,33 @@ class InvariantChecker:
             f"tokens are masked below v{batch.oldest_trainable}"
         )
         for group in batch.groups:
+            self._check_use(group, batch)
             self._check_group(group, oldest_trainable, batch.trainer_version)
         self.trained_rows.handed(batch)
+
+    def _check_use(self, group: Group, batch: ev.HandOver) -> None:
+        """Check that a group's earlier uses are in versions, and allow another one."""
+        uses = self._uses.setdefault(group.group_id, [])
+        assert group.use == len(uses) + 1, f"group {group.group_id}: use {group.use} after {uses}"
+        assert group.use <= self._scenario.max_uses, f"group {group.group_id}: use {group.use}"
+        if uses:
+            last = uses[-1]
+            assert last not in self._held, (
+                f"{group.group_id} is used again, and is held"
+            )
+            version, _ = self._training.get(last, (0, 0))
+            assert version is not None, f"{group.group_id} is used again before batch {last} is out"
+            rows = [
+                [row.rollout_id for row in each.kept]
+                for each in (*self._handed[last].groups, group)
+                if each.group_id == group.group_id
+            ]
+            assert rows[0] == rows[1], f"group {group.group_id} had rows {rows[0]}, has {rows[1]}"
+            self._coverage.add(CoverageMark.REUSED)
+            oldest = min((v for r in group.kept if (v := r.oldest_version) is not None), default=-1)
+            if batch.trainer_version - oldest == self._scenario.staleness_bound:
+                self._coverage.add(CoverageMark.REUSED_OLDEST)
+        uses.append(batch.number)
 
     def begin_training(self, batch: ev.HandOver) -> None:
         """Check a batch when the trainer begins to train on it.
@@ -613,8 +661,8 @@ class InvariantChecker:
 
     def _check_order(self, groups: list[Group]) -> None:
         """Check that no batched group overtakes a running one by more than the order allows."""
-        scenario, chosen = self._scenario, {group.group_id for group in groups}
-        newest = max(chosen)
+        scenario, chosen = self._scenario, {g.group_id for g in groups if g.use == 1}
+        newest = max(chosen, default=-1)
         if any(group_id < newest for group_id in self._running_rollouts.values()):
             self._coverage.add(CoverageMark.OVERTAKEN)
         is_window = scenario.policy == "bounded" and scenario.order == "window"
@@ -638,7 +686,7 @@ class InvariantChecker:
             self._coverage.add(CoverageMark.SPLIT)
         if self._scenario.filters_groups and is_whole:
             assert len({rollout.reward for rollout in group.kept}) > 1, "all rewards are equal"
-        self.trained[task] += not group.is_split_remainder
+        self.trained[task] += group.use == 1 and not group.is_split_remainder
         assert self.trained[task] == 1, f"task {task} is trained {self.trained[task]} times"
         for rollout in group.kept:
             self._check_rollout(rollout, task, oldest_trainable, version)
@@ -730,6 +778,11 @@ class InvariantChecker:
         ledger = core.ledger
         assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()
         self.trained_rows.check(core)
+
+
+def _slots(batch: ev.HandOver) -> int:
+    """Return the number of a batch's groups that count in admission."""
+    return sum(group.use == 1 and not group.is_split_remainder for group in batch.groups)
 
 
 def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:

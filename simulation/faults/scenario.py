@@ -291,6 +291,8 @@ class Scenario(
     """Number of batches per version that the policy is told."""
     just_in_time_after_versions: int | None = 8
     """Number of versions without a wait after which groups start later; None: never."""
+    max_uses: Count = 1
+    """Number of times that a group may be trained on; only for the policy ``bounded``."""
     filters_groups: bool = False
     """Whether groups of equal rewards are dropped."""
     decide_after: int | None = None
@@ -460,6 +462,7 @@ class Scenario(
                     split_rollouts_limit=self.split_rollouts_limit,
                     batches_per_version=self.batches_per_version,
                     just_in_time_after_versions=self.just_in_time_after_versions,
+                    max_uses=self.max_uses,
                 )
 
     @property
@@ -469,6 +472,9 @@ class Scenario(
         batches: dict[str, float] = {"synchronous": 1, "one-step": 2, "unbounded": 3}
         batches |= {"over-sampling": 2, "tail-packing": 1.5}
         allowed = round(batches.get(self.policy, self.max_staleness + 1) * batch)
+        if self.policy == "bounded" and self.max_uses > 1:
+            versions = (self.max_staleness + 1 - (self.max_uses - 1)) / self.max_uses
+            allowed = int(max(1.0, versions) * batch + 1e-9)
         is_limited = self.policy == "bounded" and self.outstanding_groups_limit is not None
         return min(allowed, self.outstanding_groups_limit or 1) if is_limited else allowed
 
@@ -656,11 +662,15 @@ def draw_rules(plain: Scenario) -> dict[str, object]:
         "split_rollouts_limit": None,  # an adapter's rules replace all of the scenario's
         "batches_per_version": 1,
         "just_in_time_after_versions": plain.chance("just in time").choice((None, 1, 1, 1, 2)),
+        "max_uses": 1,
     }
     if rules["just_in_time_after_versions"] == 1 and plain.max_staleness > 1:
         rules["tasks"] = plain.tasks + 6 * plain.groups_per_batch  # else few groups are ever left
     if policy == "bounded" and rules["deadline_policy"] == "split":
         rules["split_rollouts_limit"] = chance.choice((None, 1, plain.group_size))
+    if policy == "bounded" and rules["deadline_policy"] == "wait":
+        uses = plain.chance("uses").choice((1, 1, 1, 2, 3))
+        rules["max_uses"] = min(uses, plain.max_staleness + 1)
     return rules
 
 

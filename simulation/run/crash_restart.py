@@ -5,6 +5,7 @@ checkpoints.
 """
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,6 +57,8 @@ class Checkpoint:
     """With iterator 1: the tasks that were taken from iterator 0 before the change."""
     discarded_tokens: int = 0
     """Number of sampled tokens in the rows that the trainer has discarded."""
+    uses: tuple[tuple[int, int], ...] = ()
+    """(group id, number of the trainer's uses of it) of each group trained."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class CrashRestartReport(ProcessesReport):
     """Number of handed-over batches that did not reach the trainer."""
     discarded_tokens: int = 0
     """Number of sampled tokens in the rows that the trainer has discarded, by its checkpoint."""
+    reused_groups: int = 0
+    """Number of groups that the trainer received again, to train on them once more."""
     rollbacks: int = 0
     """Number of resumes that found weights newer than the checkpoint."""
 
@@ -110,6 +115,12 @@ class CrashRestartRun(RunOfProcesses):
         """:attr:`_trained_by_version` for the versions that an engine has served."""
         self._received_rows: dict[int, BatchRows] = {}
         """Batch number -> the rows that the trainer received last under that number."""
+        self._uses: Counter[int] = Counter()
+        """Group -> number of times that the trainer has received it, undone ones not included."""
+        self._reused_versions: dict[int, list[tuple[int, int]]] = {}
+        """Batch -> (oldest, newest version) of each of its groups that was trained before."""
+        self._first_lost_version: int | None = None
+        """Oldest version that the last resume has lost; None if it has lost none."""
         self._discarded_groups: set[int] = set()
         """Groups of which any process has discarded a rollout."""
         self._refused_rollouts: set[int] = set()
@@ -148,7 +159,8 @@ class CrashRestartRun(RunOfProcesses):
 
     def _on_resume(self, core: Core, resume: ev.RunResumed) -> None:
         self.report.batches_repeated += core.handed.count - resume.batches
-        self.report.rollbacks += core.handed.first_lost_version(resume.batches) is not None
+        self._first_lost_version = core.handed.first_lost_version(resume.batches)
+        self.report.rollbacks += self._first_lost_version is not None
 
     # ------------------------------------------------------------ checks
 
@@ -191,18 +203,38 @@ class CrashRestartRun(RunOfProcesses):
         rows = tuple(
             (group.group_id, tuple(row.rollout_id for row in group.kept)) for group in batch.groups
         )
-        earlier_rows = self._received_rows.get(batch.number, rows)
+        number = batch.number
+        earlier_rows = self._received_rows.get(number, rows)
         if any(group_id in self._discarded_groups for group_id, _ in earlier_rows):
             self._may_reselect = True
+        if any(self._is_unusable(batch, *each) for each in self._reused_versions.get(number, ())):
+            self._may_reselect = True
         assert rows == earlier_rows or self._may_reselect, (
-            f"batch {batch.number} was {earlier_rows}, and is {rows} after a resume"
+            f"batch {number} was {earlier_rows}, and is {rows} after a resume"
         )
         if rows != earlier_rows:  # later batches of the earlier process are not repeated
             earlier = self._received_rows.items()
-            self._received_rows = {
-                number: received for number, received in earlier if number < batch.number
-            }
-        self._received_rows[batch.number] = rows
+            self._received_rows = {at: received for at, received in earlier if at < number}
+        self._received_rows[number] = rows
+        self._reused_versions[number] = []
+        for group in batch.groups:
+            self._uses[group.group_id] += 1
+            assert group.use == self._uses[group.group_id] <= self._scenario.max_uses, (
+                f"batch {number} has use {group.use} of group {group.group_id}, but the trainer "
+                f"receives it for the {self._uses[group.group_id]}th time"
+            )
+            if group.use > 1:
+                self.report.reused_groups += 1
+                versions = [s.version for r in group.kept for t in r.turns for s in t.spans()]
+                oldest, newest = min(versions, default=0), max(versions, default=0)
+                self._reused_versions[number].append((oldest, newest))
+
+    def _is_unusable(self, batch: ev.HandOver, oldest: int, newest: int) -> bool:
+        """Return whether a used group may not be in this batch again: too old, or of a lost
+        version."""
+        bound, lost = self._scenario.staleness_bound, self._first_lost_version
+        is_old = bound is not None and batch.trainer_version - oldest > bound
+        return is_old or (lost is not None and newest >= lost)
 
     def _check_lineage(self, version: int) -> None:
         """Check that a version that sampled a token is an ancestor of the trainer's weights."""
@@ -227,6 +259,7 @@ class CrashRestartRun(RunOfProcesses):
         self._trained, batches = self._checkpoint.trained, self._checkpoint.batches
         discarded_tokens = self._checkpoint.discarded_tokens
         self._last_groups[batches] = self._checkpoint.last_group
+        self._uses = Counter(dict(self._checkpoint.uses))
         self._may_reselect = False
         await scheduler.wait_for_engines(1)
         if self.report.processes > 1:
@@ -249,8 +282,15 @@ class CrashRestartRun(RunOfProcesses):
         )
 
     def _checkpoint_of(self, batches: int, discarded_tokens: int) -> Checkpoint:
-        last, offer = self._last_groups[batches], self._offer_index
-        return Checkpoint(self._trained, batches, last, offer, self._taken_before, discarded_tokens)
+        return Checkpoint(
+            self._trained,
+            batches,
+            self._last_groups[batches],
+            self._offer_index,
+            self._taken_before,
+            discarded_tokens,
+            tuple(self._uses.items()),
+        )
 
     def _start_second_iterator(self, scheduler: Scheduler) -> None:
         """Stop the first iterator of tasks, and offer the second."""

@@ -309,24 +309,29 @@ async def _cancel_all(*tasks: "asyncio.Task[Any]") -> None:
 
 
 def tasks_of(batch: ev.HandOver) -> list[int]:
-    """Return the tasks that a batch is the training of; a split group's remainder is not."""
-    whole = [group.task for group in batch.groups if not group.is_split_remainder]
+    """Return the tasks that a batch is the first training of; a split group's remainder is not."""
+    fresh = [group for group in batch.groups if group.use == 1]
+    whole = [group.task for group in fresh if not group.is_split_remainder]
     return [task for task in whole if isinstance(task, int)]
 
 
 async def discard_rows(
     trainer: TrainerSide, batch: ev.HandOver, share: float, chance: random.Random
 ) -> int:
-    """Discard some rows of a batch, and return the number of their unmasked tokens."""
+    """Discard some rows of a batch; return the number of their unmasked tokens, without those that
+    were trained before."""
     rows = [row for group in batch.groups for row in group.kept]
     discarded = [row for row in range(len(rows)) if share and chance.random() < share]
     await discarded_rows(batch.number, discarded, DISCARD_REASON).report(trainer)
-    return sum(rows[row].sampled_tokens - rows[row].masked_tokens for row in discarded)
+    untrained = [rows[row] for row in discarded if rows[row].use == 1]
+    return sum(row.sampled_tokens - row.masked_tokens for row in untrained)
 
 
 def check_order(batch: ev.HandOver, last_group: int, scenario: Scenario) -> int:
     """Check the order of a batch's groups after ``last_group``; return the last of them."""
     for group in batch.groups:
+        if group.use > 1:
+            continue
         is_next = group.group_id > last_group or not scenario.is_in_order
         assert is_next, f"group {group.group_id} is handed over after group {last_group}"
         last_group = group.group_id

@@ -27,6 +27,7 @@ CURVE = Curve(
     trainer_idle_share=0.8,
     lengths=[[4, 9], [5, 30]],
     turns_mean=3.0,
+    generated=[0, 40, 80, 120],
 )
 
 

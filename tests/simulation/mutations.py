@@ -4,19 +4,19 @@ Each changes one decision of the real orchestrator, as a wrong line in its code 
 each is the first that finds it, as of the last search.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from tidegate.orchestrator.batches.tasks import TaskSource
+from tidegate.orchestrator.core import core, filing, groups, hand_over
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import filing, groups, hand_over
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.filing import StepCoalescer, StepOutcome
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupTracker
-from tidegate.orchestrator.core.hand_over import HandedBatch, HandOvers
+from tidegate.orchestrator.core.hand_over import HandedBatch, HandOvers, TrainedCounts
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.turns import TurnTracker
@@ -358,6 +358,96 @@ def episodes_of_a_group_that_is_given_up_continue(patch: pytest.MonkeyPatch) -> 
 @mutation(seed=9)
 def a_group_that_teaches_nothing_is_trained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DynamicSampling, "reject", lambda self, rewards, *, running: None)
+
+
+# ---------------------------------------------------------------- groups trained more than once
+
+
+@mutation(seed=9)
+def a_group_is_used_again_when_it_is_a_version_too_old(patch: pytest.MonkeyPatch) -> None:
+    right = BoundedStaleness.refill
+
+    def refill(
+        self: BoundedStaleness,
+        waiting: GroupTracker,
+        used: Collection[Group],
+        *,
+        groups: int,
+        trainer_version: int,
+    ) -> list[Group] | None:
+        return right(self, waiting, used, groups=groups, trainer_version=trainer_version - 1)
+
+    patch.setattr(BoundedStaleness, "refill", refill)
+    patch.setattr(Core, "_forget_old_used", lambda self: None)
+
+
+@mutation(seed=8)
+def a_group_is_used_once_too_often(patch: pytest.MonkeyPatch) -> None:
+    right = HandOvers._keep_used
+
+    def keep_used(self: HandOvers, batch: HandedBatch) -> None:
+        is_reusing = self._max_uses > 1
+        self._max_uses += is_reusing
+        right(self, batch)
+        self._max_uses -= is_reusing
+
+    patch.setattr(HandOvers, "_keep_used", keep_used)
+
+
+@mutation(seed=926)
+def used_groups_make_outstanding_ones_too_old(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BoundedStaleness, "_can_wait", lambda self, waiting, trained, version: True)
+
+
+@mutation(seed=44)
+def a_row_discarded_from_another_use_is_trained_no_longer(patch: pytest.MonkeyPatch) -> None:
+    right = hand_over.discard_rows
+
+    def discard_rows(
+        batch: HandedBatch,
+        indices: Sequence[int],
+        reason: str,
+        groups: GroupTracker,
+        trained: TrainedCounts,
+    ) -> None:
+        again = [row for row in batch.rows if row.use > 1]
+        for row in again:
+            row.use = 1
+        right(batch, indices, reason, groups, trained)
+        for row in again:
+            row.use = 2
+
+    patch.setattr(core, "discard_rows", discard_rows)
+
+
+@mutation(seed=8)
+def further_uses_are_counted_as_first_ones(patch: pytest.MonkeyPatch) -> None:
+    right = TrainedCounts.count
+
+    def count(self: TrainedCounts, rows: list[Rollout], trainer_version: int, times: int) -> None:
+        right(self, rows, trainer_version, times)
+        self.rollouts += times * sum(row.use > 1 and row.branch_of is None for row in rows)
+
+    patch.setattr(TrainedCounts, "count", count)
+
+
+@mutation(seed=9)
+def a_used_group_is_kept_before_its_version_is_released(patch: pytest.MonkeyPatch) -> None:
+    right = HandOvers.add
+
+    def add(
+        self: HandOvers, groups: list[Group], trainer_version: int, *, num_groups: int
+    ) -> HandedBatch:
+        batch = right(self, groups, trainer_version, num_groups=num_groups)
+        self._keep_used(batch)
+        return batch
+
+    patch.setattr(HandOvers, "add", add)
+
+
+@mutation(seed=270)
+def used_groups_of_bad_versions_are_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HandOvers, "forget_sampled_by", lambda self, version: None)
 
 
 # ---------------------------------------------------------------- turns

@@ -47,6 +47,8 @@ CAUGHT_FIRST_BY = {
     "batches_to_be_handed_over_again_are_selected_anew": 19,
     "discarded_rows_are_not_journalled": 27,
     "batches_that_the_trainer_holds_count_no_version": 85,
+    "a_resume_grants_another_use": 94,
+    "a_resume_takes_a_use_away": 84,
 }
 """First seed that notices a planted fault, where many before it do not. It is tried before all
 others, which are tried if scenarios are drawn differently."""
@@ -259,6 +261,28 @@ def engines_are_restored_in_the_order_of_their_names(patch: pytest.MonkeyPatch) 
     patch.setattr(snapshot_codec, "_turns", turns_in_order)
 
 
+@mutation
+def a_resume_grants_another_use(patch: pytest.MonkeyPatch) -> None:
+    right = HandOvers.resume
+
+    def resume(self: HandOvers, batches: int) -> None:
+        right(self, batches)
+        for batch in self.kept:
+            self._keep_used(batch)
+
+    patch.setattr(HandOvers, "resume", resume)
+
+
+@mutation
+def a_resume_takes_a_use_away(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HandOvers, "return_used", HandOvers.forget_used)
+
+
+@mutation
+def groups_that_may_be_used_again_are_not_saved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(snapshot_codec, "_reuse", lambda core: {})
+
+
 def test_a_run_continues_whenever_its_process_dies() -> None:
     reports = [simulate_crash_restarts(seed) for seed in range(SEEDS)]
     assert [(r.seed, r.failure) for r in reports if r.failure] == []
@@ -267,6 +291,7 @@ def test_a_run_continues_whenever_its_process_dies() -> None:
     assert sum(report.rollbacks for report in reports) > 0
     assert sum(report.discarded_tokens for report in reports) > 0
     assert sum(report.batches_returned for report in reports) > 0
+    assert sum(report.reused_groups for report in reports) > 0
 
 
 def test_a_crash_restart_seed_is_deterministic() -> None:

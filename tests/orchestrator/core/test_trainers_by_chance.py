@@ -9,6 +9,7 @@ from tests.orchestrator.core.trainer_model import World, run_pair, run_world, sa
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.hand_over import HandedBatch, HandOvers
+from tidegate.policies.asynchrony import BoundedStaleness
 
 WORLDS = 300
 
@@ -118,7 +119,17 @@ def a_discarded_batch_stays_held(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Core, "handle", unmarked)
 
 
+def fresh_groups_are_left_for_used_ones(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BoundedStaleness, "_ended_in_order", lambda self, waiting, groups: [])
+
+
+def used_groups_are_trained_though_none_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HandOvers, "num_held", property(lambda self: 0))
+
+
 PLANTED = (
+    fresh_groups_are_left_for_used_ones,
+    used_groups_are_trained_though_none_is_waited_for,
     unnamed_batches_count_as_trained,
     held_batches_are_not_planned_for,
     any_batch_may_be_named,

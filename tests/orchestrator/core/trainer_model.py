@@ -82,6 +82,14 @@ def draw_policy(chance: random.Random) -> StalenessPolicy:
     return BoundedStaleness(max_staleness=eta, **common)
 
 
+def draw_uses(policy: StalenessPolicy, chance: random.Random) -> StalenessPolicy:
+    """Let a third of the policies that can train on a group more than once."""
+    uses = chance.choice((1, 1, 1, 1, 2, 3))
+    if not isinstance(policy, BoundedStaleness) or policy.deadline_policy != "wait":
+        return policy
+    return replace(policy, max_uses=min(uses, policy.max_staleness + 1))
+
+
 def batches_held_max(policy: StalenessPolicy) -> int:
     """Number of batches that a trainer may hold before a request for another one is refused."""
     if isinstance(policy, Synchronous | TailPacking | OverSampling):
@@ -89,7 +97,7 @@ def batches_held_max(policy: StalenessPolicy) -> int:
     if isinstance(policy, OneStepOffPolicy):
         return 2
     if isinstance(policy, BoundedStaleness):
-        return (policy.max_staleness + 1) * policy.batches_per_version
+        return policy.outstanding_groups_max // policy.groups_per_batch
     assert policy.outstanding_groups_limit is not None
     return policy.outstanding_groups_limit // policy.groups_per_batch
 
@@ -214,6 +222,10 @@ class Trained:
     """Newest version of any token of the batch's groups, failed rollouts included: a rollback
     discards whole groups."""
     num_rows: int
+    groups: list[int]
+    """Ids of its groups."""
+    fresh_groups: int
+    """Number of its groups that were not trained before, without remainders of split ones."""
     named_at: int | None = None
     """The trainer's version when it named the batch; None before."""
     in_version: int | None = None
@@ -266,7 +278,9 @@ class World:
         """Whether the core checks itself after each event, and not only after each tick."""
         self.chance = chance = random.Random(seed)
         self.seed = seed
-        self.policy = draw_policy(chance) if policy is None else policy
+        if policy is None:
+            policy = draw_uses(draw_policy(chance), random.Random(f"uses {seed}"))
+        self.policy = policy
         self.habits = draw_habits(chance, self.policy) if habits is None else habits
         self.adapter = chance.random() < 0.25 if is_adapter is None else is_adapter
         self.ticks = chance.choice((20, 30, 60)) if ticks is None else ticks
@@ -296,6 +310,12 @@ class World:
         self.batches: dict[int, Trained] = {}
         self.lost: set[int] = set()
         self.has_lost = False
+        self.unusable: set[int] = set()
+        """Groups of lost batches, which the trainer may have trained on."""
+        self.bad_versions: set[int] = set()
+        """Versions that the trainer has rolled back or that a crash has lost."""
+        self.undone_until = 0
+        """Newest batch before the last crash: up to it, batches come again as they were."""
         self.requests = 0
         self.open: dict[int, bool] = {}
         """Requests that wait -> whether they were made while a version's batches were held."""
@@ -548,6 +568,9 @@ class World:
             oldest += [min(unmasked)] if unmasked else []
         for rollout in (each for group in command.groups for each in group.rollouts):
             newest = max([newest, *self.versions_of[rollout.rollout_id]])
+        fresh = [group for group in command.groups if group.use == 1]
+        if len(fresh) < len(command.groups):
+            self.receive_again(command)
         groups = sum(group.split_from is None for group in command.groups)
         self.batches[number] = Trained(
             number,
@@ -557,12 +580,39 @@ class World:
             oldest,
             newest,
             len(rows),
+            [group.group_id for group in command.groups],
+            sum(group.split_from is None for group in fresh),
         )
         self.offer = request, number
         bound = self.policy.guaranteed_bound
         if bound is not None:
             ages = [command.trainer_version - version for version in oldest]
             assert max(ages, default=0) <= bound, f"batch {number} is planned at age {max(ages)}"
+
+    def receive_again(self, command: ev.HandOver) -> None:
+        """Check the groups of a batch that the trainer has trained on before."""
+        self.events_of["reused"] += 1
+        is_repeated = command.number <= self.undone_until
+        is_needed = len(self.held) < self.policy.batches_per_version
+        assert is_needed or is_repeated, "used groups are not needed yet"
+        left = next(iter(self.core.groups.in_order), None)
+        order = getattr(self.policy, "consumption_order", None)
+        if order == "completion":
+            left = next(iter(self.core.groups.ended), None)
+        is_checked = order in ("admission", "completion") and not is_repeated
+        assert not is_checked or left is None or left.running, (
+            f"group {left.group_id if left else 0} has ended and is left for one that was used"
+        )
+        for group in command.groups:
+            used_in = [b for b in self.batches.values() if group.group_id in b.groups]
+            assert group.use == len(used_in) + 1 <= self.policy.max_uses, (
+                f"use {group.use} of group {group.group_id}, which was in {used_in}"
+            )
+            if group.use > 1:
+                assert group.group_id not in self.unusable, "a group of a lost batch is used again"
+                assert all(b.in_version is not None for b in used_in), "its use is in no version"
+                versions = {v for row in group.kept for v in self.versions_of[row.rollout_id]}
+                assert not versions & self.bad_versions, f"bad tokens of {versions} are used again"
 
     def refuse(self, request: int, held: tuple[int, ...]) -> None:
         """The core says that a publish is needed first."""
@@ -593,6 +643,7 @@ class World:
         assert not self.habits.is_true, f"batch {number} of a true trainer is lost: {reason}"
         self.events_of[f"lost {reason}"] += 1
         self.lost.add(number)
+        self.unusable.update(batch.groups)
         self.has_lost = True
         self.forget(number)
 
@@ -888,6 +939,7 @@ class World:
     def roll_back(self) -> None:
         """Bring good weights to the engines in place of bad ones."""
         self.first_bad = max(1, self.version - self.chance.choice((0, 0, 1)))
+        self.bad_versions.update(range(self.first_bad, self.version + 1))
         self.events_of["rollback"] += 1
         self.of(ev.HandOverPaused(True))
         self.answer_offer(is_withdrawable=True)
@@ -956,12 +1008,14 @@ class World:
         self.training = None
         self.is_refused = self.has_ended = self.is_generation_paused = False
         self.has_lost = False
+        self.undone_until = max(self.undone_until, *self.batches, 0)
         self.batches = {n: batch for n, batch in self.batches.items() if n <= at}
         self.lost = {n for n in self.lost if n <= at}
         for batch in self.batches.values():
             if batch.is_held:
                 batch.named_at = batch.told  # the checkpoint holds them: trained as planned
         self.versions_made = [(v, n) for v, n in released if n <= at]
+        self.bad_versions.update(v for v, n in released if n > at)
         offer = self.core.tasks.offer
         if self.adapter:
             base_offer = self.base.tasks.offer
@@ -1037,8 +1091,8 @@ class World:
             ]
             # A batch that was discarded whole counts until the next version, or until its place is
             # needed for another one.
-            needed = [batch for batch in unlive if not batch.is_discarded]
-            most, least = (len(each) * self.policy.groups_per_batch for each in (unlive, needed))
+            least = sum(batch.fresh_groups for batch in unlive if not batch.is_discarded)
+            most = len(unlive) * self.policy.groups_per_batch
             assert least <= core.training_groups <= most, (
                 f"{core.training_groups} groups are outstanding in training, {least} to {most} "
                 f"should be"
