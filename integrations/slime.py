@@ -98,6 +98,13 @@ class _SlimeRollouts:
     args: Any = None
     has_tasks: bool = False
 
+    def __post_init__(self) -> None:
+        if (uses := self.run.settings.staleness.make_policy().max_uses) > 1:
+            raise ConfigError(
+                f"max_uses={uses} hands over groups again, and slime takes each sample once; leave "
+                "max_uses out"
+            )
+
     def publish_newest(self, args: Any) -> None:
         """Publish the newest marked weights, if they were not yet."""
         directory = getattr(args, "update_weight_disk_dir", None)

@@ -376,6 +376,12 @@ def _check_trainer(trainer: Any, run: SyncRollouts) -> None:
             "TRL needs every completion that it asks for, and a staleness policy or group filter "
             "of the run may drop some: leave both out"
         )
+    if staleness.max_uses > 1:
+        raise ConfigError(
+            f"max_uses={staleness.max_uses} would hand over groups of earlier prompts, and TRL "
+            "needs those that it asks for: leave max_uses out, and repeat updates with GRPOConfig "
+            "num_iterations"
+        )
     temperature = settings.sampling.temperature
     if trainer.temperature != temperature:
         raise ConfigError(

@@ -283,6 +283,13 @@ class TRLRollouts:
                 f"TRL asks for a micro-batch before it has trained on the one in hand{late}, so "
                 f"its run needs max_staleness of at least {needed}, got {staleness.max_staleness}"
             )
+        if staleness is not None and (policy := staleness.make_policy()).max_uses > 1:
+            uses, most = policy.max_uses, policy.outstanding_groups_max
+            if most < (needed + 1) * policy.groups_per_batch:
+                raise ConfigError(
+                    f"TRL asks for batches ahead, and max_uses={uses} leaves {most} outstanding "
+                    f"groups: raise max_staleness to {uses * (needed + 2) - 2}, or lower max_uses"
+                )
         if settings is not None and (tasks is None or episode is None):
             raise ConfigError(
                 "a run of this process has its tasks and its episode from here: give "

@@ -238,6 +238,12 @@ def check_config(config: DictConfig, *, replicas: int, rewards: list[Any] | None
             "a group whose episodes all time out would be missing in verl's batch: omit "
             "engine_kwargs.tidegate.episode_timeout_s, and have agent loops limit their time"
         )
+    if options.get("max_uses", 1) != 1:
+        raise ConfigError(
+            f"max_uses={options['max_uses']} hands over groups again, and verl takes each row of "
+            "its queue once: omit engine_kwargs.tidegate.max_uses, and set "
+            "actor_rollout_ref.actor.ppo_epochs"
+        )
     if options.get("deadline_policy") == "split":
         raise ConfigError(
             "deadline_policy=split hands over the rest of a group beside a whole batch, and verl "

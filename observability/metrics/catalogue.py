@@ -583,6 +583,12 @@ ROLLOUTS = (
         of_run(lambda s: s.trained_rollouts),
     ),
     Metric(
+        "tidegate_rollouts_reused_total",
+        "counter",
+        "Further uses of trained rollouts (`max_uses`), which no other count of rollouts has.",
+        of_run(lambda s: s.reused_rollouts),
+    ),
+    Metric(
         "tidegate_rollouts_mixed_version_total",
         "counter",
         "Trained rollouts whose tokens were sampled by two or more weight versions. A high share "

@@ -120,16 +120,15 @@ def adapter_lines(core: Core, rewards: Mapping[str, float]) -> tuple[AdapterLine
     lines = []
     for name, trained in sorted(core.trained_adapters.items()):
         ledger, staleness = trained.ledger.snapshot(), trained.trained.staleness
-        rollouts = trained.trained.rollouts
         lines.append(
             AdapterLine(
                 name=name,
                 trainer_version=trained.trainer_version,
                 live_version=trained.versions.live_version,
                 batches=trained.trained.batches,
-                trained_rollouts=rollouts,
+                trained_rollouts=trained.trained.rollouts,
                 mixed_version_rollouts=trained.trained.mixed_version,
-                mean_staleness=sum(s * n for s, n in staleness.items()) / max(1, rollouts),
+                mean_staleness=trained.trained.mean_staleness,
                 max_staleness=max(staleness, default=0),
                 staleness_bound=trained.policy.guaranteed_bound,
                 running_groups=trained.running_groups,

@@ -158,6 +158,12 @@ class TrainedCounts:
     reused_tokens: int = 0
     """Number of tokens in these uses."""
 
+    @property
+    def mean_staleness(self) -> float:
+        """Mean staleness over all uses of rollouts, in versions."""
+        uses = self.rollouts + self.reused_rollouts
+        return sum(s * n for s, n in self.staleness.items()) / max(1, uses)
+
     def count(self, rows: list[Rollout], trainer_version: int, times: int) -> None:
         """Add these rows (``times`` = 1), or subtract them again (-1). Branches don't count."""
         by_oldest: Counter[int] = Counter()

@@ -202,8 +202,7 @@ class MeasuredHandle(ABC):
             discarded_rollouts=dict(core.discarded_rollouts),
             max_staleness_seen=max(staleness, default=0),
             staleness_bound=core.policy.guaranteed_bound,
-            mean_staleness=sum(s * n for s, n in staleness.items())
-            / max(1, core.trained.rollouts + core.trained.reused_rollouts),
+            mean_staleness=core.trained.mean_staleness,
             reused_rollouts=core.trained.reused_rollouts,
             reused_tokens=core.trained.reused_tokens,
             staleness_histogram=dict(sorted(staleness.items())),

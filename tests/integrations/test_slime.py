@@ -20,6 +20,7 @@ from tests.integrations.slime_contract import solve
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError, EpisodeError
 from tidegate.integrations import slime
+from tidegate.orchestrator.settings.config import run_settings
 
 CHECKOUT = os.environ.get("TIDEGATE_SLIME", "")
 
@@ -120,6 +121,12 @@ def test_the_example_learns_from_slimes_own_data_source_within_the_bound(
     history = slime_rollout.main(["--steps", "16"])
     assert sum(history[-4:]) > sum(history[:4]) + 0.1
     assert "most stale token: 1 versions" in capsys.readouterr().out
+
+
+def test_a_run_that_hands_over_groups_again_is_refused() -> None:
+    run: Any = SimpleNamespace(settings=run_settings(model="m", max_staleness=2, max_uses=2))
+    with pytest.raises(ConfigError, match="max_uses=2 hands over groups again"):
+        slime.use_run(run)
 
 
 def test_a_run_is_started_by_slimes_arguments_and_its_reward_model_is_asked(

@@ -329,6 +329,15 @@ def test_a_run_that_may_drop_groups_is_refused(model: Any, path: Path) -> None:
             rollouts(PROMPTS, trainer_of(model, path))
 
 
+def test_a_run_that_trains_on_groups_of_earlier_prompts_is_refused(model: Any, path: Path) -> None:
+    with serve(path, max_staleness=2, max_uses=2) as run:
+        rollouts = tidegate.trl_rollout_func(run, episode=plain_reward)
+        with pytest.raises(
+            ConfigError, match="max_uses=2 would hand over groups of earlier prompts"
+        ):
+            rollouts(PROMPTS, trainer_of(model, path))
+
+
 def test_a_run_for_async_trainers_is_refused(path: Path) -> None:
     run: Any = tidegate.serve(model=path)
     with pytest.raises(ConfigError, match=r"needs a run of tidegate.serve_sync\(\), got Rollouts"):

@@ -48,6 +48,15 @@ def test_a_run_whose_batches_wait_for_every_publish_is_refused() -> None:
         tidegate.TRLRollouts(run, args=Arguments())
 
 
+@pytest.mark.parametrize("max_staleness", [2, 4])
+def test_a_run_that_leaves_no_batch_to_ask_ahead_for_is_refused(max_staleness: int) -> None:
+    settings = run_settings(model="m", max_staleness=max_staleness, max_uses=2)
+    run: Any = SimpleNamespace(settings=settings)
+    is_ahead = "raise max_staleness to 4" if max_staleness < 4 else "has its tasks and its episode"
+    with pytest.raises(ConfigError, match=is_ahead):
+        tidegate.TRLRollouts(run, args=Arguments())
+
+
 async def solve(episode: tidegate.Episode, task: int) -> float:
     return 0.0
 

@@ -367,6 +367,11 @@ def test_validation_rows_reach_verls_buffer_and_are_not_trained_on(rollouts: Rol
             "split",
             "deadline_policy=split .*choose wait, mask or drop",
         ),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.tidegate.max_uses",
+            2,
+            "max_uses=2 hands over groups again, .*ppo_epochs",
+        ),
     ],
 )
 def test_settings_of_verl_that_do_not_fit_are_refused_by_name(

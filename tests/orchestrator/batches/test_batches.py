@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 
+from tidegate.orchestrator.batches.batch_rows import batch_columns, select_rows
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
+from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire, batch_to_wire
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers, own_parts
 from tidegate.policies.advantages import relative_to_group, relative_to_trained_first
 from tidegate.transport.messages import SamplingParams
@@ -51,6 +53,19 @@ def test_the_mask_and_the_versions_mark_exactly_the_sampled_tokens() -> None:
     ]
     assert batch.attention_mask.sum(1).tolist() == [4, 7, 3]
     assert batch.sampled_tokens == 6
+
+
+def test_each_row_says_which_use_of_its_group_it_is_for_also_on_the_wire() -> None:
+    first, second = two_groups()
+    batch = build_batch([first.for_next_use(), second], trainer_version=5)
+    assert batch.uses.tolist() == [2, 2, 1]
+    assert batch_from_wire(*batch_to_wire(batch)).uses.tolist() == [2, 2, 1]
+    assert select_rows(batch, [2]).uses.tolist() == [1]
+    assert batch.logprobs[0].equal(build_batch([first, second], trainer_version=4).logprobs[0])
+
+
+def test_a_batch_of_first_uses_is_sent_as_to_trainers_that_know_no_others() -> None:
+    assert "uses" not in batch_columns(build_batch(two_groups(), trainer_version=4))
 
 
 def test_a_discarded_rollout_is_not_in_the_batch() -> None:

@@ -114,6 +114,31 @@ async def test_every_trained_token_is_audited_under_every_kind_of_update(
         assert report.spans_mixed == 0
 
 
+async def test_a_trainer_that_would_wait_trains_on_groups_again_within_the_bound(
+    model: Path, tmp_path: Path
+) -> None:
+    weights, run = Weights(model), tmp_path / "run"
+    uses: dict[int, list[int]] = {}
+    async with tidegate.serve(
+        model=model, **SMALL, max_staleness=4, max_uses=2, step_time_min_s=0.01, run_directory=run
+    ) as rollouts:
+        async for batch in rollouts.batches(range(12), episode=two_turns):
+            assert batch.staleness.max() <= 4
+            for group, use in dict(
+                zip(*map(torch.Tensor.tolist, (batch.group_ids, batch.uses)), strict=True)
+            ).items():
+                uses.setdefault(group, []).append(use)
+            await rollouts.publish(weights.step())
+    statistics, again = rollouts.statistics(), sum(len(each) > 1 for each in uses.values())
+    assert again > 0
+    assert all(each in ([1], [1, 2]) for each in uses.values())
+    assert (statistics.trained_rollouts, statistics.reused_rollouts) == (24, 2 * again)
+    assert statistics.ledger.trained == statistics.ledger.generated > statistics.reused_tokens > 0
+    report = audit_run(run)
+    assert report.agrees, report.lines()
+    assert report.tokens == statistics.ledger.trained + statistics.reused_tokens
+
+
 @pytest.mark.parametrize("weight_channel", ["zmq", "relay"])
 async def test_tokens_and_weights_travel_over_tcp_with_keys(
     model: Path, tmp_path: Path, weight_channel: str
