@@ -5,7 +5,7 @@ code (``simulation/engine/computing.py``) and the demo's trainer. Only time is m
 prefills, swaps and training take what ``COSTS`` and ``TRAINER_TOKENS_PER_S`` say. So each run has
 the same result on any machine, under any load.
 
-    python -m benchmarks.learning                       # 69 runs: 20 CPU-minutes, then plans
+    python -m benchmarks.learning                       # 66 runs: 20 CPU-minutes, then plans
     python -m benchmarks.learning --seeds 1 --ways sync,eta4
     python -m benchmarks.learning --picture docs/learning.png
 
@@ -169,7 +169,6 @@ WAYS = (
     Way("eta8", "async η=8", 8),
     Way("eta4-abort", "η=4, abort", 4, pause_mode="abort"),
     Way("eta4-recompute", "η=4, recompute", 4, kv_policy="recompute"),
-    Way("eta2-uses2", "η=2, 2 uses", 2, max_uses=2),
     Way("eta4-uses2", "η=4, 2 uses", 4, max_uses=2),
     Way("eta4-uses3", "η=4, 3 uses", 4, max_uses=3),
     Way("eta8-uses2", "η=8, 2 uses", 8, max_uses=2),

@@ -180,6 +180,7 @@ def experiments_table(rows: Rows) -> Iterator[Sequence[str]]:
 LEARNING_COLUMNS = {
     "seconds_to_0.8": "seconds to .8",
     "batches_to_0.8": "batches to .8",
+    "tokens_to_0.8": "tokens to .8",
     "seconds_to_0.85": "seconds to .85",
     "reward_last": "reward, last",
     "reward_after": "reward, played",
@@ -204,8 +205,9 @@ def _spread(row: dict[str, Any] | None) -> str:
     """Return a median with its lowest and highest; a figure that no run reached is ``never``."""
     if row is None:
         return "-"
+    form = ",.0f" if row["unit"] == "tokens" else ".3g"
     value, lowest, highest = (
-        "never" if row[name] is None else f"{row[name]:.3g}"
+        "never" if row[name] is None else format(row[name], form)
         for name in ("value", "lowest", "highest")
     )
     return value if lowest == highest else f"{value} ({lowest} to {highest})"
