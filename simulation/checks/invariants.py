@@ -620,9 +620,7 @@ class InvariantChecker:
         assert group.use <= self._scenario.max_uses, f"group {group.group_id}: use {group.use}"
         if uses:
             last = uses[-1]
-            assert last not in self._held, (
-                f"{group.group_id} is used again, and is held"
-            )
+            assert last not in self._held, f"{group.group_id} is used again, and is held"
             version, _ = self._training.get(last, (0, 0))
             assert version is not None, f"{group.group_id} is used again before batch {last} is out"
             rows = [

@@ -18,9 +18,9 @@ from tidegate.orchestrator.core.snapshot_codec import (
     SavedEngine,
     SavedGroup,
     SavedLedger,
+    SavedReuse,
     SavedRollout,
     SavedTasks,
-    SavedTraining,
     SavedTurn,
     SavedTurns,
     record,
@@ -45,16 +45,17 @@ CORE = Core(Rules(policy=Synchronous(groups_per_batch=1), group_size=1))
         (
             SavedRollout,
             Rollout.__slots__,
-            # agents and branches are the other ends of home and branch_of.
+            # agents and branches are the other ends of home and branch_of. A use is saved beside
+            # the group that it is of.
             "adapter agents began_s branches ended_s filed_logprobs filed_token_ids group_id "
-            "may_have_media",
+            "may_have_media use",
         ),
         (SavedGroup, Group.__struct_fields__, "task is_evaluation agents"),
         (SavedEngine, [each.name for each in fields(EngineTurns)], "filing"),
         (SavedBatch, [each.name for each in fields(HandedBatch)], ""),
         (SavedLedger, Ledger.__slots__, ""),
         (SavedTasks, vars(TakenTasks()), "dropped"),
-        (SavedTraining, vars(HandOvers(is_kept=True)), "holding kept is_kept"),
+        (SavedReuse, vars(HandOvers(is_kept=True)), "holding kept is_kept _max_uses"),
         (
             SavedTurns,
             vars(CORE.turns),
