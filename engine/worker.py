@@ -25,6 +25,7 @@ import torch
 from tidegate.engine.device.devices import CPU, find_device
 from tidegate.engine.device.memory import DeviceMemory, free_bytes
 from tidegate.engine.drafts.draft_sources import open_drafts
+from tidegate.engine.execution.images import SequenceImages
 from tidegate.engine.execution.runner import ModelRunner, Runner
 from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.link import OrchestratorLink
@@ -127,7 +128,12 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     staging = ranks.staging(model.allocate, WeightReceiverConfig(arguments.connect, keys, gpu=gpu))
     try:
         scheduler = EngineScheduler(
-            limits, options=options, scoring=model.scoring, drafts=drafts, adapters=adapters
+            limits,
+            options=options,
+            scoring=model.scoring,
+            drafts=drafts,
+            adapters=adapters,
+            images=None if model.images is None else SequenceImages(model.images),
         )
         memory = None if device is None else DeviceMemory(device)
         sleep_controller = ranks.sleep_controller(runner, staging, scheduler, model.reload, memory)
@@ -254,6 +260,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="import this module, and offer the logits processors in its PROCESSORS; repeatable",
     )
     parser.add_argument(
+        "--image-directory",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIRECTORY",
+        help="images may be read by path from this directory; repeatable",
+    )
+    parser.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
         help="batch-invariant: a turn's bits do not depend on batch, chunking or engine; default: "
@@ -284,6 +298,7 @@ def _model(arguments: argparse.Namespace, device: torch.device | None, ranks: Ra
             quantization=arguments.quantization,
             shard=ranks.shard,
             group=ranks.group,
+            image_directories=arguments.image_directory,
         )
     from tidegate.engine.device import model
 
@@ -478,6 +493,7 @@ def hello_of(name: str, model: ServedModel, limits: EngineLimits, **more: Any) -
         is_deterministic=model.is_deterministic,
         supports_submit_turns=True,
         supports_sessions=True,
+        media=[] if model.images is None else ["image"],
         **more,
     )
 

@@ -3,11 +3,16 @@
 Biases and norm weights are random too, so code that omits one produces other tokens.
 """
 
+import base64
+import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -162,6 +167,96 @@ def make_model(
     return model.eval()
 
 
+IMAGE_MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+"""Special tokens of an image model's tokenizer, from id 96 on."""
+
+IMAGE_PAD_ID = 100
+
+SEEING_TEMPLATE = """
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string %}{{- message.content }}{%- else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else %}{{- part.text }}{%- endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+"""As Qwen2.5-VL's, without a default system message."""
+
+
+def make_image_model_directory(path: Path, *, seed: int = 0, **text_fields: Any) -> Path:
+    """Write a random Qwen2.5-VL that reads 8 x 8 pixels per token; return ``path``.
+
+    Its tokenizer has one token per printable character, as those of text models, and
+    :data:`IMAGE_MARKS`.
+    """
+    import transformers
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
+
+    processing: Any = image_processing_pil_qwen2_vl
+    text = {
+        "vocab_size": 102,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT_TOKENS_MAX,
+        "initializer_range": 0.2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [2, 3, 3],
+        },
+        "bos_token_id": None,
+        "eos_token_id": EOS_TOKEN_ID,
+        "pad_token_id": None,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+        "out_hidden_size": (text | text_fields)["hidden_size"],
+        "initializer_range": 0.2,
+    }
+    configs: Any = transformers.Qwen2_5_VLConfig
+    config = configs(
+        text_config=text | text_fields,
+        vision_config=vision,
+        image_token_id=IMAGE_PAD_ID,
+        video_token_id=101,
+        vision_start_token_id=98,
+        vision_end_token_id=99,
+        tie_word_embeddings=False,
+        eos_token_id=EOS_TOKEN_ID,
+    )
+    models: Any = transformers.Qwen2_5_VLForConditionalGeneration
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        models(config).save_pretrained(path)
+    sizes = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    processing.Qwen2VLImageProcessorPil(patch_size=4, size=sizes).save_pretrained(path)
+    _save_tokenizer(path, 96, IMAGE_MARKS)
+    (path / "chat_template.jinja").write_text(SEEING_TEMPLATE)
+    return path
+
+
+def data_url(seed: int, width: int = 24, height: int = 16, kind: str = "png") -> str:
+    """Return a picture of random pixels as a ``data:`` URL."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def _cut_into_shards(path: Path, shards: int) -> None:
     single = path / "model.safetensors"
     state = load_file(single)
@@ -176,13 +271,13 @@ def _cut_into_shards(path: Path, shards: int) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _save_tokenizer(path: Path, vocab_size: int) -> None:
+def _save_tokenizer(path: Path, vocab_size: int, marks: Sequence[str] = ()) -> None:
     """Write a tokenizer with one token per printable character; further ids are unused names."""
     words = [EOS_TOKEN, *map(chr, range(32, 127))]
     words += [f"<|{number}|>" for number in range(len(words), vocab_size)]
     vocab = {word: number for number, word in enumerate(words[:vocab_size])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.add_special_tokens([EOS_TOKEN])
+    tokenizer.add_special_tokens([EOS_TOKEN, *marks])
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS_TOKEN}

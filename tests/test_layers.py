@@ -24,13 +24,16 @@ pytestmark = pytest.mark.wire
 
 THIRD_PARTY: dict[str, set[str]] = {
     "policies": {"torch"},
-    # opentelemetry only where a program uses it, for the trace headers of calls and requests
+    # opentelemetry only where a program uses it, for the trace headers of calls and requests; PIL
+    # and transformers only for models that read images
     "transport": {
+        "PIL",
         "msgspec",
         "numpy",
         "opentelemetry",
         "safetensors",
         "torch",
+        "transformers",
         "zmq",
         "zstandard",
     },

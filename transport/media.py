@@ -27,12 +27,33 @@ MEDIA_CHARS_MAX = 2 * DATA_URL_CHARS_MAX
 """Maximum total length of a turn's references, because a frame of several turns holds 4 MiB."""
 
 
+class Placeholders(msgspec.Struct, frozen=True, array_like=True):
+    """Placeholder tokens of an image in a context: one for each token that stands for it."""
+
+    token_offset: Count
+    """Number of context tokens before the first."""
+    tokens: Count
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    """SHA-256 of the image's file, in hexadecimal digits: another file needs other tokens."""
+
+
 class Media(msgspec.Struct, frozen=True, array_like=True):
     """One image, audio clip or video in a context."""
 
     kind: MediaKind
     url: Annotated[str, msgspec.Meta(min_length=1, max_length=DATA_URL_CHARS_MAX)]
     """URL, path on the engine's host, or ``data:…`` URL."""
-    token_offset: Count = 0
-    """Number of context tokens before the prompt piece that this medium came with. Media are in the
-    order of their placeholder tokens."""
+    place: Count | Placeholders = 0
+    """Number of context tokens before the prompt piece that this medium came with, whose one
+    placeholder the engine repeats; or the image's placeholders, if they are repeated. Media are in
+    the order of their placeholder tokens."""
+
+    @property
+    def token_offset(self) -> int:
+        """Number of context tokens before the medium, or before the prompt piece with it."""
+        return self.place if isinstance(self.place, int) else self.place.token_offset
+
+    @property
+    def tokens(self) -> int:
+        """Number of the medium's placeholder tokens; 0 if the engine is to repeat its one."""
+        return 0 if isinstance(self.place, int) else self.place.tokens

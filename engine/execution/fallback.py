@@ -9,7 +9,7 @@ Letters in shapes: R rows, T a row's tokens, H hidden size, V vocabulary.
 """
 
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +30,7 @@ from tidegate.engine.execution.block_cache import (
     cache_argument,
     declared_layers,
 )
+from tidegate.engine.execution.images import RowImage, positions
 from tidegate.engine.execution.position_cache import PositionCache
 from tidegate.engine.execution.runner import Row, with_positions
 from tidegate.engine.models.fallback_weights import FallbackWeights
@@ -51,6 +52,7 @@ from tidegate.engine.sampling.scoring import (
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ModelError
 from tidegate.policies.routing_replay import mixture_layers, record_routed_experts
+from tidegate.transport.images import ImageReader
 
 PROBE_TOKENS = 64
 """Tokens of the context that the probe reads: whole, and in :data:`PROBE_CHUNKS` and one by one."""
@@ -66,6 +68,13 @@ PADDED_POSITIONS_FREE = 4096
 """Positions of one forward pass up to which padding does not matter, because the layers' overhead
 outweighs it."""
 
+FEATURE_TOKENS_KEPT = 16_384
+"""Tokens of images whose features are kept for later chunks and rows: 128 MiB at a width of 2,048
+in float32."""
+
+NEVER_SAMPLED = -1e30
+"""Logit of a token with probability 0, finite because infinity times 0 is NaN."""
+
 
 @dataclass(slots=True)
 class _Chunk:
@@ -80,6 +89,8 @@ class _Chunk:
     records_experts: bool
     reports_hidden: bool
     """Whether the row's hidden state is reported with its token."""
+    images: Sequence[RowImage]
+    """Images of the row's whole context."""
 
 
 class FallbackRunner:
@@ -92,14 +103,19 @@ class FallbackRunner:
         num_blocks: int,
         block_tokens: int,
         is_batched: bool = True,
+        images: ImageReader | None = None,
     ) -> None:
-        """Without ``is_batched`` each forward pass computes one row."""
+        """Without ``is_batched`` each forward pass computes one row. ``images`` is None if the
+        model reads none."""
         self.weights = weights
         """Replaced between two steps only, by weights of the same model and dtype."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._memory = BlockMemory(weights.module, num_blocks, block_tokens)
         self._is_batched = is_batched
+        self._images = images
+        self._features: OrderedDict[str, torch.Tensor] = OrderedDict()
+        """Features [tokens, H] of images by digest, of the live weights."""
         mixtures = () if refused_options(weights.module) else mixture_layers(weights.module)
         num_experts = max((layer.num_experts for layer in mixtures), default=0)
         self._experts = PositionCache(num_blocks, block_tokens, num_experts - 1)
@@ -109,6 +125,7 @@ class FallbackRunner:
         if not isinstance(weights, FallbackWeights):
             raise TypeError(f"weights of {type(self).__name__}, got {type(weights).__name__}")
         self.weights = weights
+        self._features.clear()
 
     def cache_tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the KV cache and of the recurrent states."""
@@ -178,6 +195,7 @@ class FallbackRunner:
                     row.scoring,
                     row.positions_from is not None,
                     row.sampling is not None and bool(hidden_rows([row.sampling])),
+                    row.images,
                 )
                 start = chunk_end
 
@@ -221,14 +239,52 @@ class FallbackRunner:
         self, batch: Sequence[_Chunk], last_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [R, last_tokens, V], and the slots [R * T] of the new tokens."""
-        return _read(
+        logits, slots = _read(
             self.weights.module,
             self._memory,
             [chunk.tokens for chunk in batch],
             [chunk.context for chunk in batch],
             last_tokens=last_tokens,
             is_batched=self._is_batched,
+            inputs=self._image_inputs(batch) if any(chunk.images for chunk in batch) else {},
         )
+        if self._images is not None:
+            # A sampled placeholder would be a token that trainers take for an image's.
+            logits[..., self._images.placeholder_id] = NEVER_SAMPLED
+        return logits, slots
+
+    def _image_inputs(self, batch: Sequence[_Chunk]) -> dict[str, torch.Tensor]:
+        """Return embeddings [R, T, H], with images in place of their placeholders, and rotary
+        positions [3, R, T]."""
+        token_ids = torch.from_numpy(np.stack([chunk.tokens for chunk in batch]).astype(np.int64))
+        embeddings = self.weights.module.get_input_embeddings()(token_ids)
+        places = []
+        for row, chunk in zip(embeddings, batch, strict=True):
+            first, end = chunk.context.start, chunk.context.end
+            places.append(positions(chunk.images, first, end))
+            for image in chunk.images:
+                start, stop = max(image.start, first), min(image.end, end)
+                if start < stop:
+                    features = self._features_of(image)[start - image.start : stop - image.start]
+                    row[start - first : stop - first] = features
+        return {"inputs_embeds": embeddings, "position_ids": torch.stack(places, 1)}
+
+    def _features_of(self, image: RowImage) -> torch.Tensor:
+        """Return the live weights' features [tokens, H] of an image."""
+        digest = image.image.digest
+        if (features := self._features.get(digest)) is None:
+            assert self._images is not None
+            inputs = self._images.process(image.media, image.image)
+            vision = self.weights.module.get_image_features(
+                torch.from_numpy(inputs.pixel_values), torch.from_numpy(inputs.grid[None])
+            )
+            features = self._features[digest] = torch.cat(tuple(vision.pooler_output))
+            while sum(map(len, self._features.values())) > FEATURE_TOKENS_KEPT:
+                if len(self._features) == 1:
+                    break
+                self._features.popitem(last=False)
+        self._features.move_to_end(digest)
+        return features
 
     def _score(self, chunk: _Chunk, scoring: RowScoring) -> RowScore:
         """Score a row's last positions in pieces, to bound the memory of their logits."""
@@ -424,17 +480,22 @@ def _read(
     *,
     last_tokens: int,
     is_batched: bool,
+    inputs: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run tokens [T] of each row after its cached ones, and cache their keys, values and states.
 
+    ``inputs``: arguments of the forward pass in place of token ids and positions.
     Return the logits [R, last_tokens, V] of the rows' last tokens, and the slots [R * T] of all.
     """
     opened = memory.open(rows)
+    if not inputs:
+        inputs = {"input_ids": torch.from_numpy(np.stack(tokens).astype(np.int64))}
+        if is_batched:
+            inputs |= _positions(module, opened.position_ids)
     output = module(
-        input_ids=torch.from_numpy(np.stack(tokens).astype(np.int64)),
+        **inputs,
         attention_mask=opened.attention_mask,
         use_cache=True,
-        **(_positions(module, opened.position_ids) if is_batched else {}),
         **cache_argument(module, opened.cache),
         **_last_logits_only(module, last_tokens),
     )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from tidegate.engine.execution.images import RowImage
 from tidegate.engine.execution.position_cache import PositionCache, Positions
 from tidegate.engine.execution.step_layout import (
     AdapterKey,
@@ -103,6 +104,8 @@ class Row:
     """First context position whose attachments to report, up to the row's last, if the row samples.
     Those of the row's own tokens are recorded in any case, for later rows and for turns that share
     their blocks; None records and reports none."""
+    images: Sequence[RowImage] = ()
+    """Images of the sequence, in order; only for models that read images."""
 
 
 class DecodeRows(Sequence[Row]):

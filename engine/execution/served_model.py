@@ -5,7 +5,7 @@ implementations satisfy ``ServedModel``, so the rest of the engine does not dist
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -24,6 +24,7 @@ from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 from tidegate.kernels.native import Native
 from tidegate.kernels.weight_matrix import packs
+from tidegate.transport.images import ImageReader, open_images
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and Tidegate's own models do not need it
     from tidegate.engine.models.fallback_weights import FallbackWeights
@@ -76,6 +77,10 @@ class ServedModel(Protocol):
         """Options for attachments that the model cannot make, each with the reason."""
 
     @property
+    def images(self) -> ImageReader | None:
+        """Reader of the model's images; None if it reads none."""
+
+    @property
     def warning(self) -> str | None:
         """Warning to print when the engine starts; None if there is none."""
 
@@ -108,10 +113,12 @@ def open_model(
     quantization: Quantization | None = None,
     shard: TensorShard = WHOLE,
     group: "RankGroup | None" = None,
+    image_directories: Sequence[Path] = (),
 ) -> ServedModel:
     """Open the model in ``path``, or its part for a tensor-parallel ``shard`` with its ``group``.
 
     ``is_deterministic``: None makes a model so where that costs nearly nothing.
+    ``image_directories``: those from which images may be read by path.
 
     Raises:
         ModelError: neither implementation can compute it.
@@ -145,13 +152,14 @@ def open_model(
                 f"deterministic: {error}, and results of transformers depend on the chunking of a "
                 f"context; serve another model, or leave deterministic out"
             ) from error
-        return FallbackModel(path, dtype, reason=str(error))
+        return FallbackModel(path, dtype, reason=str(error), image_directories=image_directories)
 
 
 class OwnModel:
     """A model with Tidegate's own implementation, on the CPU."""
 
     code = "tidegate"
+    images = None
 
     def __init__(
         self,
@@ -274,12 +282,20 @@ class FallbackModel:
     code = "transformers"
     is_deterministic = False
 
-    def __init__(self, path: Path, dtype: DtypeChoice, *, reason: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: DtypeChoice,
+        *,
+        reason: str,
+        image_directories: Sequence[Path] = (),
+    ) -> None:
         from tidegate.engine.execution import fallback
         from tidegate.engine.models import fallback_weights
 
         try:
             config = fallback_weights.read_config(path)
+            self.images = open_images(path, image_directories)
             with blame_memory(doing=f"for the weights of {path}", remedy=SMALLER_MODEL):
                 self._path = path
                 stored = dtype_name(config.dtype)
@@ -304,6 +320,7 @@ class FallbackModel:
         self.scoring = ScoringCapabilities(
             hidden_size=config.get_text_config().hidden_size,
             score_kinds=("logprobs", *(HIDDEN_STATE_SCORES if has_head else ())),
+            image_token_id=None if self.images is None else self.images.placeholder_id,
         )
         warnings = [
             f"{reason}. So transformers computes it: the same tokens and log-probs, "
@@ -335,6 +352,7 @@ class FallbackModel:
             num_blocks=num_blocks,
             block_tokens=block_tokens,
             is_batched=self._probed.is_batched,
+            images=self.images,
         )
 
     def allocate(self) -> "FallbackWeights":

@@ -42,6 +42,7 @@ from tidegate.engine.external.tensor_senders import TensorSender, VllmIpcSender,
 from tidegate.engine.external.vllm_patches import EXTENSION, RPC
 from tidegate.errors import ConfigError, EngineGone, EngineHeld, TurnRefused, WeightsRefused
 from tidegate.transport.attachments import Attachment
+from tidegate.transport.images import collapsed
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.printable import print_stderr
@@ -585,7 +586,7 @@ class VllmAdapter(HttpAdapter):
         media = {"content_parts": [content_part(medium) for medium in request.media]}
         return (media if request.media else {}) | {
             "model": request.lora or self._name,
-            "token_ids": list(request.token_ids),
+            "token_ids": collapsed(request.token_ids, request.media),
             "cache_salt": accepted_salt(request.salt),
             # All are set, or the defaults of the model's generation_config.json would apply.
             "sampling_params": {

@@ -23,6 +23,7 @@ from tidegate.engine.models.model_weights import refuse_lacking
 from tidegate.engine.models.quiet_transformers import quiet_transformers
 from tidegate.engine.weights.weight_conversions import (
     Conversion,
+    auto_class,
     converted_targets,
     find_conversions,
 )
@@ -243,10 +244,10 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
         ModelError: transformers' own code has no causal language model for it, or files are missing
             or damaged.
     """
-    auto: Any = transformers.AutoModelForCausalLM
+    config = read_config(path)
     try:
         with quiet_transformers():
-            module, info = auto.from_pretrained(
+            module, info = auto_class(config).from_pretrained(
                 path,
                 dtype=dtype,
                 local_files_only=True,

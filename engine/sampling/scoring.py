@@ -46,6 +46,8 @@ class ScoringCapabilities:
     """Number of outputs of the classification head; 0 without one."""
     pad_token_id: int | None = None
     """Padding token that a classification head skips at a sequence's end."""
+    image_token_id: int | None = None
+    """Placeholder of images, which scoring doesn't read; None if the model reads no images."""
 
     @property
     def generates(self) -> bool:

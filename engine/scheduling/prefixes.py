@@ -9,6 +9,7 @@ evicts the contexts of sessions last.
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from tidegate.engine.execution.images import write_keys
 from tidegate.engine.scheduling.kv_cache import KvCache, ProtectedBlocks
 from tidegate.engine.scheduling.sequences import NEVER, EngineSequence
 
@@ -91,7 +92,7 @@ class Prefixes:
             return found
         node = sequence.node
         for index in range(sequence.shared_blocks, sequence.reusable_tokens // self._block_tokens):
-            block = self._cache.find(node, self._tokens(sequence, index))
+            block = self._cache.find(node, self._key(sequence, index))
             if block is None:
                 break
             found.append(block)
@@ -131,10 +132,10 @@ class Prefixes:
         """
         while sequence.share_at <= end:
             index = sequence.shared_blocks
-            tokens = self._tokens(sequence, index)
-            block = self._cache.find(sequence.node, tokens)
+            key = self._key(sequence, index)
+            block = self._cache.find(sequence.node, key)
             if block is None:
-                node = self._cache.add(sequence.node, tokens, sequence.blocks[index])
+                node = self._cache.add(sequence.node, key, sequence.blocks[index])
             else:
                 self._cache.hold([block])
                 self._cache.release([sequence.blocks[index]])
@@ -142,9 +143,14 @@ class Prefixes:
                 node = self._cache.node(block)
             self._advance(sequence, node, index + 1)
 
-    def _tokens(self, sequence: EngineSequence, index: int) -> bytes:
+    def _key(self, sequence: EngineSequence, index: int) -> bytes:
+        """Return a block's tokens, with images in place of their placeholders."""
         start = index * self._block_tokens
-        return sequence.tokens[start : start + self._block_tokens].tobytes()
+        tokens = sequence.tokens[start : start + self._block_tokens]
+        if sequence.images:
+            tokens = tokens.copy()
+            write_keys(sequence.images, tokens, start)
+        return tokens.tobytes()
 
     def _advance(self, sequence: EngineSequence, node: int, shared_blocks: int) -> None:
         sequence.node = node

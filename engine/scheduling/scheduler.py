@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tidegate.engine.execution.images import SequenceImages
 from tidegate.engine.execution.runner import Row, RowSampling, StepOutput
 from tidegate.engine.execution.step_layout import AdapterVersion
 from tidegate.engine.memory.out_of_memory import StepBudget
@@ -170,8 +171,10 @@ class EngineScheduler:
         shares_prefixes: bool = True,
         drafts: DraftSource | None = None,
         adapters: AdapterVersions | None = None,
+        images: SequenceImages | None = None,
     ) -> None:
         """``adapters`` has the adapters with versions of their own; None serves none.
+        ``images`` reads the images of turns; None: the model reads none.
         ``options`` reads the sequences' sampling options; None serves neither text options
         nor custom logits processors. ``scoring`` says what the model can score; None:
         nothing. ``shares_prefixes`` and ``drafts`` change speed only; tests compare runs
@@ -182,6 +185,7 @@ class EngineScheduler:
         self._options = options or OptionReader(
             vocab_size=limits.vocab_size, max_running_turns=limits.max_running_turns
         )
+        self._images = images
         self._queues = SequenceQueues(limits, shares_prefixes=shares_prefixes)
         self.scores = ScoreQueue(
             limits, scoring or ScoringCapabilities(hidden_size=1), self._queues
@@ -273,7 +277,7 @@ class EngineScheduler:
             return
         if not self._has_adapter(sampling.adapter):
             raise TurnRefused(no_adapter(sampling.adapter, self.version, self._adapters))
-        sequence = admit(message, self._limits, arrival, self._options)
+        sequence = admit(message, self._limits, arrival, self._options, self._images)
         self._turns[sequence.handle] = sequence
         self._queues.queue(sequence)
 
@@ -315,7 +319,9 @@ class EngineScheduler:
             if isinstance(message, ScoreTokens):
                 self.scores.submit(message, request.arrival, adapter[1])
             else:
-                sequence = admit(message, self._limits, request.arrival, self._options)
+                sequence = admit(
+                    message, self._limits, request.arrival, self._options, self._images
+                )
                 sequence.use_version(adapter[1])
                 sequence.is_pinned = request.adapter == adapter
                 self._turns[sequence.handle] = sequence

@@ -301,6 +301,8 @@ def admit_score(
         tokens = read_token_ids(message.token_ids, limits)
     except TurnRefused as error:
         raise ScoreRefused(str(error)) from error
+    if capabilities.image_token_id is not None and capabilities.image_token_id in tokens:
+        raise ScoreRefused("scoring reads no images; score tokens without their placeholders")
     _check_numbers(message, len(tokens), limits)
     end = len(tokens)
     if message.score_kind == "logprobs":

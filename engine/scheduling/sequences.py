@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tidegate.engine.execution.images import RowImage, SequenceImages
 from tidegate.engine.execution.runner import Row, RowSampling
 from tidegate.engine.execution.step_layout import AdapterKey, AdapterVersion
 from tidegate.engine.sampling.options import OptionReader
@@ -138,6 +139,7 @@ class EngineSequence:
         "drafted",
         "handle",
         "history",
+        "images",
         "is_pinned",
         "is_prefilling",
         "is_running",
@@ -160,8 +162,16 @@ class EngineSequence:
     is_score = False
     """Whether the sequence is a scoring request, which samples nothing: see ``score_queue.py``."""
 
-    def __init__(self, message: SubmitTurn, prompt: npt.NDArray[np.int32], arrival: int) -> None:
+    def __init__(
+        self,
+        message: SubmitTurn,
+        prompt: npt.NDArray[np.int32],
+        arrival: int,
+        images: tuple[RowImage, ...] = (),
+    ) -> None:
         self.handle = message.turn
+        self.images = images
+        """Images of the prompt, in order."""
         self.rank = (message.priority, arrival)
         """Priority, then arrival number; smaller is better, and no two sequences are equal."""
         self.adapter = message.sampling.adapter
@@ -208,7 +218,7 @@ class EngineSequence:
         """Whether the known tokens are being (re)computed; the next sample reports new KV spans."""
         self.history = KvHistory()
         self.sampling = _row_sampling(message.sampling)
-        self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter_key)
+        self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter_key, images=images)
         """The sequence's row, updated for each step: a new object per token would cost more
         than the update."""
         if message.sampling.requests_positions:
@@ -276,6 +286,7 @@ class EngineSequence:
                 sampling,
                 adapter=self.adapter_key,
                 positions_from=positions_from,
+                images=self.images,
             )
 
     def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
@@ -350,21 +361,26 @@ class EngineSequence:
 
 
 def admit(
-    message: SubmitTurn, limits: EngineLimits, arrival: int, options: OptionReader
+    message: SubmitTurn,
+    limits: EngineLimits,
+    arrival: int,
+    options: OptionReader,
+    images: SequenceImages | None = None,
 ) -> EngineSequence:
-    """Validate a submitted turn and make its sequence.
+    """Validate a submitted turn and make its sequence. ``images`` is None if the model reads none.
 
     Raises:
         TurnRefused: it can never be served as asked.
     """
     prompt = read_prompt(message, limits)
     message = fitted(message, limits)
-    if message.media:
+    if message.media and images is None:
         raise TurnRefused(
             "this engine reads tokens only: no images, audio or video; serve such models by vLLM "
             "(engine_urls, docs/vllm-engine.md)"
         )
-    sequence = EngineSequence(message, prompt, arrival)
+    read = () if images is None else images.read(message.media, prompt)
+    sequence = EngineSequence(message, prompt, arrival, read)
     sequence.sampling.options = options.read(message, sequence.tokens)
     return sequence
 

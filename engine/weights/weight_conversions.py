@@ -18,6 +18,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from tidegate.engine.weights.weight_store import CopyTarget
+from tidegate.transport.images import MODEL_TYPES
 from tidegate.transport.weight_names import NameGroup, name_groups
 
 INT32_MAX = 2**31 - 1
@@ -90,15 +91,22 @@ class _SplitTarget:
         return []  # the parts have their own
 
 
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes and loads the model of a config with an LM
+    head."""
+    reads_images = config.model_type in MODEL_TYPES
+    models: Any = transformers
+    return models.AutoModelForImageTextToText if reads_images else models.AutoModelForCausalLM
+
+
 def meta_model(path: Path) -> Any | None:
     """Make the transformers model of a directory on the meta device, without weights;
     None on failure."""
     configs: Any = transformers.AutoConfig
-    models: Any = transformers.AutoModelForCausalLM
     try:
         config = configs.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            return models.from_config(config, trust_remote_code=False)
+            return auto_class(config).from_config(config, trust_remote_code=False)
     except Exception:  # noqa: BLE001  (then tensors are accepted by their stored names only)
         return None
 

@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tidegate.engine.models.fallback_weights import clamp_time_steps
 from tidegate.engine.models.quiet_transformers import quiet_transformers
+from tidegate.engine.weights.weight_conversions import auto_class
 from tidegate.errors import AuditError
 from tidegate.orchestrator.weight_sync.parts import WeightParts
 from tidegate.transport.regular_files import check_regular
@@ -285,10 +286,13 @@ def load_weights(directory: Path) -> Any:
         AuditError: the directory is missing, damaged, or lacks tensors.
     """
     _refuse_without_config(directory)
-    auto: Any = transformers.AutoModelForCausalLM
     try:
         with quiet_transformers():
-            model, info = auto.from_pretrained(
+            configs: Any = transformers.AutoConfig
+            config = configs.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+            model, info = auto_class(config).from_pretrained(
                 directory,
                 dtype=torch.float32,
                 local_files_only=True,

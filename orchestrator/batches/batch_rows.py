@@ -11,6 +11,7 @@ import torch
 
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.batches.batches import Batch, BatchShard, PackedBatch, padded_rows
+from tidegate.orchestrator.batches.media_inputs import GRIDS, PIXELS, TOKEN_TYPES, select_images
 from tidegate.policies.sharding import split_rows
 from tidegate.transport.attachments import BATCH_COLUMNS, RAGGED_COLUMNS
 
@@ -38,6 +39,9 @@ USES = "uses"
 
 TURN_REWARDS = "turn_rewards"
 """[N] float32; present only if a turn was rewarded."""
+
+MEDIA_COLUMNS = (PIXELS, GRIDS)
+"""One value per patch or image."""
 
 OPTIONAL_COLUMNS = {USES, TURN_REWARDS, *BATCH_COLUMNS}
 
@@ -75,8 +79,10 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     picked = {
         name: column[chosen if name in ROW_COLUMNS else tokens]
         for name, column in columns.items()
-        if name not in RAGGED_COLUMNS
+        if name not in RAGGED_COLUMNS and name not in MEDIA_COLUMNS
     }
+    if PIXELS in columns:
+        picked |= select_images(columns, batch.packed.row_ids, rows)
     for name, counts in RAGGED_COLUMNS.items():
         if name in columns:
             picked[name] = _ragged(columns[name], columns[counts], tokens)
@@ -115,7 +121,10 @@ def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
     if (batch.uses > 1).any():
         columns[USES] = batch.uses
     sent = {name: column.to(DTYPES[name]) for name, column in columns.items()}
-    return {**sent, **packed.attachments}
+    media = dict(batch.media)
+    if media:
+        media[TOKEN_TYPES] = media[TOKEN_TYPES][batch.attention_mask]
+    return {**sent, **packed.attachments, **media}
 
 
 def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tensor]) -> Batch:
@@ -141,6 +150,11 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
         turn_rewards = torch.zeros(fields["attention_mask"].shape)
         turn_rewards[fields["attention_mask"]] = columns[TURN_REWARDS]
     uses = columns.get(USES, torch.ones(len(lengths), dtype=torch.int64))
+    media = {}
+    if PIXELS in columns:
+        types = torch.zeros(fields["attention_mask"].shape, dtype=torch.int32)
+        types[fields["attention_mask"]] = columns[TOKEN_TYPES]
+        media = {TOKEN_TYPES: types, PIXELS: columns[PIXELS], GRIDS: columns[GRIDS]}
     return Batch(
         **fields,
         rewards=columns["rewards"],
@@ -152,6 +166,7 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
         rollout_ids=columns["rollout_ids"],
         uses=uses.to(torch.int64),
         turn_rewards=turn_rewards,
+        media=media,
         number=metadata.number,
         shard=metadata.shard,
     )
@@ -175,5 +190,7 @@ def _check(columns: Mapping[str, torch.Tensor]) -> None:
         wanted = rows if name in ROW_COLUMNS else tokens
         if name in RAGGED_COLUMNS:
             wanted = int(columns[RAGGED_COLUMNS[name]].sum())
+        if name in MEDIA_COLUMNS:
+            wanted = len(column) if name == GRIDS else int(columns[GRIDS].prod(-1).sum())
         if len(column) != wanted:
             raise BadFrame(f"a batch's {name} has {len(column)} values, expected {wanted}")

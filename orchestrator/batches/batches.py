@@ -18,12 +18,14 @@ import numpy as np
 import torch
 
 from tidegate.orchestrator.batches.attachment_columns import attachment_columns
+from tidegate.orchestrator.batches.media_inputs import media_inputs
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED, Int64s, VersionRuns
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.policies.advantages import relative_to_group, relative_to_trained_first
 from tidegate.transport.attachments import BATCH_COLUMNS, RAGGED_COLUMNS, AttachmentColumns
+from tidegate.transport.images import ImageReader
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,6 +123,9 @@ class Batch(AttachmentColumns[torch.Tensor]):
     row has the same tokens and log-probs in each use."""
     turn_rewards: torch.Tensor | None = None
     """[R, T] float32: rewards of single turns, each at its turn's last token; None without any."""
+    media: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Arguments of the model's forward pass for the rows' images, beside ``input_ids`` and
+    ``attention_mask``; empty without images."""
     number: int = 0
     """Number of the batch in its run, from 1; the same on all ranks. 0 outside a run."""
     shard: BatchShard | None = None
@@ -175,7 +180,7 @@ class Batch(AttachmentColumns[torch.Tensor]):
 
 
 def build_batch(groups: Sequence[Group], trainer_version: int, number: int = 0) -> Batch:
-    """Lay out the rollouts of these groups as tensors."""
+    """Lay out the rollouts of these groups as tensors, without images."""
     return batch_of_rows(kept_rows(groups), groups, trainer_version, number)
 
 
@@ -184,8 +189,10 @@ def batch_of_rows(
     groups: Sequence[Group],
     trainer_version: int,
     number: int,
+    images: ImageReader | None = None,
 ) -> Batch:
-    """Lay out a batch from the rows that :func:`kept_rows` returned."""
+    """Lay out a batch from the rows that :func:`kept_rows` returned. ``images`` is None if the
+    run processes none."""
     rollouts = [rollout for rollout, _ in rows]
     contexts = [rollout.filed_token_ids for rollout in rollouts]  # none is deferred now
     lengths = np.array(list(map(len, contexts)), dtype=np.int64)
@@ -205,6 +212,7 @@ def batch_of_rows(
         uses=_ints([rollout.use for rollout in rollouts]),
         turn_rewards=_turn_rewards(rollouts, (len(lengths), lengths.max(initial=0))),
         number=number,
+        media={} if images is None else media_inputs(rollouts, int(lengths.max(initial=0)), images),
     )
 
 

@@ -508,13 +508,16 @@ class Conversation(Generic[Row]):
     ) -> list[int]:
         """Return these messages' tokens as a new context; ``in_thread`` runs the computation."""
 
-        def rendered() -> str:
+        def encoded() -> list[int]:
             request = self._request(messages, tools, rendering, EMPTY_CACHE)
-            return self._rendered(request, request.messages)
+            ids = self._model.encode_prompt(self._rendered(request, request.messages))
+            media = media_of(request.messages)
+            images = self._model.images
+            return images.expand(ids, media, 0)[0] if media and images is not None else ids
 
         if in_thread is None:
             in_thread = asyncio.to_thread
-        ids: list[int] = await in_thread(lambda: self._model.encode_prompt(rendered()))
+        ids: list[int] = await in_thread(encoded)
         return ids
 
     def _rendered(self, request: _Request, messages: list[dict[str, Any]]) -> str:
@@ -602,7 +605,7 @@ class Conversation(Generic[Row]):
             return row
         context = [*row.token_ids[: generated.tokens], *appended]
         before = [each for each in row.media if each.token_offset < generated.tokens]
-        media = [*before, *(replace(each, token_offset=generated.tokens) for each in media)]
+        media = [*before, *(replace(each, place=generated.tokens) for each in media)]
         why = "resampled: the row continues differently after these messages"
         return self._fork(row, context, why, media)
 

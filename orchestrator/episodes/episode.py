@@ -24,6 +24,7 @@ import msgspec
 from tidegate.errors import ConfigError, ContextFull, RunClosed, TurnRefused, TurnTimeout
 from tidegate.orchestrator.core.events import TurnsRewarded, TurnsScored
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.episodes.activities import SCORE
 from tidegate.orchestrator.episodes.chat_template import Message
 from tidegate.orchestrator.episodes.conversation import Conversation, Tools
@@ -393,10 +394,12 @@ class Episode:
         """Append text or tokens (a prompt, an observation) to the context. They are never trained
         on.
 
-        ``media``: images, audio or video whose placeholders are in ``content``, in order.
+        ``media``: images, audio or video whose placeholders are in ``content``, in order. The
+        placeholder of an image that Tidegate reads is repeated for each of its tokens.
 
         Raises:
             ConfigError: the media are too many, or too large.
+            ImageRefused: an image can't be read.
             ContextFull: the context is too long for any turn after it.
         """
         if self._is_over:
@@ -411,6 +414,9 @@ class Episode:
             appended = cache.of(content, tokens_before=before, tokens_max=limit)
         else:
             appended = cache.of(content)
+        if media and self._model.images is not None:
+            expanded, media = self._model.images.expand(appended, media, before)
+            appended = token_array(expanded)
         if (tokens := before + len(appended)) > CONTEXT_TOKENS_MAX:
             raise ContextFull(tokens=tokens, tokens_max=CONTEXT_TOKENS_MAX)
         if media:
@@ -424,7 +430,7 @@ class Episode:
     def _add_media(self, media: Sequence[Media]) -> None:
         at = self.num_tokens
         appended = tuple(
-            [msgspec.structs.replace(each, token_offset=each.token_offset or at) for each in media]
+            [each if each.place else msgspec.structs.replace(each, place=at) for each in media]
         )
         check_media_size([*self.media, *appended])
         self._new_media += appended

@@ -26,6 +26,7 @@ from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
 from tidegate.orchestrator.episodes.tool_calls import kept_special_tokens, well_formed
 from tidegate.orchestrator.settings.hub import describe_missing_model
+from tidegate.transport.images import ImageReader, open_images
 from tidegate.transport.regular_files import check_all_regular, read_regular
 from tidegate.transport.token_bytes import BYTE_LEVEL, SPACE_MARK
 
@@ -379,6 +380,8 @@ class ModelFiles:
     """Dtype of the weights by config.json, such as ``float32``; empty if it has none."""
     special_tokens_in_messages: bool = False
     """Whether the texts of special tokens in messages become the tokens."""
+    images: ImageReader | None = None
+    """Reader of the model's images; None if Tidegate processes none for it."""
     text_escaper: TextEscaper | None = field(init=False, compare=False, repr=False)
     """Breaks special tokens' texts in messages; None if they are encoded as special tokens."""
     encoder: TextEncoder = field(init=False, compare=False, repr=False)
@@ -434,10 +437,16 @@ def _hidden_token_ids(tokenizer: Tokenizer) -> frozenset[int] | None:
     return frozenset(special[name] for name in special.keys() - kept) if kept else None
 
 
-def read_model_files(path: Path, *, special_tokens_in_messages: bool = False) -> ModelFiles:
-    """Read the tokenizer and the stop tokens of a model directory.
+def read_model_files(
+    path: Path,
+    *,
+    special_tokens_in_messages: bool = False,
+    image_directories: Sequence[Path] = (),
+) -> ModelFiles:
+    """Read the tokenizer, the stop tokens and the image processor of a model directory.
 
     ``special_tokens_in_messages``: whether texts of special tokens in messages become the tokens.
+    ``image_directories``: those from which images may be read by path.
 
     Raises:
         ModelError: the directory, config.json or tokenizer.json is missing or damaged.
@@ -458,7 +467,8 @@ def read_model_files(path: Path, *, special_tokens_in_messages: bool = False) ->
     dtypes = (part.get(name) for part in configs for name in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, dtypes), "")).removeprefix("torch.")
     tokenizer = read_tokenizer(path / "tokenizer.json")
-    return ModelFiles(path, tokenizer, stop_token_ids, dtype, special_tokens_in_messages)
+    images = open_images(path, image_directories)
+    return ModelFiles(path, tokenizer, stop_token_ids, dtype, special_tokens_in_messages, images)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -456,6 +456,8 @@ def engine_options(
         command.append("--deterministic" if settings.deterministic else "--no-deterministic")
     for module in settings.logits_processors:
         command += ["--logits-processors", module]
+    for directory in settings.image_directories:
+        command += ["--image-directory", str(directory)]
     return command
 
 

@@ -460,6 +460,10 @@ class EngineSettings(SettingsRecord):
     logits_processors: tuple[str, ...] = ()
     """Names of Python modules that engines import logits processors from; each has a dict
     ``PROCESSORS``. Found in the run's working directory or in PYTHONPATH."""
+    image_directories: tuple[Path, ...] = ()
+    """Directories from which images of messages may be read by path, by the run and its engines.
+    Anyone who writes messages, such as a client of the gateway, can show the model any image in
+    them. Empty: images come as ``data:`` URLs only."""
     quantization: Quantization | None = None
     """Type that engines round the layers' matrices to; the trainer's and the published weights stay
     exact. None rounds nothing. Set it if reading weights limits decoding. Recorded log-probs are

@@ -88,6 +88,7 @@ class RunOptions(TypedDict, total=False):
     num_kv_blocks: int | None
     kv_memory_share: float | None
     logits_processors: Sequence[str]
+    image_directories: Sequence[Path | str]
     quantization: Literal["int8", "fp8"] | None
     tensor_parallel_size: int
     deterministic: bool | None

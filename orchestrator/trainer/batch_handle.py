@@ -668,7 +668,8 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
             return None
         self._mark("wait")
         rows, version = kept_rows(handover.groups), handover.trainer_version
-        batch = batch_of_rows(rows, handover.groups, version, handover.number)
+        images = self._running.model.images
+        batch = batch_of_rows(rows, handover.groups, version, handover.number, images)
         batch = replace(batch, columns_read=self.columns_read)
         if not request.take(handover):
             return None

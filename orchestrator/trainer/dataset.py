@@ -105,6 +105,8 @@ class RolloutDataset(IterableDataset[Any]):
 
 
 def _rows(batch: Batch) -> Iterator[Row]:
+    if batch.media:
+        raise ConfigError("single rollouts carry no images; use per='batch', and batch.media")
     columns = batch_columns(batch)
     lengths = columns.pop("lengths").tolist()
     columns["token_ids"] = batch.packed.token_ids

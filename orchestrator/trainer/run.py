@@ -100,6 +100,7 @@ class Run:
             self.model = read_model_files(
                 settings.model,
                 special_tokens_in_messages=settings.episodes.special_tokens_in_messages,
+                image_directories=settings.engine.image_directories,
             )
             # After everything that wrong settings can break, because a new journal stays on disk.
             self._journal = open_run_journal(settings, resume)

@@ -11,7 +11,8 @@ TidegateError
 ├── WeightsRefused          published weights do not fit the model          (also ValueError)
 ├── AddressInUse            the orchestrator's address is taken             (also OSError)
 ├── TurnRefused             an engine can never serve this turn             (also ValueError)
-│   └── ContextFull         its context is as long as engines read          (also ValueError)
+│   ├── ContextFull         its context is as long as engines read          (also ValueError)
+│   └── ImageRefused        an image can't be read      (also ChatRefused, ValueError)
 ├── TurnTimeout             a turn exceeded its time limit                  (also TimeoutError)
 ├── ChatRefused             messages cannot be rendered as a prompt         (also ValueError)
 ├── ScoreRefused            an engine can never score this request          (also ValueError)
@@ -138,6 +139,10 @@ class ContextFull(TurnRefused):
             f"a context of {tokens} tokens, where engines read {tokens_max} together with what "
             "they sample; shorten the prompt, or what is appended to it"
         )
+
+
+class ImageRefused(TurnRefused, ChatRefused):
+    """An image of a context cannot be read, is too large, or has no place among the tokens."""
 
 
 class ScoreRefused(TidegateError, ValueError):

@@ -1,0 +1,166 @@
+"""Images through whole runs: from messages to engines, into batches, forward passes and audits."""
+
+import asyncio
+import base64
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tidegate
+from tests.models import IMAGE_PAD_ID, data_url, make_image_model_directory
+from tidegate.errors import ImageRefused, TurnRefused
+from tidegate.orchestrator.batches.batch_rows import select_rows, shards
+from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire, batch_to_wire
+
+pytestmark = pytest.mark.wire
+
+SMALL: dict[str, Any] = {
+    "engines": 1,
+    "group_size": 2,
+    "groups_per_batch": 2,
+    "max_running_turns": 8,
+    "max_staleness": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_model_directory(tmp_path_factory.mktemp("vl"))
+
+
+def load(model: Path) -> Any:
+    auto: Any = transformers.AutoModelForImageTextToText
+    return auto.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def shown(words: str, *urls: str) -> dict[str, Any]:
+    """Make a user's message with images."""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [{"type": "text", "text": words}, *images]}
+
+
+def logprobs_of(module: Any, batch: tidegate.Batch) -> torch.Tensor:
+    """Return the module's log-probs [R, T - 1] of the batch's tokens, by a plain forward pass."""
+    inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask}
+    logits = module(**inputs, **batch.media).logits[:, :-1].clone()
+    logits[..., IMAGE_PAD_ID] = -torch.inf
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, batch.token_ids[:, 1:, None])
+    return logprobs[..., 0]
+
+
+def difference(module: Any, batch: tidegate.Batch) -> float:
+    with torch.no_grad():
+        found = (logprobs_of(module, batch) - batch.logprobs[:, 1:]).abs()
+    return float(found[batch.loss_mask[:, 1:]].max())
+
+
+async def two_turns(episode: tidegate.Episode, task: int) -> float:
+    """Show an image, or for some tasks none, then two."""
+    messages = [shown("what?", *([data_url(task)] if task % 3 else []))]
+    turn = await episode.generate(messages=messages, max_tokens=8, stop_token_ids=[])
+    messages += [turn.message or {}, shown("and?", data_url(task + 100, 16, 40), data_url(7))]
+    await episode.generate(messages=messages, max_tokens=6, stop_token_ids=[])
+    return float(task % 2)
+
+
+async def test_a_batch_is_the_model_s_input_as_it_is_at_every_published_version(
+    model: Path,
+) -> None:
+    module = load(model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    versions = []
+    async with tidegate.serve(model=model, **SMALL) as rollouts:
+        async for batch in rollouts.batches(range(40), episode=two_turns):
+            versions.append(int(batch.weight_versions.max()))
+            assert difference(module, batch) < 1e-4
+            optimizer.zero_grad()
+            loss = -(logprobs_of(module, batch) * batch.loss_mask[:, 1:]).sum()
+            torch.autograd.backward(loss)
+            assert module.model.visual.patch_embed.proj.weight.grad.abs().max() > 0
+            optimizer.step()
+            if batch.number == 3:
+                break
+            await rollouts.publish(module.state_dict())
+        assert rollouts.statistics().ledger.error == 0
+    assert versions == [0, 1, 2]
+
+
+@pytest.mark.parametrize("pause_mode", ["abort", "keep"])
+async def test_a_turn_that_a_publish_interrupts_has_the_log_probs_of_each_version(
+    model: Path, pause_mode: Any
+) -> None:
+    begun = threading.Event()  # episodes run on another loop
+    old, new = load(model), load(model)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape)
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        messages = [shown("what?", data_url(task))]
+        first = await episode.generate(messages=messages, max_tokens=4, stop_token_ids=[])
+        begun.set()
+        messages += [first.message or {}, shown("and?", data_url(task + 1))]
+        await episode.generate(messages=messages, max_tokens=60, stop_token_ids=[])
+        return 0.0
+
+    settings = SMALL | {"max_staleness": 1, "groups_per_batch": 1, "pause_mode": pause_mode}
+    async with tidegate.serve(
+        model=model, **settings, kv_policy="recompute", step_time_min_s=0.02
+    ) as rollouts:
+        batches = rollouts.batches(range(1), episode=solve)
+        waiting = asyncio.ensure_future(anext(batches))
+        assert await asyncio.to_thread(begun.wait, 60)
+        await rollouts.pause(pause_mode)  # or the turn may end before the weights are staged
+        await rollouts.publish(new.state_dict(), batches=[])
+        await rollouts.resume()
+        batch = await waiting
+    with torch.no_grad():
+        found = [(logprobs_of(each, batch) - batch.logprobs[:, 1:]).abs() for each in (old, new)]
+    of_version = [(batch.weight_versions[:, 1:] == version) for version in range(2)]
+    assert all(each.any() for each in of_version)
+    assert all(float(f[v].max()) < 1e-4 for f, v in zip(found, of_version, strict=True))
+    assert float(found[0][of_version[1]].max()) > 1e-2
+
+
+async def test_parts_of_a_batch_have_their_own_rows_images(model: Path) -> None:
+    module = load(model)
+    async with tidegate.serve(model=model, **SMALL) as rollouts:
+        batch = await anext(rollouts.batches(range(40), episode=two_turns))
+    backwards = select_rows(batch, [3, 1])
+    assert difference(module, backwards) < 1e-4
+    assert len(backwards.media["image_grid_thw"]) == 6 - 1  # the first task begins without one
+    for part in shards(batch, 2):
+        assert difference(module, part) < 1e-4
+    received = batch_from_wire(*batch_to_wire(batch))
+    assert received.media.keys() == batch.media.keys()
+    assert all(torch.equal(received.media[name], batch.media[name]) for name in batch.media)
+
+
+async def test_images_are_read_by_path_within_the_named_directories(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cats").mkdir()
+    content = base64.b64decode(data_url(1).partition(",")[2])
+    (tmp_path / "cats" / "cat.png").write_bytes(content)
+    refusals: list[str] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        for url in ("/etc/hostname", "data:image/png;base64,AAAA"):
+            with pytest.raises(ImageRefused) as refused:
+                await episode.generate(messages=[shown("?", url)], max_tokens=2)
+            refusals.append(str(refused.value))
+        await episode.generate(messages=[shown("?", f"{tmp_path}/cats/cat.png")], max_tokens=4)
+        with pytest.raises(TurnRefused, match="fetch nothing"):
+            await episode.generate(messages=[shown("?", "https://host/cat.png")], max_tokens=2)
+        return 1.0
+
+    settings = SMALL | {"image_directories": [tmp_path / "cats"]}
+    async with tidegate.serve(model=model, **settings) as rollouts:
+        batch = await anext(rollouts.batches(range(2), episode=solve))
+    assert refusals[0].startswith("the image '/etc/hostname' is in none of the directories")
+    assert "can't be read as an image" in refusals[1]
+    assert difference(load(model), batch) < 1e-4
