@@ -92,7 +92,8 @@ class ImageReader:
         """Token at whose positions the model reads images. Engines never sample it."""
         self.merge: int = self._processor.merge_size
         """Number of patches along each side of the square that one token stands for."""
-        self._directories = [directory.resolve() for directory in directories]
+        self.directories = [directory.resolve() for directory in directories]
+        """Directories, resolved, from which paths may be read."""
         self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
         self._bytes_kept = 0
         self._lock = threading.Lock()
@@ -106,7 +107,7 @@ class ImageReader:
         """
         content = self._content(media)
         digest = hashlib.sha256(content).hexdigest()
-        if isinstance(media.place, Placeholders) and media.place.digest != digest:
+        if isinstance(media.position, Placeholders) and media.position.digest != digest:
             raise ImageRefused(f"{_shown(media)} has changed since its prompt was made")
         try:
             with _opened(content) as image:
@@ -173,7 +174,7 @@ class ImageReader:
             if each.tokens or not is_fetched(each.url):
                 image = self.read(each)
                 place = Placeholders(before + len(out), image.tokens, image.digest)
-            placed.append(msgspec.structs.replace(each, place=place))
+            placed.append(msgspec.structs.replace(each, position=place))
             out += [self.placeholder_id] * (1 if isinstance(place, int) else place.tokens)
         return [*out, *token_ids[taken:]], placed
 
@@ -185,14 +186,14 @@ class ImageReader:
                 f"{_shown(media)} is on a network, and Tidegate's engines fetch nothing; read it "
                 "in the episode, and pass a data: URL or a path within image_directories"
             )
-        content = _decoded(media) if media.url.startswith("data:") else self._file(media)
+        content = decoded(media) if media.url.startswith("data:") else self._file(media)
         if len(content) > IMAGE_BYTES_MAX:
             raise ImageRefused(f"{_shown(media)} has more than {IMAGE_BYTES_MAX} bytes")
         return content
 
     def _file(self, media: Media) -> bytes:
         path = Path(media.url.removeprefix("file://")).resolve()
-        if not any(path.is_relative_to(directory) for directory in self._directories):
+        if not any(path.is_relative_to(directory) for directory in self.directories):
             raise ImageRefused(
                 f"{_shown(media)} is in none of the directories that images may be read from; name "
                 "its directory in image_directories (of an engine started by hand: "
@@ -232,7 +233,12 @@ def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
     return out
 
 
-def _decoded(media: Media) -> bytes:
+def decoded(media: Media) -> bytes:
+    """Return the content of a ``data:`` URL.
+
+    Raises:
+        ImageRefused: it is not in base64.
+    """
     head, _, data = media.url.partition(",")
     try:
         if not head.endswith(";base64"):

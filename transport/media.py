@@ -43,7 +43,7 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
     kind: MediaKind
     url: Annotated[str, msgspec.Meta(min_length=1, max_length=DATA_URL_CHARS_MAX)]
     """URL, path on the engine's host, or ``data:…`` URL."""
-    place: Count | Placeholders = 0
+    position: Count | Placeholders = 0
     """Number of context tokens before the prompt piece that this medium came with, whose one
     placeholder the engine repeats; or the image's placeholders, if they are repeated. Media are in
     the order of their placeholder tokens."""
@@ -51,9 +51,9 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
     @property
     def token_offset(self) -> int:
         """Number of context tokens before the medium, or before the prompt piece with it."""
-        return self.place if isinstance(self.place, int) else self.place.token_offset
+        return self.position if isinstance(self.position, int) else self.position.token_offset
 
     @property
     def tokens(self) -> int:
         """Number of the medium's placeholder tokens; 0 if the engine is to repeat its one."""
-        return 0 if isinstance(self.place, int) else self.place.tokens
+        return 0 if isinstance(self.position, int) else self.position.tokens

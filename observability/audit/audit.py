@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tidegate.errors import AuditError
+from tidegate.errors import AuditError, ModelError
 from tidegate.observability.audit.bookkeeping import Bookkeeping
 from tidegate.observability.audit.replay_plan import (
     EngineBuild,
@@ -56,6 +56,7 @@ from tidegate.observability.records.trajectories import (
     STREAM_FILE,
     TRAJECTORIES_FILE,
     count_trajectories,
+    image_path,
     read_trajectories_of_one,
 )
 from tidegate.observability.records.weight_archive import (
@@ -68,6 +69,7 @@ from tidegate.observability.records.weight_archive import (
 )
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.weight_sync.parts import WeightParts
+from tidegate.transport.images import ImageReader, open_images
 
 AUDIT_FILE = "audit.json"
 
@@ -186,7 +188,7 @@ class AuditReport:
     """Tokens whose KV history is tagged unknown; nothing about them can be checked."""
     tokens_unreplayable: int
     """Tokens drawn with a user-defined logits processor or a grammar, or from a context with
-    media; only their tags were checked."""
+    media that can't be replayed; only their tags were checked."""
     tokens_unarchived: int
     """Tokens sampled by weights that were published just before a process was killed and were
     not archived; they can't be checked."""
@@ -209,6 +211,8 @@ class AuditReport:
     """Compute dtype of each engine that did not compute in float32."""
     is_exact: bool = False
     """Whether tokens and log-probs were sampled again by the engine's code and compared by bits."""
+    tokens_with_media: int = 0
+    """Tokens of ``tokens_unreplayable`` from a context with such media."""
     tokens_checked: int = 0
     """Number of tokens that `transformers` computed, too, if an engine's kernels replayed all."""
     tokens_left_out: int = 0
@@ -252,6 +256,11 @@ class AuditReport:
                 f"{self.tokens_unreplayable} tokens were not replayed: they were drawn with "
                 f"user-defined logits processors or a grammar, from images, audio or video, or by "
                 f"adapters with versions of their own, before Tidegate archived these"
+            )
+        if self.tokens_with_media:
+            lines.append(
+                f"{self.tokens_with_media} of them follow images, audio or video that the run did "
+                f"not read itself or whose files are not in its record"
             )
         if self.tokens_unarchived:
             lines.append(
@@ -376,12 +385,13 @@ def audit_run(
         config = _text_config(part)
         vocab_size = None if config is None else config.vocab_size
         float32_tolerance = _float32_tolerance(config)
+        images = _images(part)
         plans_of_part: list[ReplayPlan] = []
         for rollout in read_trajectories_of_one(part):
             bookkeeping.check(rollout)
             # Take `rollouts_wanted` rows, evenly spaced: those at which the count due increases.
             if (row + 1) * rollouts_wanted // recorded > row * rollouts_wanted // recorded:
-                plans_of_part.append(plan_rollout(rollout, vocab_size))
+                plans_of_part.append(plan_rollout(rollout, vocab_size, images))
             row += 1
         problems += [problem for plan in plans_of_part for problem in plan.problems]
         problems += bookkeeping.problems()
@@ -442,6 +452,7 @@ def audit_run(
         tokens_unknown=sum(plan.tokens_unknown for plan in plans),
         tokens_unreplayable=unreplayable + sum(plan.tokens_unreplayable for plan in plans),
         tokens_unarchived=unarchived,
+        tokens_with_media=sum(plan.tokens_with_media for plan in plans),
         tokens_unrouted=sum(int((~_agreeing(s)).sum()) for s in segments if s.is_unrouted),
         spans=sum(plan.spans for plan in plans),
         spans_mixed=sum(plan.spans_mixed for plan in plans),
@@ -749,6 +760,15 @@ def _text_config(directory: Path) -> Any:
     archived = [path for archive in archives(directory) for path in archive.glob("v*")]
     configured = [path for path in archived if (path / "config.json").is_file()]
     return text_config_of(min(configured)) if configured else None
+
+
+def _images(directory: Path) -> ImageReader | None:
+    """Return the reader of a process's recorded images; None if the run processed none."""
+    kept = image_path(directory, "").resolve()
+    try:
+        return open_images(archived_weights(directory, 0), [kept]) if kept.is_dir() else None
+    except ModelError:  # as of runs that archived no image processor
+        return None
 
 
 def _float32_tolerance(config: Any) -> float:

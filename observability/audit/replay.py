@@ -33,6 +33,7 @@ from tidegate.observability.audit.replay_plan import (
     Segment,
 )
 from tidegate.policies.routing_replay import is_mixture, mixture_layers, replay_routed_experts
+from tidegate.transport.images import MODEL_TYPES
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -260,15 +261,19 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Any]) -> None:
         )
         mask[row, past - stage.start : past + count] = 1
     starts = torch.tensor([stage.start for stage in stages])
+    inputs = {"input_ids": token_ids, "position_ids": starts[:, None] + torch.arange(new)}
+    if any(replay.images for replay in batch):
+        inputs = _image_inputs(model, batch, token_ids, inputs["position_ids"])
     cache = _joined_pasts([pasts.pop(id(r), []) for r in batch], past)
     with _recorded_routing(model, batch, new):
         output = model(
-            input_ids=token_ids,
+            **inputs,
             attention_mask=mask,
-            position_ids=starts[:, None] + torch.arange(new),
             use_cache=True,
             **cache_argument(model, cache),
         )
+    if model.config.model_type in MODEL_TYPES:
+        output.logits[..., model.config.image_token_id] = -torch.inf  # engines never sample it
     _store_logprobs(output.logits, batch)
     for row, (replay, stage) in enumerate(zip(batch, stages, strict=True)):
         if replay.stages_done + 1 < len(replay.stages):
@@ -277,6 +282,38 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Any]) -> None:
                 (layer.keys[row, :, positions].clone(), layer.values[row, :, positions].clone())
                 for layer in cache.layers
             ]
+
+
+def _image_inputs(
+    model: Any, batch: list[Replay], token_ids: torch.Tensor, positions: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return embeddings [B, T, H] of a stage's tokens, with images in place of their placeholders,
+    and rotary positions [3, B, T], by transformers' own function."""
+    embeddings = model.get_input_embeddings()(token_ids)
+    places = positions.repeat(3, 1, 1)
+    for row, replay in enumerate(batch):
+        stage = _stage(replay)
+        types = torch.zeros(1, len(replay.context), dtype=torch.int32)
+        grids = []
+        for image in replay.images:
+            media = image.media
+            inputs = image.reader.process(media, image.reader.read(media))
+            grids.append(torch.from_numpy(inputs.grid))
+            first, end = media.token_offset, media.token_offset + media.tokens
+            types[0, first:end] = 1
+            start, stop = max(first, stage.start), min(end, stage.end)
+            if start < stop:
+                pixels = torch.from_numpy(inputs.pixel_values)
+                vision = model.get_image_features(pixels, grids[-1][None])
+                features = torch.cat(tuple(vision.pooler_output)).to(embeddings.dtype)
+                embeddings[row, start - stage.start : stop - stage.start] = features[
+                    start - first : stop - first
+                ]
+        if grids:
+            context = torch.from_numpy(replay.context.astype(np.int64))[None]
+            rotary, _ = model.model.get_rope_index(context, types, torch.stack(grids))
+            places[:, row, : stage.end - stage.start] = rotary[:, 0, stage.start : stage.end]
+    return {"inputs_embeds": embeddings, "position_ids": places}
 
 
 @contextmanager

@@ -8,15 +8,19 @@ one version are the *stages* of a replay.
 """
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
+from tidegate.errors import ImageRefused
+from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn, image_path
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.token_attachments import PositionReport
+from tidegate.transport.images import ImageReader
+from tidegate.transport.media import Media, Placeholders
 from tidegate.transport.messages import KvSpan
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -141,6 +145,15 @@ class RecordedRoutes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedImage:
+    """An image of a context."""
+
+    media: Media
+    """Reference to the recorded file, with its placeholders."""
+    reader: ImageReader
+
+
 @dataclass(slots=True)
 class Replay:
     """One context, to be read by the versions of its stages in order, and the tokens whose
@@ -156,6 +169,8 @@ class Replay:
     """Routed experts with which a mixture is replayed; None if none were recorded."""
     stages_done: int = 0
     """Number of stages already computed."""
+    images: tuple[RecordedImage, ...] = ()
+    """Images of the context, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +203,8 @@ class PassChange:
     """First span of the later pass; continues ``last``."""
     routes: tuple[RecordedRoutes | None, RecordedRoutes | None] = (None, None)
     """Routed experts of the earlier pass, and of the later one."""
+    images: tuple[RecordedImage, ...] = ()
+    """Images of the context, in order."""
 
 
 @dataclass(slots=True)
@@ -204,12 +221,18 @@ class ReplayPlan:
     tokens_unknown: int = 0
     """Tokens of spans with unknown KV history, which can't be replayed."""
     tokens_unreplayable: int = 0
-    """Tokens drawn with an unknown logits processor or after media; only their tags are checked."""
+    """Tokens drawn with an unknown logits processor or after media that can't be replayed; only
+    their tags are checked."""
+    tokens_with_media: int = 0
+    """Tokens of ``tokens_unreplayable`` after such media."""
 
 
-def plan_rollout(rollout: RecordedRollout, vocab_size: int | None = None) -> ReplayPlan:
+def plan_rollout(
+    rollout: RecordedRollout, vocab_size: int | None = None, images: ImageReader | None = None
+) -> ReplayPlan:
     """Return what to replay to check every token of a rollout.
 
+    ``images`` reads those of the run's record; with None, turns with images are not replayed.
     A rollout with token ids that no model of ``vocab_size`` tokens has is a problem, and is not
     replayed.
     """
@@ -228,7 +251,8 @@ def plan_rollout(rollout: RecordedRollout, vocab_size: int | None = None) -> Rep
         if not contradictions:
             first = len(plan.replays)
             passes = list(_passes(turn))
-            turn_context = _TurnContext(rollout, turn_index, context, logprobs)
+            shown = _images_of(rollout.turns[: turn_index + 1], images)
+            turn_context = _TurnContext(rollout, turn_index, context, logprobs, shown)
             reported = turn.routed_experts or ()
             first_passes = _first_passes(turn.start, reported, passes)
             for number, (history, spans) in enumerate(passes):
@@ -239,6 +263,8 @@ def plan_rollout(rollout: RecordedRollout, vocab_size: int | None = None) -> Rep
                 ]
                 _plan_pass(plan, history, spans, reports, turn_context)
             plan.changes += _changes(plan.replays[first:])
+            if shown is None:
+                plan.tokens_with_media += turn.length
         plan.problems += [
             Problem(rollout.rollout_id, turn_index, message) for message in contradictions
         ]
@@ -253,15 +279,32 @@ class _TurnContext:
     turn_index: int
     context: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
+    images: tuple[RecordedImage, ...] | None
+    """Images of the context; None if it has media that can't be replayed."""
 
     @property
     def turn(self) -> RecordedTurn:
         return self.rollout.turns[self.turn_index]
 
-    @property
-    def has_media(self) -> bool:
-        """Whether the turn's context has images, audio or video."""
-        return any(turn.media for turn in self.rollout.turns[: self.turn_index + 1])
+
+def _images_of(
+    turns: Sequence[RecordedTurn], reader: ImageReader | None
+) -> tuple[RecordedImage, ...] | None:
+    """Return the images of a context; None if it has media that can't be replayed."""
+    found: list[RecordedImage] = []
+    for fields in (each for turn in turns if turn.media for each in json.loads(turn.media)):
+        if reader is None or "digest" not in fields:
+            return None
+        place = Placeholders(fields["at"], fields["tokens"], fields["digest"])
+        path = image_path(reader.directories[0].parent, place.digest)
+        media = Media("image", str(path), place)
+        try:
+            if reader.read(media).tokens != place.tokens:
+                return None
+        except ImageRefused:
+            return None
+        found.append(RecordedImage(media, reader))
+    return tuple(found)
 
 
 def _broken_columns(rollout: RecordedRollout, vocab_size: int | None) -> Iterator[Problem]:
@@ -359,7 +402,8 @@ def _plan_pass(
         return
     for message in _contradictions(turn, history, spans):
         problem(message)
-    if not is_replayable(turn) or turn_context.has_media:
+    images = turn_context.images
+    if not is_replayable(turn) or images is None:
         plan.tokens_unreplayable += sum(span.end - span.start for span in spans)
         return
     stages = _stages(turn, history, spans)
@@ -387,7 +431,9 @@ def _plan_pass(
         adapter = ReplayedAdapter(options.adapter, options.adapter_version is not None)
     routes = _joined(reports, stages[-1].end)
     plan.replays.append(
-        Replay(turn_context.context, stages, segments, adapter=adapter, routes=routes)
+        Replay(
+            turn_context.context, stages, segments, adapter=adapter, routes=routes, images=images
+        )
     )
 
 
@@ -443,6 +489,7 @@ def _changes(passes: list[Replay]) -> Iterator[PassChange]:
                 last,
                 first,
                 (earlier.routes, later.routes),
+                later.images,
             )
 
 

@@ -283,7 +283,12 @@ def _recomputes(change: PassChange, tokens_max: int | None) -> Iterator[Rival]:
             if stages is later:
                 routes = None if after is None else RecordedRoutes(after.experts, after.known)
             replay = Replay(
-                change.context, _until(stages, end), [part.copy], change.adapter, routes
+                change.context,
+                _until(stages, end),
+                [part.copy],
+                change.adapter,
+                routes,
+                images=change.images,
             )
             yield Rival(kind, claim, replay, (part,))
 
@@ -312,7 +317,10 @@ def _replay(recorded: Replay, stages: Sequence[KvSpan], parts: Sequence[_Part]) 
     routes = recorded.routes
     if routes is not None:
         routes = RecordedRoutes(routes.experts, routes.known)
-    return Replay(recorded.context, _until(stages, end), copies, recorded.adapter, routes)
+    replayed = _until(stages, end)
+    return Replay(
+        recorded.context, replayed, copies, recorded.adapter, routes, images=recorded.images
+    )
 
 
 def _part(span: Segment, tokens: slice) -> _Part:

@@ -14,6 +14,7 @@ silently. After a crash, everything already written is readable; :meth:`RunRecor
 until all that was recorded so far is written.
 """
 
+import hashlib
 import importlib.metadata
 import platform
 import threading
@@ -36,6 +37,7 @@ from tidegate.observability.records.trajectories import (
     RecordedRollout,
     RecordedTurn,
     RolloutSnapshot,
+    image_path,
     read_trajectories,
     snapshot_rollout,
 )
@@ -55,7 +57,10 @@ from tidegate.orchestrator.telemetry.recorder import (
 )
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.weight_sync.parts import WHOLE, WeightParts
+from tidegate.transport.images import IMAGE_BYTES_MAX, decoded
+from tidegate.transport.media import Media
 from tidegate.transport.private_directory import make_private_directory
+from tidegate.transport.regular_files import read_regular
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +138,8 @@ class RunRecorder(Recorder):
         """Guards the trace, the run record and the pending rollouts; held for microseconds."""
         self._trace = Trace()
         self._pending: list[RolloutSnapshot] = []
+        self._images: set[str] = set()
+        """Digests of the images that are written, or queued for it."""
         self._is_closed = False
         self._weights_slots = threading.BoundedSemaphore(QUEUED_WEIGHTS_MAX)
         self._statistics_due_s = 0.0
@@ -158,6 +165,8 @@ class RunRecorder(Recorder):
             advantage=advantage,
             consumed_version=consumed_version,
         )
+        for media in rollout.media if rollout.may_have_media else ():
+            self._keep_image(media)
         with self._lock:
             self._refuse_if_closed()
             self._pending.append(row)
@@ -165,6 +174,27 @@ class RunRecorder(Recorder):
                 return
             full, self._pending = self._pending, []
         self._write_rollouts(full)
+
+    def _keep_image(self, media: Media) -> None:
+        """Write the file of an image that the run has read, once, for the audit."""
+        place = media.position
+        if isinstance(place, int) or place.digest in self._images:
+            return
+        self._images.add(place.digest)
+
+        def write() -> None:
+            path = image_path(self.directory, place.digest)
+            is_inline = media.url.startswith("data:")
+            source = Path(media.url.removeprefix("file://"))
+            try:
+                content = decoded(media) if is_inline else read_regular(source, IMAGE_BYTES_MAX)
+            except OSError:
+                return  # removed since the turn; the audit says so
+            path.parent.mkdir(exist_ok=True)
+            if hashlib.sha256(content).hexdigest() == place.digest:
+                path.write_bytes(content)
+
+        self._files.submit(write, f"images/{place.digest}")
 
     def trained(
         self,

@@ -216,6 +216,11 @@ class RolloutSnapshot(_RowFields):
     """Rows of the nested column ``turns``, by column name."""
 
 
+def image_path(directory: Path, digest: str) -> Path:
+    """Return where one process's record keeps the image of a digest."""
+    return directory / "images" / digest
+
+
 def snapshot_rollout(
     rollout: Rollout,
     *,

@@ -60,7 +60,12 @@ READ_BYTES = 2**24
 REBUILT_KEPT = 2
 """Rebuilt versions kept on disk: that in use, and the one before."""
 
-MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+MODEL_FILES = (
+    "config.json",
+    "preprocessor_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
 DRAFT = ".draft"
 
 

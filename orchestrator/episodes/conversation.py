@@ -605,7 +605,7 @@ class Conversation(Generic[Row]):
             return row
         context = [*row.token_ids[: generated.tokens], *appended]
         before = [each for each in row.media if each.token_offset < generated.tokens]
-        media = [*before, *(replace(each, place=generated.tokens) for each in media)]
+        media = [*before, *(replace(each, position=generated.tokens) for each in media)]
         why = "resampled: the row continues differently after these messages"
         return self._fork(row, context, why, media)
 

@@ -430,7 +430,10 @@ class Episode:
     def _add_media(self, media: Sequence[Media]) -> None:
         at = self.num_tokens
         appended = tuple(
-            [each if each.place else msgspec.structs.replace(each, place=at) for each in media]
+            [
+                each if each.position else msgspec.structs.replace(each, position=at)
+                for each in media
+            ]
         )
         check_media_size([*self.media, *appended])
         self._new_media += appended

@@ -106,9 +106,11 @@ def _too_long(url: str) -> str:
 
 
 def recorded(media: Media) -> dict[str, Any]:
-    """Return media for a recording; inline content is replaced by its digest."""
+    """Return media for a recording; inline content is replaced by its URL's digest."""
     url = media.url
     if url.startswith("data:"):
         head, _, _ = url.partition(",")
         url = f"{head},sha256:{hashlib.sha256(url.encode()).hexdigest()}"
-    return {"kind": media.kind, "url": url, "at": media.token_offset}
+    place = media.position
+    placed = {} if isinstance(place, int) else {"tokens": place.tokens, "digest": place.digest}
+    return {"kind": media.kind, "url": url, "at": media.token_offset, **placed}

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from tidegate.errors import ConfigError, EngineLost, EpisodeError, RunClosed
 from tidegate.orchestrator.core.rollout import Turn
+from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.fleet.processes import engine_number
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
@@ -133,6 +134,8 @@ class SimulatedRun:
     run_id = ""
     is_own_thread = True
     """Always true: there is only one thread, so any caller may read the run's state."""
+    model: ModelFiles
+    """Parts of the model directory that episodes use, once the run is started."""
 
     def __init__(self, plan: RunPlan, time: VirtualTime) -> None:
         self.settings = plan.settings
@@ -270,7 +273,7 @@ class SimulatedRun:
 
     async def _serve_until_failed(self) -> None:
         plan, settings = self._plan, self.settings
-        files = files_of(settings.model)
+        files = self.model = files_of(settings.model)
         is_scripted = isinstance(plan.engines[0], ScriptedEngine) if plan.engines else True
         scripted: dict[str, ScriptedEngine] = {}
         model = ScriptedModel(plan.says, files, scripted, self._turn_of)

@@ -21,10 +21,11 @@ from tidegate.orchestrator.core.event_log import NUMBERS, replay
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import ReplayCursor
 from tidegate.testing import ScriptedEngine, ServeInTests
-from tidegate.transport.media import DATA_URL_CHARS_MAX, MEDIA_MAX, Media
+from tidegate.transport.media import DATA_URL_CHARS_MAX, MEDIA_MAX, Media, Placeholders
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
 CAT = Media("image", "https://host/cat.png")
+PLACED = Media("image", "data:image/png;base64,AAAA", Placeholders(0, 3, "ab"))
 END = "<|im_end|>"
 
 
@@ -164,8 +165,9 @@ async def test_a_turn_waits_for_the_one_engine_that_reads_its_media_to_come_back
 # ---------------------------------------------------------------- journal and records
 
 
+@pytest.mark.parametrize("image", [CAT, PLACED], ids=["reference", "placed"])
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_media_outlive_a_crash(snapshot: bool) -> None:
+def test_media_outlive_a_crash(snapshot: bool, image: Media) -> None:
     driver = Driver()
     driver.join("blind")
     driver.engines["seeing"] = FakeEngine(0)
@@ -173,12 +175,12 @@ def test_media_outlive_a_crash(snapshot: bool) -> None:
     driver.fill()
     rollout = next(iter(driver.running.values()))
     rollout.extend(PROMPT)
-    driver.do(ev.TurnRequested(rollout.rollout_id, SamplingParams(max_tokens=3), (CAT,)))
-    assert [turn.media for turn in driver.engines["seeing"].turns.values()] == [[CAT]]
+    driver.do(ev.TurnRequested(rollout.rollout_id, SamplingParams(max_tokens=3), (image,)))
+    assert [turn.media for turn in driver.engines["seeing"].turns.values()] == [[image]]
     driver.die_and_resume(0, snapshot=snapshot)
     again = driver.core.rollout(rollout.rollout_id)
     assert again is not None
-    assert again.media == [CAT]
+    assert again.media == [image]
     assert driver.core.turns.media_taken == {"image"}
 
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import base64
-import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import torch
 import transformers
@@ -13,6 +14,7 @@ import transformers
 import tidegate
 from tests.models import IMAGE_PAD_ID, data_url, make_image_model_directory
 from tidegate.errors import ImageRefused, TurnRefused
+from tidegate.observability.audit.audit import audit_run
 from tidegate.orchestrator.batches.batch_rows import select_rows, shards
 from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire, batch_to_wire
 
@@ -68,12 +70,12 @@ async def two_turns(episode: tidegate.Episode, task: int) -> float:
 
 
 async def test_a_batch_is_the_model_s_input_as_it_is_at_every_published_version(
-    model: Path,
+    model: Path, tmp_path: Path
 ) -> None:
     module = load(model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     versions = []
-    async with tidegate.serve(model=model, **SMALL) as rollouts:
+    async with tidegate.serve(model=model, **SMALL, run_directory=tmp_path / "run") as rollouts:
         async for batch in rollouts.batches(range(40), episode=two_turns):
             versions.append(int(batch.weight_versions.max()))
             assert difference(module, batch) < 1e-4
@@ -87,13 +89,24 @@ async def test_a_batch_is_the_model_s_input_as_it_is_at_every_published_version(
             await rollouts.publish(module.state_dict())
         assert rollouts.statistics().ledger.error == 0
     assert versions == [0, 1, 2]
+    report = audit_run(tmp_path / "run")
+    assert report.agrees, report.lines()
+    assert report.tokens_agreeing == report.tokens > 0
+    assert report.version_power.unnoticed_share < 0.2
+    kept = [*(tmp_path / "run" / "images").iterdir()]
+    kept[0].unlink()
+    lacking = audit_run(tmp_path / "run")
+    assert lacking.agrees
+    assert 0 < lacking.tokens_with_media == lacking.tokens_unreplayable < lacking.tokens
+    assert any("follow images, audio or video" in line for line in lacking.lines())
 
 
-@pytest.mark.parametrize("pause_mode", ["abort", "keep"])
+@pytest.mark.parametrize(
+    ("pause_mode", "kv_policy"), [("abort", "keep"), ("keep", "recompute"), ("keep", "keep")]
+)
 async def test_a_turn_that_a_publish_interrupts_has_the_log_probs_of_each_version(
-    model: Path, pause_mode: Any
+    model: Path, tmp_path: Path, pause_mode: Any, kv_policy: Any
 ) -> None:
-    begun = threading.Event()  # episodes run on another loop
     old, new = load(model), load(model)
     with torch.no_grad():
         for parameter in new.parameters():
@@ -101,28 +114,30 @@ async def test_a_turn_that_a_publish_interrupts_has_the_log_probs_of_each_versio
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
         messages = [shown("what?", data_url(task))]
-        first = await episode.generate(messages=messages, max_tokens=4, stop_token_ids=[])
-        begun.set()
-        messages += [first.message or {}, shown("and?", data_url(task + 1))]
-        await episode.generate(messages=messages, max_tokens=60, stop_token_ids=[])
+        await episode.generate(messages=messages, max_tokens=80, stop_token_ids=[])
         return 0.0
 
     settings = SMALL | {"max_staleness": 1, "groups_per_batch": 1, "pause_mode": pause_mode}
-    async with tidegate.serve(
-        model=model, **settings, kv_policy="recompute", step_time_min_s=0.02
-    ) as rollouts:
+    settings |= {"kv_policy": kv_policy, "step_time_min_s": 0.02}
+    async with tidegate.serve(model=model, **settings, run_directory=tmp_path / "run") as rollouts:
         batches = rollouts.batches(range(1), episode=solve)
         waiting = asyncio.ensure_future(anext(batches))
-        assert await asyncio.to_thread(begun.wait, 60)
+        while rollouts.statistics().ledger.in_flight < 8:  # noqa: ASYNC110 - steps set no event
+            await asyncio.sleep(0.01)
         await rollouts.pause(pause_mode)  # or the turn may end before the weights are staged
         await rollouts.publish(new.state_dict(), batches=[])
         await rollouts.resume()
         batch = await waiting
+    report = audit_run(tmp_path / "run")
+    assert report.agrees, report.lines()
+    assert report.tokens_agreeing == report.tokens
+    assert (report.spans_mixed > 0) is (kv_policy == "keep" and pause_mode == "keep")
     with torch.no_grad():
         found = [(logprobs_of(each, batch) - batch.logprobs[:, 1:]).abs() for each in (old, new)]
     of_version = [(batch.weight_versions[:, 1:] == version) for version in range(2)]
     assert all(each.any() for each in of_version)
-    assert all(float(f[v].max()) < 1e-4 for f, v in zip(found, of_version, strict=True))
+    assert float(found[0][of_version[0]].max()) < 1e-4
+    assert report.spans_mixed or float(found[1][of_version[1]].max()) < 1e-4
     assert float(found[0][of_version[1]].max()) > 1e-2
 
 
@@ -163,4 +178,44 @@ async def test_images_are_read_by_path_within_the_named_directories(
         batch = await anext(rollouts.batches(range(2), episode=solve))
     assert refusals[0].startswith("the image '/etc/hostname' is in none of the directories")
     assert "can't be read as an image" in refusals[1]
+    assert difference(load(model), batch) < 1e-4
+
+
+async def test_agents_show_images_through_the_gateway_in_openai_s_and_anthropic_s_form(
+    model: Path,
+) -> None:
+    gateway = tidegate.Gateway()
+    url = data_url(5)
+    refused: list[str] = []
+
+    async def agent(endpoint: tidegate.Endpoint, task: int) -> float:
+        async with openai.AsyncOpenAI(
+            base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+        ) as client:
+            messages: Any = [shown("what?", url)]
+            await client.chat.completions.create(model="m", messages=messages, max_tokens=4)
+            bad: Any = [shown("what?", "data:image/png;base64,AAAA")]
+            with pytest.raises(openai.BadRequestError) as error:
+                await client.chat.completions.create(model="m", messages=bad, max_tokens=4)
+            refused.append(str(error.value))
+        source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+        content = [{"type": "text", "text": "what?"}, {"type": "image", "source": source}]
+        body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+        async with httpx.AsyncClient(headers={"x-api-key": endpoint.api_key}) as http:
+            counted = await http.post(
+                f"{endpoint.anthropic_base_url}/v1/messages/count_tokens", json=body, timeout=60
+            )
+            answer = await http.post(
+                f"{endpoint.anthropic_base_url}/v1/messages", json=body, timeout=60
+            )
+        usage = answer.raise_for_status().json()["usage"]
+        assert counted.json()["input_tokens"] == usage["input_tokens"]
+        return 1.0
+
+    async with tidegate.serve(model=model, **SMALL) as rollouts:
+        batch = await anext(rollouts.batches(range(4), episode=gateway.episode(agent)))
+    gateway.close()
+    assert all("can't be read as an image" in each for each in refused)
+    assert refused
+    assert len(batch.media["image_grid_thw"]) == len(batch.token_ids) == 8
     assert difference(load(model), batch) < 1e-4
