@@ -39,6 +39,9 @@ IMAGE_PIXELS_MAX = 4096 * 4096
 IMAGES_MAX = 64
 """Maximum number of images in a context."""
 
+DIGESTS_KEPT_MAX = 65_536
+"""Number of images that are recognised when they come again, at about 200 bytes each."""
+
 PROCESSED_BYTES_KEPT = 256 * 1024 * 1024
 """Bytes of pixel values that a process keeps for the next use. A megapixel of Qwen2.5-VL has 24 MB,
 and all rollouts of a group have the same images."""
@@ -68,8 +71,11 @@ class ProcessedImage:
 class ImageReader:
     """Reads and processes images for one model."""
 
-    def __init__(self, model: Path, directories: Sequence[Path] = ()) -> None:
-        """``directories``: those from which paths may be read.
+    def __init__(
+        self, model: Path, directories: Sequence[Path] = (), *, leaves_others: bool = False
+    ) -> None:
+        """``directories``: those from which paths may be read. ``leaves_others``: whether prompts
+        may have images that are not read here, for engines of other kinds.
 
         Raises:
             ModelError: the model directory's image processor can't be loaded.
@@ -94,8 +100,11 @@ class ImageReader:
         """Number of patches along each side of the square that one token stands for."""
         self.directories = [directory.resolve() for directory in directories]
         """Directories, resolved, from which paths may be read."""
+        self._leaves_others = leaves_others
         self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
         self._bytes_kept = 0
+        self._tokens: dict[str, int] = {}
+        """Token counts of the images read last, by digest: a group's rollouts have the same."""
         self._lock = threading.Lock()
 
     def read(self, media: Media) -> Image:
@@ -109,13 +118,17 @@ class ImageReader:
         digest = hashlib.sha256(content).hexdigest()
         if isinstance(media.position, Placeholders) and media.position.digest != digest:
             raise ImageRefused(f"{_shown(media)} has changed since its prompt was made")
-        try:
-            with _opened(content) as image:
-                width, height = image.size
-            patches = self._processor.get_number_of_image_patches(height, width)
-        except Exception as error:
-            raise _unreadable(media, error) from error
-        return Image(content, digest, patches // self.merge**2)
+        if (tokens := self._tokens.get(digest)) is None:
+            try:
+                with _opened(content) as image:
+                    width, height = image.size
+                patches = self._processor.get_number_of_image_patches(height, width)
+            except Exception as error:
+                raise _unreadable(media, error) from error
+            if len(self._tokens) == DIGESTS_KEPT_MAX:
+                self._tokens.clear()
+            tokens = self._tokens[digest] = patches // self.merge**2
+        return Image(content, digest, tokens)
 
     def process(self, media: Media, image: Image) -> ProcessedImage:
         """Return the inputs of a forward pass for an image that :meth:`read` has read.
@@ -147,9 +160,9 @@ class ImageReader:
     ) -> tuple[list[int], list[Media]]:
         """Repeat each image's placeholder once per token of the image.
 
-        Return the tokens, and the media with their places, token counts and digests. URLs of the
-        web keep one placeholder: only engines that fetch read them. ``before`` is the number of
-        context tokens before ``token_ids``.
+        Return the tokens, and the media with their places, token counts and digests. With
+        ``leaves_others``, URLs of the web and paths outside of the named directories keep one
+        placeholder. ``before`` is the number of context tokens before ``token_ids``.
 
         Raises:
             ImageRefused: an image can't be read, or has no placeholder.
@@ -171,7 +184,7 @@ class ImageReader:
             out += token_ids[taken:at]
             taken = at + (each.tokens or 1)
             place: int | Placeholders = before + len(out)
-            if each.tokens or not is_fetched(each.url):
+            if each.tokens or not self._leaves_others or self._is_readable(each.url):
                 image = self.read(each)
                 place = Placeholders(before + len(out), image.tokens, image.digest)
             placed.append(msgspec.structs.replace(each, position=place))
@@ -191,9 +204,14 @@ class ImageReader:
             raise ImageRefused(f"{_shown(media)} has more than {IMAGE_BYTES_MAX} bytes")
         return content
 
+    def _is_readable(self, url: str) -> bool:
+        if url.startswith("data:"):
+            return True
+        return not is_fetched(url) and any(map(_path(url).is_relative_to, self.directories))
+
     def _file(self, media: Media) -> bytes:
-        path = Path(media.url.removeprefix("file://")).resolve()
-        if not any(path.is_relative_to(directory) for directory in self.directories):
+        path = _path(media.url)
+        if not any(map(path.is_relative_to, self.directories)):
             raise ImageRefused(
                 f"{_shown(media)} is in none of the directories that images may be read from; name "
                 "its directory in image_directories (of an engine started by hand: "
@@ -205,8 +223,11 @@ class ImageReader:
             raise ImageRefused(f"{_shown(media)} can't be read: {error.strerror}") from None
 
 
-def open_images(model: Path, directories: Sequence[Path] = ()) -> ImageReader | None:
+def open_images(
+    model: Path, directories: Sequence[Path] = (), *, leaves_others: bool = False
+) -> ImageReader | None:
     """Return the reader of a model's images; None if the model reads none that Tidegate processes.
+    The arguments are :class:`ImageReader`'s.
 
     Raises:
         ModelError: as for :class:`ImageReader`.
@@ -216,7 +237,7 @@ def open_images(model: Path, directories: Sequence[Path] = ()) -> ImageReader | 
     except (OSError, ValueError):
         return None  # other code refuses the directory
     is_read = isinstance(config, dict) and config.get("model_type") in MODEL_TYPES
-    return ImageReader(model, directories) if is_read else None
+    return ImageReader(model, directories, leaves_others=leaves_others) if is_read else None
 
 
 def is_fetched(url: str) -> bool:
@@ -246,6 +267,10 @@ def decoded(media: Media) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise _unreadable(media, error) from None
+
+
+def _path(url: str) -> Path:
+    return Path(url.removeprefix("file://")).resolve()
 
 
 def _opened(content: bytes) -> Any:

@@ -9,11 +9,8 @@ import numpy.typing as npt
 import torch
 
 from tidegate.errors import ImageRefused
-from tidegate.transport.images import IMAGES_MAX, Image, ImageReader
+from tidegate.transport.images import DIGESTS_KEPT_MAX, IMAGES_MAX, Image, ImageReader
 from tidegate.transport.media import Media
-
-DIGESTS_KEPT_MAX = 65_536
-"""Number of images that a repetition is recognised of, at about 200 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -442,11 +442,12 @@ def read_model_files(
     *,
     special_tokens_in_messages: bool = False,
     image_directories: Sequence[Path] = (),
+    leaves_others: bool = False,
 ) -> ModelFiles:
     """Read the tokenizer, the stop tokens and the image processor of a model directory.
 
     ``special_tokens_in_messages``: whether texts of special tokens in messages become the tokens.
-    ``image_directories``: those from which images may be read by path.
+    ``image_directories`` and ``leaves_others`` are those of :class:`ImageReader`.
 
     Raises:
         ModelError: the directory, config.json or tokenizer.json is missing or damaged.
@@ -467,7 +468,7 @@ def read_model_files(
     dtypes = (part.get(name) for part in configs for name in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, dtypes), "")).removeprefix("torch.")
     tokenizer = read_tokenizer(path / "tokenizer.json")
-    images = open_images(path, image_directories)
+    images = open_images(path, image_directories, leaves_others=leaves_others)
     return ModelFiles(path, tokenizer, stop_token_ids, dtype, special_tokens_in_messages, images)
 
 

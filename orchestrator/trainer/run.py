@@ -101,6 +101,8 @@ class Run:
                 settings.model,
                 special_tokens_in_messages=settings.episodes.special_tokens_in_messages,
                 image_directories=settings.engine.image_directories,
+                # a batch with an image that no engine reads would be no input of the model
+                leaves_others=bool(settings.fleet.engine_urls) or not settings.fleet.engines,
             )
             # After everything that wrong settings can break, because a new journal stays on disk.
             self._journal = open_run_journal(settings, resume)

@@ -81,7 +81,7 @@ class ActiveChoice:
     async def play(self, episode: "Episode") -> float:
         """Play the episode: one turn. Failures are kept in ``error``, and do not reach the run."""
         try:
-            episode.append(self.prompt.token_ids)
+            episode.append(self.prompt.token_ids, media=self.prompt.media)
             self.row = episode
             if self._new_tokens is not None:
                 episode.subscribe(self._new_tokens, self.ended)

@@ -31,6 +31,12 @@ from tidegate.orchestrator.episodes.conversation import (
     reply_format_of,
     tool_schemas,
 )
+from tidegate.orchestrator.episodes.media_parts import (
+    check_media_size,
+    media_of,
+    plain_part,
+    refuse_if_written_out,
+)
 from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
 from tidegate.serving.http.errors import ApiError, VllmErrors
 from tidegate.serving.http.scaffold import DONE_EVENT, encoded_response, stream_event
@@ -274,6 +280,8 @@ class Completer:
         salt = checked_cache_salt(request.cache_salt)
         (prompt,) = self._truncated(request, [await self._prompt_of(request, is_large)])
         _refuse_prompt(prompt, limits_of(self._fleet))
+        if prompt.media:
+            raise ApiError(400, "a rendered prompt carries no images; send the messages instead")
         return {
             "request_id": f"chatcmpl-{request.request_id or name}",
             "token_ids": prompt.token_ids,
@@ -330,7 +338,9 @@ class Completer:
     ) -> list[Prompt]:
         context_tokens_max = limits_of(self._fleet).context_tokens_max
         kept = [request.truncated(prompt.token_ids, context_tokens_max) for prompt in prompts]
-        pairs = zip(prompts, kept, strict=True)
+        pairs = [*zip(prompts, kept, strict=True)]
+        if any(p.media and len(ids) < len(p.token_ids) for p, ids in pairs):
+            raise ApiError(400, "a prompt with images can't be truncated; shorten its messages")
         return [p if len(ids) == len(p.token_ids) else Prompt(ids) for p, ids in pairs]
 
     async def chat_prompt(
@@ -351,7 +361,15 @@ class Completer:
             raise ApiError(400, "messages must be a list of at least one message")
         refuse_large_chat(messages, tools)
         template = self._template()
-        plain = [_plain(message, number) for number, message in enumerate(messages)]
+        images = self._model.images
+        plain = [
+            _plain(message, number, reads_images=images is not None)
+            for number, message in enumerate(messages)
+        ]
+        media = media_of(plain)
+        check_media_size(media)
+        if media and prefix:
+            raise ApiError(400, "required_prefix_token_ids can't precede images; leave them out")
         tokens_max = None  # a text to tokenise may be longer than any context
         if isinstance(request, ChatRequest):
             tokens_max = self._tokens_max(request)
@@ -362,6 +380,10 @@ class Completer:
             return await self._encoded(text, bool(request.add_special_tokens), tokens_max)
 
         prompt = await encoded(plain, request.rendering)
+        if media and images is not None:
+            refuse_if_written_out(prompt.text or "", plain)
+            token_ids, media = images.expand(prompt.token_ids, media, 0)
+            return Prompt(token_ids, prompt.text, media)
         if not prefix:
             return prompt
         assistant = [i for i, message in enumerate(plain) if message.get("role") == "assistant"]
@@ -551,9 +573,9 @@ class Completer:
         return {"logprob": logprob, "rank": rank, "decoded_token": self.tokenizer.token(token)}
 
 
-def _plain(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a message as chat templates expect: text parts joined to one text, no content as an
-    empty text, arguments of calls as objects."""
+def _plain(message: Mapping[str, Any], number: int, *, reads_images: bool) -> dict[str, Any]:
+    """Return a message as chat templates expect: text parts joined to one text unless images are
+    among them, no content as an empty text, arguments of calls as objects."""
     if message.get("tool_calls"):
         message = {**message, "tool_calls": plain_calls(message["tool_calls"], number)}
     content = message.get("content")
@@ -561,6 +583,16 @@ def _plain(message: Mapping[str, Any], number: int) -> dict[str, Any]:
         content = ""
     if not isinstance(content, list):
         return {**message, "content": content}
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+    if reads_images and "image_url" in kinds and {*kinds} <= {"text", "image_url"}:
+        where = f"a part of message {number}"
+        parts = [
+            plain_part(part, where)
+            if part["type"] == "image_url"
+            else {"type": "text", "text": str(part.get("text", ""))}
+            for part in content
+        ]
+        return {**message, "content": parts}
     texts = [part.get("text") for part in content if isinstance(part, dict)]
     if not all(isinstance(text, str) for text in texts) or len(texts) < len(content):
         raise ApiError(400, "a message's content may have text parts only")

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -20,6 +20,7 @@ import msgspec
 
 from tidegate.orchestrator.episodes.chat_template import ChatRendering
 from tidegate.serving.http.errors import ApiError
+from tidegate.transport.media import Media
 from tidegate.transport.sampling import LogitsProcessor
 
 log = logging.getLogger("tidegate")
@@ -693,3 +694,5 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     """The client's text, or the rendered conversation; None if it gave token ids."""
+    media: Sequence[Media] = ()
+    """Images of the conversation, whose placeholders in ``token_ids`` are repeated."""

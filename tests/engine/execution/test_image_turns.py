@@ -356,6 +356,18 @@ def test_paths_are_read_within_the_named_directories_only(
         reader.read(Media("image", str(allowed / "cat.png")))
 
 
+def test_images_that_other_engines_may_read_keep_one_placeholder(paths: list[Path]) -> None:
+    reader = ImageReader(paths[0], leaves_others=True)
+    urls = ["https://host/cat.png", data_url(1), "/data/cat.png"]
+    context, media = reader.expand([PAD, 5, PAD, 5, PAD], [Media("image", u) for u in urls], 10)
+    assert context == [PAD, 5, *[PAD] * 6, 5, PAD]
+    assert [(each.token_offset, each.tokens) for each in media] == [(10, 0), (12, 6), (19, 0)]
+    again, same = reader.expand(context, media, 10)
+    assert (again, same) == (context, media)
+    with pytest.raises(ImageRefused, match="has no placeholder token 100"):
+        reader.expand([PAD], [Media("image", url) for url in urls], 0)
+
+
 def test_placeholders_and_images_must_agree(paths: list[Path]) -> None:
     engine = Engine(paths[0])
     url = data_url(1)

@@ -21,6 +21,7 @@ from tidegate.orchestrator.core.event_log import NUMBERS, replay
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import ReplayCursor
 from tidegate.testing import ScriptedEngine, ServeInTests
+from tidegate.transport.images import collapsed
 from tidegate.transport.media import DATA_URL_CHARS_MAX, MEDIA_MAX, Media, Placeholders
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
@@ -221,6 +222,20 @@ def test_content_of_data_urls_is_recorded_by_its_digest() -> None:
     assert '"url":"https://host/cat.png","at":0' in recorded.media
     assert "data:image/png;base64,sha256:" in recorded.media
     assert "AAAA" not in recorded.media
+
+
+# ---------------------------------------------------------------- placeholders
+
+
+def test_an_engine_that_repeats_placeholders_gets_one_for_each_image() -> None:
+    context = [1, 9, 9, 9, 2, 9, 3, 9, 9]
+    media = [
+        Media("image", "data:,a", Placeholders(1, 3, "a")),
+        Media("image", "https://host/b.png", 4),
+        Media("image", "data:,c", Placeholders(7, 2, "c")),
+    ]
+    assert collapsed(context, media) == [1, 9, 2, 9, 3, 9]
+    assert collapsed(context, []) == context
 
 
 # ---------------------------------------------------------------- engines that don't
