@@ -180,6 +180,23 @@ async def test_images_are_read_by_path_within_the_named_directories(
     assert difference(load(model), batch) < 1e-4
 
 
+async def test_a_resumed_run_hands_over_again_what_was_sampled_from_images(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = SMALL | {"model": model, "run_directory": tmp_path / "run", "journal": True}
+    tasks = [1, 2]  # of one batch, so that the resumed run samples nothing else
+    async with tidegate.serve(**settings) as rollouts:
+        before = await anext(rollouts.batches(tasks, episode=two_turns))
+    async with tidegate.serve(**settings, resume=True) as rollouts:
+        await rollouts.publish(load(model).state_dict())
+        again = await anext(rollouts.batches(tasks, episode=two_turns))
+        assert rollouts.statistics().ledger.generated == before.sampled_tokens
+    assert torch.equal(again.token_ids, before.token_ids)
+    assert all(torch.equal(again.media[name], before.media[name]) for name in before.media)
+    assert difference(load(model), again) < 1e-4
+    assert audit_run(tmp_path / "run").agrees
+
+
 async def test_agents_show_images_through_the_gateway_in_openai_s_and_anthropic_s_form(
     model: Path,
 ) -> None:
