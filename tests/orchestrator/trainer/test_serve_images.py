@@ -169,6 +169,7 @@ async def test_images_are_read_by_path_within_the_named_directories(
                 await episode.generate(messages=[shown("?", url)], max_tokens=2)
             refusals.append(str(refused.value))
         await episode.generate(messages=[shown("?", f"{tmp_path}/cats/cat.png")], max_tokens=4)
+        await episode.fork().generate(max_tokens=3)
         return 1.0
 
     settings = SMALL | {"image_directories": [tmp_path / "cats"]}
@@ -177,6 +178,7 @@ async def test_images_are_read_by_path_within_the_named_directories(
     assert "the image '/etc/hostname' is in none of the directories" in refusals[0]
     assert "can't be read as an image" in refusals[1]
     assert "fetch nothing" in refusals[2]
+    assert len(batch.media["image_grid_thw"]) == len(batch.token_ids) == 8  # with the branches
     assert difference(load(model), batch) < 1e-4
 
 
