@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.models import IMAGE_PAD_ID, data_url, make_image_model_directory
+from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.execution.images import SequenceImages
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.models.fallback_weights import FallbackWeights, load_fallback
@@ -40,7 +41,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 class Engine:
     """A scheduler and its runner, without a process; collects what they report of each turn."""
 
-    def __init__(self, path: Path, *, num_blocks: int = 96) -> None:
+    def __init__(self, path: Path, *, num_blocks: int = 96, drafts: bool = False) -> None:
         model = open_model(path, "float32")
         assert model.images is not None
         self.reader = model.images
@@ -54,8 +55,13 @@ class Engine:
             vocab_size=102,
         )
         self.scheduler = EngineScheduler(
-            limits, images=SequenceImages(self.reader), scoring=model.scoring
+            limits,
+            images=SequenceImages(self.reader),
+            scoring=model.scoring,
+            drafts=LookupDrafts() if drafts else None,
         )
+        self.drafted = 0
+        """Draft tokens that were verified."""
         self.media: dict[int, list[Media]] = {}
         self.prompts: dict[int, int] = {}
         self.contexts: dict[int, list[int]] = {}
@@ -66,7 +72,7 @@ class Engine:
     def submit(self, turn: int, prompt: list[int], urls: Sequence[str] = (), **more: Any) -> None:
         given = [Media("image", url) for url in urls]
         context, media = self.reader.expand(prompt, given, 0)
-        sampling = SamplingParams(temperature=1.0, seed=turn, **({"max_tokens": 12} | more))
+        sampling = SamplingParams(seed=turn, **({"temperature": 1.0, "max_tokens": 12} | more))
         self.scheduler.submit(
             SubmitTurn(
                 turn=turn,
@@ -90,6 +96,9 @@ class Engine:
                 handles = np.frombuffer(columns.turns, "<u4").tolist()
                 tokens = np.frombuffer(columns.token_ids, "<i4").tolist()
                 logprobs = np.frombuffer(columns.logprobs, "<f4").tolist()
+                counts = np.frombuffer(columns.counts, "<u4").tolist() or [1] * len(handles)
+                self.drafted += columns.drafted_tokens
+                handles = [h for h, n in zip(handles, counts, strict=True) for _ in range(n)]
                 for handle, token, logprob in zip(handles, tokens, logprobs, strict=True):
                     self.contexts[handle].append(token)
                     self.logprobs[handle].append(logprob)
@@ -164,6 +173,18 @@ def test_turns_with_and_without_images_in_one_batch_equal_a_plain_forward(
     for turn in range(4):
         engine.check(turn, (paths[0], None))
         assert PAD not in engine.contexts[turn][engine.prompts[turn] :]
+
+
+def test_draft_tokens_change_nothing_after_images(paths: list[Path]) -> None:
+    engine = Engine(paths[0], drafts=True)
+    prompt = [*text(3), PAD, *[7, 8, 9] * 4, PAD, *text(2)]
+    for turn in range(4):
+        repeats = {"temperature": 0.0, "max_tokens": 60} if turn else {}
+        engine.submit(turn, prompt, [data_url(1), data_url(turn)], **repeats)
+    engine.run()
+    assert engine.drafted > 0
+    for turn in range(4):
+        engine.check(turn, (paths[0], None))
 
 
 def test_preempted_turns_read_their_images_again(paths: list[Path]) -> None:
