@@ -24,6 +24,7 @@ import torch
 
 from tidegate.engine.device.devices import CPU, find_device
 from tidegate.engine.device.memory import DeviceMemory, free_bytes
+from tidegate.engine.drafts.draft_model import ModelDrafts
 from tidegate.engine.drafts.draft_sources import open_drafts
 from tidegate.engine.execution.images import SequenceImages
 from tidegate.engine.execution.runner import ModelRunner, Runner
@@ -102,8 +103,8 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         options = _options(arguments, model, limits)
         torch.set_num_threads(arguments.threads)
         ranks.start(_rank_arguments(arguments, limits))
-        drafts = _drafts(arguments, model, limits)
         runner = ranks.lead(_runner(model, limits), keys)
+        drafts = _drafts(arguments, model, limits, runner)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
         print_stderr(f"error: {error}")
@@ -136,7 +137,10 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
             images=None if model.images is None else SequenceImages(model.images),
         )
         memory = None if device is None else DeviceMemory(device)
-        sleep_controller = ranks.sleep_controller(runner, staging, scheduler, model.reload, memory)
+        sleeping = drafts.sleeping_runner if isinstance(drafts, ModelDrafts) else runner
+        sleep_controller = ranks.sleep_controller(
+            sleeping, staging, scheduler, model.reload, memory
+        )
         loop = EngineLoop(
             link,
             runner=runner,
@@ -386,11 +390,11 @@ def _options(
 
 
 def _drafts(
-    arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits
+    arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits, runner: Runner
 ) -> DraftSource | None:
     if arguments.speculative_method is None:
         return None
-    return open_drafts(arguments.speculative_method, model, limits, arguments.dtype)
+    return open_drafts(arguments.speculative_method, model, limits, arguments.dtype, runner)
 
 
 def _default_blocks(

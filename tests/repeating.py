@@ -11,9 +11,9 @@ KEPT = 0.1
 likely."""
 
 
-def make_repeating_model(path: Path, architecture: str = "mistral") -> Path:
+def make_repeating_model(path: Path, architecture: str = "mistral", *, tied: bool = True) -> Path:
     """Write a model directory; return ``path``."""
-    make_model_directory(path, architecture)
+    make_model_directory(path, architecture, tied=tied)
     file = path / "model.safetensors"
     state = load_file(file)
     for name, tensor in state.items():

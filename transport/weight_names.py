@@ -9,6 +9,9 @@ publish under either set of names. Callers pass transformers' own conversions to
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+DRAFT_PREFIX = "draft."
+"""Prefix of the names of a draft model's tensors in a version, before its directory's names."""
+
 WRAPPERS: Mapping[str, str] = {
     "_orig_mod": "torch.compile",
     "module": "DistributedDataParallel",

@@ -2,16 +2,19 @@
 
 ``--speculative-method draft:DIRECTORY`` selects it. The draft model samples with the random numbers
 that the sequence itself will use, so the two agree wherever their distributions are close. It has
-its own KV cache, kept in step with the sequences' tokens. Its weights stay those of its directory,
-whatever versions are published.
+its own KV cache, kept in step with the sequences' tokens. Its weights are the directory's until a
+version brings others: they are part of the served model's weights, which staging fills and swaps,
+and sleep releases.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
+from typing_extensions import override
 
-from tidegate.engine.execution.runner import Row, RowSampling, Runner
+from tidegate.engine.execution.runner import Row, RowSampling, Runner, WrappedRunner
 from tidegate.engine.memory.out_of_memory import is_out_of_memory
 from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
 from tidegate.engine.scheduling.kv_cache import KvCache
@@ -43,6 +46,10 @@ class _DraftState:
             self.computed = min(self.computed, self.draft_start + int(mismatches[0]))
         self.computed = min(self.computed, sequence.length - 1)
         self.draft = NO_TOKENS
+
+    def forget_kv(self) -> None:
+        """Recompute the KV next time."""
+        self.draft, self.computed = NO_TOKENS, 0
 
 
 @dataclass(slots=True)
@@ -82,20 +89,30 @@ class _PendingDraft:
     def discard(self) -> None:
         """Discard the draft, and recompute the sequence's KV next time."""
         self.tokens = NO_TOKENS
-        self.state.draft, self.state.computed = NO_TOKENS, 0
+        self.state.forget_kv()
 
 
 class ModelDrafts:
     """Draft tokens sampled from the model that ``runner`` runs."""
 
-    def __init__(self, runner: Runner, context_tokens_max: int) -> None:
+    def __init__(self, runner: Runner, context_tokens_max: int, served: Runner) -> None:
+        """``served`` runs the served model, with whose weights those of ``runner`` are swapped."""
         self._runner = runner
         self._context_tokens_max = context_tokens_max
+        self._served = served
+        self._version = 0
+        """Version that brought the weights by which the KV was computed."""
         self._cache = KvCache(runner.num_blocks)
         self._states: dict[int, _DraftState] = {}
 
+    @property
+    def sleeping_runner(self) -> Runner:
+        """The served model's runner with the memory of both models, for sleep."""
+        return _RunnerOfBoth(self._served, self._runner)
+
     def propose(self, sequences: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         """Return each sequence's draft; empty while its prefill lags or no KV block is free."""
+        self._follow()
         tokens_left = CATCH_UP_TOKENS_MAX
         drafts: list[_PendingDraft] = []
         catch_up_rows: list[Row] = []
@@ -119,6 +136,20 @@ class ModelDrafts:
             for draft in drafts:  # the served model may still have enough memory without drafts
                 draft.discard()
         return [draft.tokens for draft in drafts]
+
+    def _follow(self) -> None:
+        """Use the draft weights of the served model's live version, and no KV of other ones."""
+        live = self._served.weights
+        if live.draft is not None and live.draft is not self._runner.weights:
+            self._runner.swap(live.draft)
+        if live.draft_version != self._version:
+            self._version = live.draft_version
+            self.forget_kv()
+
+    def forget_kv(self) -> None:
+        """Recompute all KV."""
+        for state in self._states.values():
+            state.forget_kv()
 
     def _compute(self, drafts: Sequence[_PendingDraft], catch_up_rows: list[Row]) -> None:
         """Prefill the rows ``catch_up_rows``, and sample the drafts token by token."""
@@ -155,3 +186,15 @@ class ModelDrafts:
         start, end = state.computed, state.computed + tokens_left
         state.computed = end
         return [Row(sequence.tokens[start:end], start, state.blocks, None)]
+
+
+class _RunnerOfBoth(WrappedRunner):
+    """Runner of the served model, with the draft model's KV cache beside its own."""
+
+    def __init__(self, runner: Runner, draft: Runner) -> None:
+        super().__init__(runner)
+        self._draft = draft
+
+    @override
+    def cache_tensors(self) -> list[torch.Tensor]:
+        return [*super().cache_tensors(), *self._draft.cache_tensors()]

@@ -8,7 +8,13 @@ from pathlib import Path
 from tidegate.engine.drafts.draft_model import ModelDrafts
 from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.drafts.rollouts import RolloutDrafts
-from tidegate.engine.execution.served_model import DtypeChoice, ServedModel, open_model
+from tidegate.engine.execution.runner import Runner
+from tidegate.engine.execution.served_model import (
+    DtypeChoice,
+    OwnModel,
+    ServedModel,
+    open_model,
+)
 from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.sequences import EngineLimits
@@ -16,15 +22,15 @@ from tidegate.errors import ConfigError
 
 
 def open_drafts(
-    name: str, model: ServedModel, limits: EngineLimits, dtype: DtypeChoice
+    name: str, model: ServedModel, limits: EngineLimits, dtype: DtypeChoice, runner: Runner
 ) -> DraftSource:
-    """Create the draft source ``name`` for an engine that serves ``model``.
+    """Create the draft source ``name`` for an engine that serves ``model`` with ``runner``.
 
     Raises:
         ConfigError: there is no such source, or it does not suit the model.
         ModelError: the draft model cannot be computed.
     """
-    if model.code != "tidegate":
+    if not isinstance(model, OwnModel):
         raise ConfigError(
             f"speculative_method={name!r} can't speed up {model.architecture}, which {model.code} "
             "computes one token at a time; leave it out"
@@ -35,7 +41,7 @@ def open_drafts(
     if name == "rollouts":
         return RolloutDrafts()
     if kind == "draft" and directory:
-        return _model_drafts(Path(directory), model, limits, dtype)
+        return _model_drafts(Path(directory), model, limits, dtype, runner)
     raise ConfigError(
         "speculative_method must be 'lookup', 'rollouts' or 'draft:DIRECTORY' of a smaller model, "
         f"got {name!r}"
@@ -43,9 +49,14 @@ def open_drafts(
 
 
 def _model_drafts(
-    path: Path, model: ServedModel, limits: EngineLimits, dtype: DtypeChoice
+    path: Path, model: OwnModel, limits: EngineLimits, dtype: DtypeChoice, served: Runner
 ) -> ModelDrafts:
     small = open_model(path, dtype)
+    if not isinstance(small, OwnModel):
+        raise ConfigError(
+            f"speculative_method='draft:{path}': {small.code} computes {small.architecture} one "
+            "token at a time; take a draft model of a family that Tidegate computes itself"
+        )
     if small.vocab_size != model.vocab_size:
         raise ConfigError(
             f"speculative_method='draft:{path}': its vocabulary has {small.vocab_size} tokens, the "
@@ -53,4 +64,6 @@ def _model_drafts(
         )
     with blame_memory(doing=f"for the KV cache of {path}", remedy="lower num_kv_blocks"):
         runner = small.make_runner(num_blocks=limits.num_blocks, block_tokens=limits.block_tokens)
-    return ModelDrafts(runner, small.context_tokens_max)
+    model.draft = small
+    small.attach_to(served.weights, runner.weights)
+    return ModelDrafts(runner, small.context_tokens_max, served)

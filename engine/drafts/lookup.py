@@ -60,6 +60,9 @@ class LookupDrafts:
         """Drop the sequence's index."""
         self._indices.pop(sequence.handle, None)
 
+    def forget_kv(self) -> None:
+        """Do nothing: lookup computes no KV."""
+
     def _propose(self, sequence: EngineSequence, count: int) -> Tokens:
         index = self._indices.get(sequence.handle)
         if index is None:

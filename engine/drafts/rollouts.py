@@ -134,6 +134,9 @@ class RolloutDrafts:
             first = max(0, start - NGRAM_TOKENS)
             self._keep(self._prompt(sequence), sequence.tokens[first : sequence.length].copy())
 
+    def forget_kv(self) -> None:
+        """Do nothing: samples need no KV."""
+
     def _follower(self, sequence: EngineSequence) -> _Follower:
         follower = self._followers.get(sequence.handle)
         if follower is None:

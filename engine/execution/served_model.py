@@ -178,6 +178,8 @@ class OwnModel:
                 "batch; set quantization='int8', or leave one out"
             )
         self._path = path
+        self.draft: OwnModel | None = None
+        """Draft model whose weights are part of each version; None if there is none."""
         self._quantization = quantization
         warnings = []
         if config.tied_head and has_other_head(path):
@@ -253,7 +255,7 @@ class OwnModel:
 
     def allocate(self) -> Weights:
         """Allocate memory for a second weight version."""
-        return Weights.allocate(
+        weights = Weights.allocate(
             self._config,
             self._dtype,
             is_packed=self._packs,
@@ -261,6 +263,14 @@ class OwnModel:
             shard=self._shard,
             group=self._group,
         )
+        if self.draft is not None:
+            self.draft.attach_to(weights, self.draft.allocate())
+        return weights
+
+    def attach_to(self, weights: WeightStore, draft: WeightStore) -> None:
+        """Make ``draft``, weights of this model, part of the weights of a model that it drafts
+        for."""
+        weights.attach_draft(draft, lambda: fill_from_directory(draft, self._path))
 
     def _find_native(self) -> Native | None:
         return native_for(self._config, self._dtype)

@@ -194,6 +194,7 @@ def fill_from_directory(
             ) from error
         heartbeat()
     refuse_lacking(path, weights.missing())
+    weights.keep_draft(None)
 
 
 def refuse_lacking(path: Path, names: Sequence[str]) -> None:

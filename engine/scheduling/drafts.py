@@ -63,6 +63,9 @@ class DraftSource(Protocol):
     def ended(self, sequence: EngineSequence, *, is_whole: bool) -> None:
         """Forget a sequence; ``is_whole`` says that it was neither aborted nor cancelled."""
 
+    def forget_kv(self) -> None:
+        """Recompute all KV of the source's own, because the KV memory is gone."""
+
 
 class _StepCost:
     """Measured time of one kind of step: a line over its number of tokens, by least squares."""
@@ -281,6 +284,10 @@ class Speculation:
         self._controllers.pop(sequence.handle, None)
         if not self._has_failed:
             self._source.ended(sequence, is_whole=is_whole)
+
+    def forget_kv(self) -> None:
+        """Have the source recompute its KV, because the KV memory is gone."""
+        self._source.forget_kv()
 
     def _draft_length(self, sequence: EngineSequence, break_even: float) -> int:
         """Return the number of draft tokens to propose. It is 0 if the options edit logits by the

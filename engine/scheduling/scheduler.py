@@ -510,6 +510,8 @@ class EngineScheduler:
         for sequence in self._queues.remove_running():
             self._queues.queue(sequence)
         self._prefixes.forget([], self.version)
+        if self._speculation is not None:
+            self._speculation.forget_kv()
 
     # ------------------------------------------------------------ steps and swaps
 

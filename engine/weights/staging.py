@@ -41,6 +41,7 @@ from tidegate.transport.weight_channels import (
 )
 from tidegate.transport.weight_channels.checksums import verify_checksum
 from tidegate.transport.weight_channels.patches import ElementPatch, decode_patch
+from tidegate.transport.weight_names import DRAFT_PREFIX
 
 JOIN_TIMEOUT_S = 5.0
 """Seconds that ``close`` waits for the copy of one tensor; the thread is a daemon."""
@@ -88,6 +89,8 @@ class _StagedUpdate:
         if the engine lacked several versions."""
         self.has_whole_tensors = False
         """Whether tensors came whole, so that the patches alone do not make the version."""
+        self.has_draft = False
+        """Whether tensors of the draft model came."""
         self.state = _State.OPEN
         """Set by the main thread only."""
         self.started_ns = started_ns
@@ -272,6 +275,7 @@ class Staging:
                 self._last_patches = _Patches(before, version, update.patches)
         if update is not None:
             staged.adapters = update.adapters
+            staged.draft_version = version if update.has_draft else live.draft_version
         self._update = None
         return staged
 
@@ -404,6 +408,7 @@ class Staging:
         for spec, view in views:
             if update.state is not _State.OPEN:
                 return None
+            update.has_draft |= spec.name.startswith(DRAFT_PREFIX)
             if spec.patch is not None and isinstance(view, memoryview):
                 self._patch(update, spec, view, base)
             else:
@@ -428,6 +433,8 @@ class Staging:
                 f"{len(missing)} tensors are missing, first {shown}; publish all the names that "
                 f"the model directory has"
             )
+        if base is None:
+            self._buffer.keep_draft(update.live.weights if update.live else None)
         staging_us = (self._clock.monotonic_ns() - update.started_ns) // 1000
         return WeightsStaged(version=update.version, staging_us=staging_us)
 

@@ -6,8 +6,8 @@ tensors are missing. A refused tensor raises ``WeightsRefused``.
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from tidegate.errors import WeightsRefused
 from tidegate.kernels.rounded_matrix import RoundedRows
 from tidegate.kernels.weight_matrix import Rows, add_bits, published, storages, take_over
 from tidegate.transport.weight_channels.patches import Bits, ElementPatch
-from tidegate.transport.weight_names import wrapper_hint
+from tidegate.transport.weight_names import DRAFT_PREFIX, wrapper_hint
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Accepted dtypes; quantised ones (float8, int8) are meaningless without their scales."""
@@ -126,6 +126,52 @@ class WeightStore:
         self._early_copies: dict[str, tuple[str, torch.Tensor]] = {}
         """Tensors that arrived before the tensor that they are tied to, kept for a comparison with
         it: name and copy, by the name of the other tensor."""
+        self.draft: WeightStore | None = None
+        """Weights of the draft model, which are published and swapped with these; None if there is
+        none."""
+        self.draft_version = 0
+        """Version whose publish changed ``draft`` last; 0 if they are the directory's."""
+        self._reload_draft: Callable[[], None] = lambda: None
+
+    def attach_draft(self, draft: "WeightStore", reload: Callable[[], None]) -> None:
+        """Take the draft model's tensors too, each under its name after ``DRAFT_PREFIX``.
+
+        ``reload`` fills ``draft`` from its directory.
+        """
+        self.draft, self._reload_draft = draft, reload
+        self._copy_targets = {**self._copy_targets, **_prefixed(draft._copy_targets)}
+        self._joint_targets = {**self._joint_targets, **_prefixed(draft._joint_targets)}
+
+    def keep_draft(self, live: "WeightStore | None") -> None:
+        """Complete a whole set that came without a draft: copy the live one, or reload it from its
+        directory if ``live`` is None, because the live weights are not in memory."""
+        if self.draft is None or self._has_draft:
+            return
+        if live is None:
+            self._reload_draft()
+        else:
+            self.copy_missing(live)
+
+    @property
+    def _has_draft(self) -> bool:
+        return any(name.startswith(DRAFT_PREFIX) for name in self._loaded)
+
+    def _is_redundant(self, name: str) -> bool:
+        """Whether to ignore the tensor: redundant ones, and a draft's where there is none."""
+        if not name.startswith(DRAFT_PREFIX):
+            return self.is_redundant(name)
+        return self.draft is None or self.draft.is_redundant(name.removeprefix(DRAFT_PREFIX))
+
+    def _tied_to(self, name: str) -> str | None:
+        if not name.startswith(DRAFT_PREFIX):
+            return self.tied_to(name)
+        tied = self.draft and self.draft.tied_to(name.removeprefix(DRAFT_PREFIX))
+        return f"{DRAFT_PREFIX}{tied}" if tied else None
+
+    def _model_of(self, name: str) -> str:
+        if self.draft is None or not name.startswith(DRAFT_PREFIX):
+            return self._model
+        return f"the draft model, {self.draft._model},"
 
     def is_redundant(self, name: str) -> bool:
         """Whether the tensor carries no information, so that it may be omitted or ignored."""
@@ -158,13 +204,13 @@ class WeightStore:
         """
         target = self._copy_targets.get(name) or self._joint_targets.get(name)
         if target is None:
-            if self.is_redundant(name):
+            if self._is_redundant(name):
                 self._ignored.add(name)
                 self._compare_tied(name, tensor)
                 return
             raise WeightsRefused(
-                f"{self._model} has no tensor {name!r}; publish the model that config.json "
-                f"describes, by its names there{wrapper_hint(name)}"
+                f"{self._model_of(name)} has no tensor {name!r}; publish the model that "
+                f"config.json describes, by its names there{wrapper_hint(name)}"
             )
         if tuple(tensor.shape) != target.shape:
             raise WeightsRefused(
@@ -188,7 +234,7 @@ class WeightStore:
 
     def _compare_tied(self, name: str, tensor: torch.Tensor) -> None:
         """Compare a tensor with the tensor that it is tied to, now or once the latter is loaded."""
-        tied = self.tied_to(name)
+        tied = self._tied_to(name)
         target = None if tied is None else self._copy_targets.get(tied)
         if tied is None or target is None:
             return
@@ -213,8 +259,8 @@ class WeightStore:
 
     def _differ(self, name: str, tied: str) -> WeightsRefused:
         return WeightsRefused(
-            f"{name} differs from {tied}, and {self._model} computes with {tied} in its place "
-            f"(tie_word_embeddings). Publish them equal, or serve a model directory that has "
+            f"{name} differs from {tied}, and {self._model_of(name)} computes with {tied} in its "
+            f"place (tie_word_embeddings). Publish them equal, or serve a model directory that has "
             f"both tensors and tie_word_embeddings=false in its config.json"
         )
 
@@ -248,12 +294,12 @@ class WeightStore:
         """
         target = self._copy_targets.get(name) or self._joint_targets.get(name)
         if target is None:
-            if self.is_redundant(name):
+            if self._is_redundant(name):
                 self._redundant_patches.setdefault(name, []).append(patch)
                 return
             raise WeightsRefused(
-                f"{self._model} has no tensor {name!r} to patch; publish a whole state dict by the "
-                "names that the model directory has"
+                f"{self._model_of(name)} has no tensor {name!r} to patch; publish a whole state "
+                "dict by the names that the model directory has"
             )
         self._patches.setdefault(name, []).append(patch)
         index, difference = torch.from_numpy(patch.index), _as_signed(patch.difference)
@@ -279,7 +325,7 @@ class WeightStore:
             WeightsRefused: a tensor differs from the tensor that it is tied to.
         """
         for name, patches in self._redundant_patches.items():
-            tied = self.tied_to(name)
+            tied = self._tied_to(name)
             if tied is not None and not _are_equal(patches, self._patches.get(tied, [])):
                 raise self._differ(name, tied)
 
@@ -320,7 +366,7 @@ class WeightStore:
             WeightsRefused: a tied tensor was published without the tensor that it is tied to.
         """
         for name in sorted(self._ignored):
-            tied = self.tied_to(name)
+            tied = self._tied_to(name)
             if tied is not None and tied not in self._loaded:
                 raise WeightsRefused(
                     f"{name} is tied to {tied}, which isn't published with it; publish {tied} too"
@@ -330,15 +376,31 @@ class WeightStore:
     def copy_missing(self, other: "WeightStore") -> None:
         """Copy the tensors that have not been loaded from a complete version of the same model."""
         with torch.no_grad():
-            for name in self.missing():
+            for name in self._not_loaded():
                 sources = other._copy_targets[name].targets
                 for target, source in zip(self._copy_targets[name].targets, sources, strict=True):
                     take_over(target, source)
                 self._loaded.add(name)
 
     def missing(self) -> list[str]:
-        """Return the names not loaded since :meth:`start`, in the model's order."""
+        """Return the names that a whole set still lacks since :meth:`start`, in the model's order.
+        A draft may be left out as a whole."""
+        has_draft = self._has_draft
+        names = self._not_loaded()
+        return [name for name in names if has_draft or not name.startswith(DRAFT_PREFIX)]
+
+    def _not_loaded(self) -> list[str]:
         return [name for name in self._copy_targets if name not in self._loaded]
+
+
+def _prefixed(targets: Mapping[str, CopyTarget]) -> dict[str, CopyTarget]:
+    """Return the copy targets of a draft model by the names in a publish."""
+    return {
+        DRAFT_PREFIX + name: replace(
+            target, covers=tuple(DRAFT_PREFIX + covered for covered in target.covers)
+        )
+        for name, target in targets.items()
+    }
 
 
 def _are_equal(one: Sequence[ElementPatch], other: Sequence[ElementPatch]) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from tidegate.transport.messages import Adapter, BaseVersions, UpdateWeights
+from tidegate.transport.weight_names import DRAFT_PREFIX
 
 LAYERS_MAX = 8
 """Number of buffers over a whole set at which a publish with ``weight_deltas`` sends all tensors
@@ -71,6 +72,12 @@ class WeightContent:
     def whole_version(self) -> int:
         """Newest version that all tensors of the base were published for, whole or as patches."""
         return max((p.version for p in (*(self.whole or ()), *self._patches_after(0))), default=0)
+
+    @property
+    def draft(self) -> tuple[UpdateWeights, ...]:
+        """Tensors and patches of the draft model, in order."""
+        tensors = (*(self.whole or ()), *self._patches_after(0), *self.overlays)
+        return tuple(_of_draft(tensors))
 
     @property
     def has_room_for_patches(self) -> bool:
@@ -134,8 +141,10 @@ Change = Callable[[WeightContent, Sequence[UpdateWeights]], WeightContent]
 
 
 def replace_all(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
-    """Replace all of the model's own tensors."""
-    return WeightContent(tuple(parts), adapters=before.adapters)
+    """Replace all of the model's own tensors; keep the draft model's, if none are among them."""
+    has_draft = any(_of_draft(parts))
+    kept = () if has_draft else before.draft
+    return WeightContent(tuple(parts), overlays=kept, adapters=before.adapters)
 
 
 def patch_elements(
@@ -167,6 +176,14 @@ def without_adapter(
     """Remove an adapter."""
     left = {other: parts for other, parts in before.adapters.items() if other != name}
     return replace(before, adapters=left)
+
+
+def _of_draft(parts: Sequence[UpdateWeights]) -> Iterator[UpdateWeights]:
+    """Yield the parts with the draft model's tensors alone."""
+    for part in parts:
+        tensors = [spec for spec in part.tensors if spec.name.startswith(DRAFT_PREFIX)]
+        if tensors:
+            yield msgspec.structs.replace(part, tensors=tensors)
 
 
 def _without(part: UpdateWeights, names: set[str]) -> UpdateWeights:

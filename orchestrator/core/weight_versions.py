@@ -215,9 +215,9 @@ class WeightVersions(TargetVersions):
             layers = len({part.version for part in before.content.overlays}) if before else 0
             has_room = before is None or before.content.has_room_for_patches
             delta_base_version = self.base_version if layers < LAYERS_MAX and has_room else UNKNOWN
-        # A whole set keeps the adapters of before.
+        # A whole set keeps the adapters of before, and the draft model if it brings none.
         needs_before = request.is_part or delta_base_version is not None or self.base_adapters
-        if needs_before and before is not None:
+        if before is not None and (needs_before or before.content.draft):
             keep |= before.content.buffers
         return Reserved(
             version, keep, self.base_version if request.is_part else None, delta_base_version

@@ -65,6 +65,7 @@ from tidegate.orchestrator.trainer.weight_updates import (
     WeightPublish,
     WeightRollback,
 )
+from tidegate.orchestrator.weight_sync.state_dict import draft_names, with_draft
 
 if TYPE_CHECKING:
     import torch
@@ -317,11 +318,15 @@ class Rollouts(Scorer, BatchHandle):
         self,
         state_dict: "Mapping[str, torch.Tensor]",
         *,
+        draft: "Mapping[str, torch.Tensor] | None" = None,
         batches: "BatchesOfPublish" = None,
         wait: PublishWait = "live",
         partial: bool = False,
     ) -> int:
         """Bring new weights to the engines while they decode; return the weights' version.
+
+        ``draft`` are the weights of the draft model (``speculative_method="draft:DIRECTORY"``),
+        which each engine swaps together with the others. Without them it keeps those it has.
 
         ``batches`` (batches, or their numbers) are those that the weights were made from since the
         last publish. Their age is final now, and they are checked against the staleness bound; a
@@ -349,11 +354,13 @@ class Rollouts(Scorer, BatchHandle):
                 lost, because another version or a rollback has made it too old.
                 ``statistics().held_batches`` has those that you hold.
             WeightsRefused: names, shapes or dtypes don't fit the model; the old weights stay live.
+            ConfigError: no engine has a draft model, and ``draft`` is given.
             EngineLagging: an engine did not receive the weights in time.
             PublishDropped: a newer publish replaced this one, and writing its weights failed.
         """
         numbers = numbers_of(batches, () if partial else None)
-        call = WeightPublish(self._running, state_dict, wait, partial=partial, batches=numbers)
+        tensors = with_draft(state_dict, draft)
+        call = WeightPublish(self._running, tensors, wait, partial=partial, batches=numbers)
         return await self._publish(call)
 
     async def rollback(
@@ -495,7 +502,9 @@ class Rollouts(Scorer, BatchHandle):
         self._version = max(self._version, call.version)
         self._mark("publish")
         if self._running.recorder is not None:
-            self._running.recorder.weights(call.version, call.state_dict, call.parts)
+            drafts = draft_names(call.state_dict)  # no log-prob depends on them
+            kept = {name: t for name, t in call.state_dict.items() if name not in drafts}
+            self._running.recorder.weights(call.version, kept, call.parts)
 
 
 class SyncScorer(SyncHandle[Scorer]):

@@ -28,13 +28,20 @@ from tidegate.orchestrator.core.weight_content import (
     with_adapter,
     without_adapter,
 )
+from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.trainer.run import Run, WrittenByRanks
 from tidegate.orchestrator.weight_sync.adapter_files import checked_name, load_adapter
 from tidegate.orchestrator.weight_sync.control import finish_write
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, WeightParts
-from tidegate.orchestrator.weight_sync.state_dict import named_buffers, named_tensors, tensors_of
+from tidegate.orchestrator.weight_sync.state_dict import (
+    draft_names,
+    named_buffers,
+    named_tensors,
+    tensors_of,
+)
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart, joined
 from tidegate.transport.messages import Adapter, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
@@ -101,6 +108,8 @@ class WeightPublish:
             PublishUnclear, BatchNotHeld: as :meth:`TrainerSide.batches_of_publish`.
         """
         _refuse_under_adapters(scheduler.engines.adapters.in_use)
+        if draft_names(self.state_dict):
+            _refuse_undrafted(self._run.settings, scheduler.engines.fleet.engines)
         trainer, control = scheduler.trainer, scheduler.control
         batches = trainer.batches_of_publish(self._batches)
         has_deltas = bool(self._run.settings.weights.weight_deltas) and self._change is replace_all
@@ -189,6 +198,19 @@ def _refuse_under_adapters(adapters: Collection[str]) -> None:
             f"({', '.join(sorted(adapters))}), whose tokens would be of other weights under the "
             f"same version; unload them first"
         )
+
+
+def _refuse_undrafted(settings: RunSettings, engines: Mapping[str, Engine]) -> None:
+    """Refuse a draft model's weights if no engine has a draft model."""
+    methods = {each.hello.speculative_method for each in engines.values()}
+    if "draft" in methods or (settings.engine.speculative_method or "").startswith("draft:"):
+        return
+    known = ", ".join(sorted(f"{name} ({each.hello.model_code})" for name, each in engines.items()))
+    raise ConfigError(
+        f"draft: no engine has a draft model whose weights a publish may replace (engines: "
+        f"{known or 'none'}); serve with speculative_method='draft:DIRECTORY', which Tidegate's "
+        f"own engines support and servers of engine_urls do not, or leave draft out"
+    )
 
 
 class WeightRollback(WeightPublish):

@@ -16,9 +16,24 @@ from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart
 from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.base import ITEM_BYTES
 from tidegate.transport.weight_channels.cuda_memory import NamedTensor
+from tidegate.transport.weight_names import DRAFT_PREFIX
 
 if TYPE_CHECKING:
     import torch
+
+
+def with_draft(
+    state_dict: "Mapping[str, torch.Tensor]", draft: "Mapping[str, torch.Tensor] | None"
+) -> "Mapping[str, torch.Tensor]":
+    """Return the tensors of a publish: the policy's, and the draft model's under their prefix."""
+    if draft is None:
+        return state_dict
+    return {**state_dict, **{DRAFT_PREFIX + name: tensor for name, tensor in draft.items()}}
+
+
+def draft_names(state_dict: Iterable[str]) -> set[str]:
+    """Return the names that belong to a draft model."""
+    return {name for name in state_dict if name.startswith(DRAFT_PREFIX)}
 
 
 def whole(tensor: "torch.Tensor") -> "torch.Tensor":
@@ -52,13 +67,14 @@ def distinct_tensors(
     """Yield each tensor to publish once, gathered, under its first name.
 
     Tensors that share their memory, such as tied embeddings, are yielded once; other views of the
-    same memory, such as a transposed one, are other tensors.
+    same memory, such as a transposed one, are other tensors. A draft model's are too, because an
+    engine stores both models.
     """
     seen: set[object] = set()
     for name, tensor in state_dict.items():
         own = own_part(tensor.detach())
         gathered = whole(tensor.detach())  # gathered even if unused: other ranks take part
-        key = _view(own, gathered.shape)
+        key = name.startswith(DRAFT_PREFIX), _view(own, gathered.shape)
         if key in seen and own.numel():
             continue
         seen.add(key)

@@ -105,6 +105,9 @@ class PoisonousDrafts:
     def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         pass
 
+    def forget_kv(self) -> None:
+        pass
+
 
 def test_a_draft_token_with_nan_logits_fails_only_turns_that_sample_it(tmp_path: Path) -> None:
     weights = loaded(make_overflowing(tmp_path, vocab_size=12))

@@ -424,6 +424,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         self,
         state_dict: "Mapping[str, torch.Tensor] | None" = None,
         *,
+        draft: "Mapping[str, torch.Tensor] | None" = None,
         batches: BatchesOfPublish = None,
         wait: PublishWait = "live",
         partial: bool = False,
@@ -433,7 +434,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
 
         The other ranks either call this equally often, without weights, and get the same version;
         or they request the next batch instead. Otherwise as :meth:`~tidegate.Rollouts.publish`;
-        the ``batches`` of rank 0 count, or their numbers.
+        the ``batches`` and the ``draft`` of rank 0 count, or the batches' numbers.
 
         With ``sharded``, every rank calls this with its own state dict, and sends its own shards of
         the DTensors there, gathering nothing; tensors of other kinds are rank 0's. With
@@ -445,6 +446,15 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         """
         numbers = numbers_of(batches, None)
         named = None if numbers is None else list(numbers)
+        if sharded and draft is not None:
+            raise ConfigError(
+                "publish(sharded=True) sends no draft model's weights; have rank 0 publish them "
+                "before, by publish({}, draft=…, partial=True, batches=[])"
+            )
+        if draft is not None and state_dict is not None:
+            from tidegate.orchestrator.weight_sync.state_dict import with_draft  # torch
+
+            state_dict = with_draft(state_dict, draft)
         if sharded:
             prepare = self._prepare(wait=wait, partial=partial, batches=named)
             version = await self._publish_sharded(state_dict, prepare)

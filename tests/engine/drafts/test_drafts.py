@@ -39,6 +39,9 @@ class Oracle:
     def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         self.held.discard(turn.handle)
 
+    def forget_kv(self) -> None:
+        pass
+
     def _propose(self, turn: EngineSequence, count: int) -> Tokens:
         context = turn.tokens[: turn.length].tolist()
         first = turn.sampled_before + turn.output_tokens

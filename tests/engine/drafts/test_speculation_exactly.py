@@ -99,7 +99,7 @@ def test_model_drafts_change_no_token_and_an_equal_model_is_always_accepted(
     _, plain = sample(weights, None, None, num_blocks)
     for blocks, good in ((100, True), (12, False)):
         small = ModelRunner(weights.config, weights, num_blocks=blocks, block_tokens=4)
-        drafts = ModelDrafts(small, context_tokens_max=90)
+        drafts = ModelDrafts(small, 90, small)
         engine, speculated = sample(weights, drafts, None, num_blocks)
         for reported, expected in zip(speculated, plain, strict=True):
             assert reported.token_ids == expected.token_ids
@@ -131,7 +131,7 @@ LIMITS = EngineLimits(
 
 def small_model(weights: Weights, context_tokens_max: int = 900) -> ModelDrafts:
     runner = ModelRunner(weights.config, weights, num_blocks=300, block_tokens=4)
-    return ModelDrafts(runner, context_tokens_max)
+    return ModelDrafts(runner, context_tokens_max, runner)
 
 
 @pytest.mark.parametrize("others", [1, 3, 9])
@@ -183,7 +183,7 @@ def test_a_draft_model_without_memory_proposes_nothing_and_later_continues(
     weights: Weights,
 ) -> None:
     runner = TightRunner(weights.config, weights, num_blocks=100, block_tokens=4)
-    drafts, turn = ModelDrafts(runner, 900), make_turn([3, 1, 4, 1], 7, LIMITS)
+    drafts, turn = ModelDrafts(runner, 900, runner), make_turn([3, 1, 4, 1], 7, LIMITS)
     assert [len(draft) for draft in drafts.propose([turn], [6])] == [0]
     assert [len(draft) for draft in drafts.propose([turn], [6])] == [6]
 

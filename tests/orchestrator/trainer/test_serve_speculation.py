@@ -1,9 +1,13 @@
 """Tests of speculative decoding in a whole run, from the setting to the audit and the report."""
 
+import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import tidegate
 from tests.models import make_model_directory
@@ -12,11 +16,13 @@ from tidegate.engine.drafts.draft_sources import open_drafts
 from tidegate.engine.drafts.rollouts import RolloutDrafts
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.scheduling.sequences import EngineLimits
-from tidegate.errors import ConfigError, TidegateError
+from tidegate.errors import ConfigError, TidegateError, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.reports.report import write_report
 
 pytestmark = pytest.mark.wire
+
+FILE = "model.safetensors"
 
 SMALL: dict[str, Any] = {
     "engines": 1,
@@ -67,6 +73,171 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         context_tokens_max=8,
         vocab_size=model.vocab_size,
     )
+    runner = model.make_runner(num_blocks=1, block_tokens=4)
     with pytest.raises(ConfigError, match=r"50 tokens, the model's 96; take a smaller model"):
-        open_drafts(f"draft:{other}", model, limits, "auto")
-    assert isinstance(open_drafts("rollouts", model, limits, "auto"), RolloutDrafts)
+        open_drafts(f"draft:{other}", model, limits, "auto", runner)
+    assert isinstance(open_drafts("rollouts", model, limits, "auto", runner), RolloutDrafts)
+
+
+State = dict[str, torch.Tensor]
+
+PACED: dict[str, Any] = SMALL | {"step_time_min_s": 0.01}
+"""Steps of engines that take longer than drafting does, so that drafts pay and are made."""
+
+
+def contrary_draft(path: Path) -> tuple[Path, Path, State]:
+    """Return a model that repeats tokens, the draft model of another that never does, and the
+    weights with which that repeats them too."""
+    model = make_repeating_model(path / "model")
+    draft = make_repeating_model(path / "draft", tied=False)
+    state = {name: each.bfloat16() for name, each in load_file(model / FILE).items()}
+    head = state["model.embed_tokens.weight"]
+    contrary = {**state, "lm_head.weight": head.roll(7, 0).contiguous()}
+    save_file(contrary, draft / FILE, metadata={"format": "pt"})
+    return model, draft, state
+
+
+def draft_of(state: State) -> State:
+    """Return the weights of an untied draft model that equals the policy."""
+    return {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}
+
+
+async def accepted_share(rollouts: tidegate.Rollouts) -> float:
+    """Play held-out episodes; return the share of all engines' draft tokens that was accepted."""
+
+    def counts() -> tuple[int, int]:
+        engines = rollouts.statistics().engines
+        return sum(e.accepted_draft_tokens for e in engines), sum(e.draft_tokens for e in engines)
+
+    accepted, drafted = counts()
+    await rollouts.evaluate(range(8), episode=solve)
+    now_accepted, now_drafted = counts()
+    return (now_accepted - accepted) / (now_drafted - drafted)
+
+
+@pytest.mark.parametrize("weight_deltas", [False, True, "elements"])
+async def test_a_published_draft_is_accepted_also_on_a_late_engine_and_after_publishes_without(
+    tmp_path: Path, weight_deltas: Any
+) -> None:
+    model, draft, state = contrary_draft(tmp_path)
+    run = tmp_path / "run"
+    async with tidegate.serve(
+        model=model,
+        **PACED,
+        run_directory=run,
+        speculative_method=f"draft:{draft}",
+        weight_deltas=weight_deltas,
+    ) as rollouts:
+        assert await accepted_share(rollouts) < 0.2
+        async for batch in rollouts.batches(range(6), episode=solve):
+            if batch.number < 3:  # the second brings what has changed
+                state["model.layers.1.mlp.down_proj.weight"] *= 0.5
+                await rollouts.publish(state, draft=draft_of(state), batches=[batch])
+            else:
+                await rollouts.publish(state, batches=[batch])
+            assert await accepted_share(rollouts) == 1.0
+        await rollouts.scale(engines=2)
+        async with asyncio.timeout(60):
+            while not rollouts.statistics().engines[1].draft_tokens:
+                assert await accepted_share(rollouts) == 1.0
+        await rollouts.publish({}, draft=load_file(draft / FILE), batches=[], partial=True)
+        assert await accepted_share(rollouts) < 0.2
+    report = audit_run(run)
+    assert report.agrees, report.lines()
+    assert not any(
+        "draft." in name for file in run.rglob("*.safetensors") for name in load_file(file)
+    )
+
+
+async def test_a_draft_sleeps_with_the_policy_and_comes_back_at_a_wake_or_a_publish(
+    tmp_path: Path,
+) -> None:
+    model, draft, state = contrary_draft(tmp_path)
+    async with tidegate.serve(
+        model=model, **PACED, speculative_method=f"draft:{draft}", num_kv_blocks=500
+    ) as rollouts:
+        await rollouts.sleep(2)
+        await rollouts.publish(state, batches=[])  # the draft comes from its directory
+        await rollouts.wake()
+        assert await accepted_share(rollouts) < 0.2
+        await rollouts.publish(state, draft=draft_of(state), batches=[])
+        assert await accepted_share(rollouts) == 1.0
+        [engine] = rollouts.statistics().engines
+        kv_bytes = 2 * 500 * engine.block_tokens * 2 * 2 * 2 * 16 * 4  # of two models
+        assert await rollouts.sleep(1, tags=["kv_cache"]) > 0.9 * kv_bytes
+        await rollouts.wake()
+        assert await accepted_share(rollouts) == 1.0
+        await rollouts.sleep(1)
+        await rollouts.wake()
+        assert await accepted_share(rollouts) == 1.0
+        await rollouts.sleep(2)
+        await rollouts.wake()
+        assert await accepted_share(rollouts) == 1.0
+        await rollouts.sleep(2)
+        await rollouts.publish(state, batches=[])
+        await rollouts.wake()
+        assert await accepted_share(rollouts) == 1.0
+        await rollouts.rollback(state, first_bad=1)
+        assert await accepted_share(rollouts) == 1.0
+
+
+async def test_draft_weights_that_do_not_fit_are_refused_by_name_and_the_live_ones_stay(
+    tmp_path: Path,
+) -> None:
+    model, directory, state = contrary_draft(tmp_path)
+    draft = draft_of(state)
+    wrong: dict[str, State] = {
+        r"the draft model, MistralForCausalLM of 2 layers, has no tensor 'draft\.x'": {
+            "x": draft["lm_head.weight"]
+        },
+        r"missing, first draft\.model\.embed_tokens": {"lm_head.weight": draft["lm_head.weight"]},
+        r"draft\.lm_head\.weight has shape \[5, 64\], expected \[96, 64\]": {
+            **draft,
+            "lm_head.weight": draft["lm_head.weight"][:5],
+        },
+        r"draft\.lm_head\.weight is torch\.int32": {
+            **draft,
+            "lm_head.weight": draft["lm_head.weight"].int(),
+        },
+        r"draft\.lm_head\.weight contains NaN": {
+            **draft,
+            "lm_head.weight": draft["lm_head.weight"] * math.nan,
+        },
+    }
+    async with tidegate.serve(
+        model=model, **PACED, speculative_method=f"draft:{directory}"
+    ) as rollouts:
+        await rollouts.publish(state, draft=draft, batches=[])
+        for why, tensors in wrong.items():
+            with pytest.raises(WeightsRefused, match=why):
+                await rollouts.publish(state, draft=tensors, batches=[])
+        assert await accepted_share(rollouts) == 1.0
+        assert rollouts.version == 1
+
+
+async def test_a_draft_for_engines_without_a_draft_model_is_refused_before_it_is_written(
+    tmp_path: Path,
+) -> None:
+    model = make_repeating_model(tmp_path / "model")
+    state = load_file(model / FILE)
+    async with tidegate.serve(model=model, **SMALL, speculative_method="lookup") as rollouts:
+        with pytest.raises(
+            ConfigError,
+            match=r"no engine has a draft model .*engine-0 \(tidegate\).*'draft:DIRECTORY'",
+        ):
+            await rollouts.publish(state, draft=state, batches=[])
+        assert rollouts.version == 0
+
+
+async def test_a_remote_trainer_publishes_a_draft_and_not_in_shards(tmp_path: Path) -> None:
+    model, directory, state = contrary_draft(tmp_path)
+    address = f"ipc://{tmp_path}/trainer"
+    async with tidegate.serve(model=model, **PACED, speculative_method=f"draft:{directory}") as run:
+        listen = asyncio.create_task(tidegate.listen(run, address, tasks=range(2), episode=solve))
+        async with tidegate.connect(address) as trainer:
+            async for batch in trainer.batches():
+                await trainer.publish(state, draft=draft_of(state), batches=[batch])
+                with pytest.raises(ConfigError, match=r"sharded=True\) sends no draft"):
+                    await trainer.publish(state, draft=state, batches=[], sharded=True)
+        await listen
+        assert (run.version, await accepted_share(run)) == (1, 1.0)

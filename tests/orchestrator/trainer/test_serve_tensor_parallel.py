@@ -66,7 +66,8 @@ async def test_tokens_of_two_ranks_are_audited_and_a_rank_that_is_killed_is_surv
                 rank_0 = psutil.Process(other.ppid())
                 other.kill()
                 await asyncio.to_thread(rank_0.wait, WAIT_S)  # another engine takes its place
-            await rollouts.publish(weights.step())
+            state = weights.step()
+            await rollouts.publish(state, draft=state)
         [engine] = rollouts.statistics().engines
         assert engine.speculative_method == "draft"
         assert engine.accepted_draft_tokens > 0

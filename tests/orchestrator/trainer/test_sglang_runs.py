@@ -7,12 +7,14 @@ one cached prefix shows in a log-prob.
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import tidegate
 from tests.engine.external.adapter_runs import InTheMidst, train
 from tests.engine.external.sglang_double import SglangDouble, make_app
 from tests.models import make_model_directory
 from tests.served_app import served
+from tidegate.errors import ConfigError
 
 pytestmark = pytest.mark.wire
 
@@ -44,3 +46,17 @@ async def test_tags_are_right_where_sglang_keeps_kv_over_updates(tmp_path: Path)
     assert report.tokens_unknown == 0
     assert report.versions > 2
     assert report.spans_mixed > 0
+
+
+@pytest.mark.usefixtures("programs_are_executed")
+async def test_a_draft_for_a_server_is_refused_and_the_next_publish_is_taken(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "untied", tied=False)
+    state, double = load_file(model / "model.safetensors"), SglangDouble(model)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        async with tidegate.serve(model=model, engine_urls=[f"sglang+{url}"]) as rollouts:
+            with pytest.raises(ConfigError, match=r"draft model .*\(sglang .* leave draft out"):
+                await rollouts.publish(state, draft=state, batches=[])
+            await rollouts.publish(state, batches=[])
+            assert rollouts.version == 1

@@ -6,6 +6,7 @@ only.
 
 from functools import partial
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,3 +170,25 @@ def test_a_process_that_has_written_nothing_sends_a_whole_set() -> None:
     fleet.publish()
     assert fleet.wholes == 2
     assert fleet.control.reserve(has_deltas=True).delta_base_version != UNKNOWN
+
+
+def test_a_whole_set_without_a_draft_keeps_the_draft_of_the_version_before_and_its_patches() -> (
+    None
+):
+    def both(version: int, *, is_patch: bool) -> UpdateWeights:
+        [spec] = part(version, 100, is_patch=is_patch).tensors
+        tensors = [spec, msgspec.structs.replace(spec, name="draft.w")]
+        return UpdateWeights(version=version, location=f"v{version}", tensors=tensors)
+
+    def names(content: WeightContent) -> list[tuple[str, list[str]]]:
+        messages = content.messages(9, live=None)
+        return [(each.location, [spec.name for spec in each.tensors]) for each in messages]
+
+    content = replace_all(WeightContent(), [both(1, is_patch=False)])
+    content = patch_elements(1, content, [both(2, is_patch=True)])
+    without = replace_all(content, [part(3, 100, is_patch=False)])
+    draft = [("v1", ["draft.w"]), ("v2", ["draft.w"])]
+    assert names(without) == [("v3", ["w"]), *draft]
+    assert without.buffers == {1, 2, 3}
+    assert names(replace_all(without, [part(4, 100, is_patch=False)])) == [("v4", ["w"]), *draft]
+    assert names(replace_all(without, [both(5, is_patch=False)])) == [("v5", ["w", "draft.w"])]
