@@ -158,6 +158,20 @@ def kv_of(drafts: ModelDrafts, turn: EngineSequence) -> list[torch.Tensor]:
     return [cache[blocks, :, :, positions % 4] for cache in drafts._runner.cache_tensors()[:-1]]
 
 
+@pytest.mark.parametrize("lost", ["memory", "weights"])
+def test_kv_that_is_gone_or_of_other_weights_is_computed_again(weights: Weights, lost: str) -> None:
+    drafts, turn = small_model(weights), make_turn([3, 1, 4, 1], 7, LIMITS)
+    (expected,) = drafts.propose([turn], [6])
+    for cache in drafts._runner.cache_tensors()[:-1]:
+        cache.zero_()
+    if lost == "memory":
+        drafts.forget_kv()
+    else:
+        weights.draft_version += 1
+    (again,) = drafts.propose([turn], [6])
+    assert again.tolist() == expected.tolist()
+
+
 def test_a_turn_too_long_for_the_draft_model_does_not_stop_drafts_of_others(
     weights: Weights,
 ) -> None:

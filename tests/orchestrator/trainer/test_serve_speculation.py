@@ -85,21 +85,17 @@ PACED: dict[str, Any] = SMALL | {"step_time_min_s": 0.01}
 """Steps of engines that take longer than drafting does, so that drafts pay and are made."""
 
 
-def contrary_draft(path: Path) -> tuple[Path, Path, State]:
-    """Return a model that repeats tokens, the draft model of another that never does, and the
-    weights with which that repeats them too."""
-    model = make_repeating_model(path / "model")
-    draft = make_repeating_model(path / "draft", tied=False)
-    state = {name: each.bfloat16() for name, each in load_file(model / FILE).items()}
-    head = state["model.embed_tokens.weight"]
-    contrary = {**state, "lm_head.weight": head.roll(7, 0).contiguous()}
-    save_file(contrary, draft / FILE, metadata={"format": "pt"})
-    return model, draft, state
-
-
-def draft_of(state: State) -> State:
-    """Return the weights of an untied draft model that equals the policy."""
-    return {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}
+def two_models(path: Path) -> tuple[Path, Path, State, State]:
+    """Return a model that repeats tokens and one that never does, and the weights of both."""
+    directories, states = [], []
+    for name, shift in (("repeating", 0), ("contrary", 7)):
+        model = make_repeating_model(path / name, tied=False)
+        state = {name: tensor.bfloat16() for name, tensor in load_file(model / FILE).items()}
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].roll(shift, 0)
+        save_file(state, model / FILE, metadata={"format": "pt"})
+        directories.append(model)
+        states.append(state)
+    return *directories, *states  # type: ignore[return-value]
 
 
 async def accepted_share(rollouts: tidegate.Rollouts) -> float:
@@ -119,7 +115,7 @@ async def accepted_share(rollouts: tidegate.Rollouts) -> float:
 async def test_a_published_draft_is_accepted_also_on_a_late_engine_and_after_publishes_without(
     tmp_path: Path, weight_deltas: Any
 ) -> None:
-    model, draft, state = contrary_draft(tmp_path)
+    model, draft, state, contrary = two_models(tmp_path)
     run = tmp_path / "run"
     async with tidegate.serve(
         model=model,
@@ -132,7 +128,7 @@ async def test_a_published_draft_is_accepted_also_on_a_late_engine_and_after_pub
         async for batch in rollouts.batches(range(6), episode=solve):
             if batch.number < 3:  # the second brings what has changed
                 state["model.layers.1.mlp.down_proj.weight"] *= 0.5
-                await rollouts.publish(state, draft=draft_of(state), batches=[batch])
+                await rollouts.publish(state, draft=state, batches=[batch])
             else:
                 await rollouts.publish(state, batches=[batch])
             assert await accepted_share(rollouts) == 1.0
@@ -140,7 +136,7 @@ async def test_a_published_draft_is_accepted_also_on_a_late_engine_and_after_pub
         async with asyncio.timeout(60):
             while not rollouts.statistics().engines[1].draft_tokens:
                 assert await accepted_share(rollouts) == 1.0
-        await rollouts.publish({}, draft=load_file(draft / FILE), batches=[], partial=True)
+        await rollouts.publish({}, draft=contrary, batches=[], partial=True)
         assert await accepted_share(rollouts) < 0.2
     report = audit_run(run)
     assert report.agrees, report.lines()
@@ -152,40 +148,45 @@ async def test_a_published_draft_is_accepted_also_on_a_late_engine_and_after_pub
 async def test_a_draft_sleeps_with_the_policy_and_comes_back_at_a_wake_or_a_publish(
     tmp_path: Path,
 ) -> None:
-    model, draft, state = contrary_draft(tmp_path)
+    model, _, state, contrary = two_models(tmp_path)
     async with tidegate.serve(
-        model=model, **PACED, speculative_method=f"draft:{draft}", num_kv_blocks=500
+        model=model, **PACED, speculative_method=f"draft:{model}", num_kv_blocks=500
     ) as rollouts:
         await rollouts.sleep(2)
-        await rollouts.publish(state, batches=[])  # the draft comes from its directory
-        await rollouts.wake()
-        assert await accepted_share(rollouts) < 0.2
-        await rollouts.publish(state, draft=draft_of(state), batches=[])
-        assert await accepted_share(rollouts) == 1.0
-        [engine] = rollouts.statistics().engines
-        kv_bytes = 2 * 500 * engine.block_tokens * 2 * 2 * 2 * 16 * 4  # of two models
-        assert await rollouts.sleep(1, tags=["kv_cache"]) > 0.9 * kv_bytes
-        await rollouts.wake()
-        assert await accepted_share(rollouts) == 1.0
-        await rollouts.sleep(1)
-        await rollouts.wake()
-        assert await accepted_share(rollouts) == 1.0
-        await rollouts.sleep(2)
-        await rollouts.wake()
+        await rollouts.wake()  # both models come from their directories, and the draft also here:
         assert await accepted_share(rollouts) == 1.0
         await rollouts.sleep(2)
         await rollouts.publish(state, batches=[])
         await rollouts.wake()
         assert await accepted_share(rollouts) == 1.0
-        await rollouts.rollback(state, first_bad=1)
+        for _ in range(2):  # both buffers
+            await rollouts.publish(state, batches=[])
+            assert await accepted_share(rollouts) == 1.0
+        await rollouts.publish(contrary, batches=[])
+        assert await accepted_share(rollouts) < 0.2
+        await rollouts.publish(contrary, draft=contrary, batches=[])
+        [engine] = rollouts.statistics().engines
+        kv_bytes = 2 * 500 * engine.block_tokens * 2 * 2 * 2 * 16 * 4  # of two models
+        assert await rollouts.sleep(1, tags=["kv_cache"]) > 0.9 * kv_bytes
+        await rollouts.wake()
+        assert await accepted_share(rollouts) == 1.0
+        for level in (1, 2):
+            await rollouts.sleep(level)
+            await rollouts.wake()
+            assert await accepted_share(rollouts) == 1.0
+            await rollouts.sleep(level)
+            await rollouts.publish(contrary, batches=[])
+            await rollouts.wake()
+            assert await accepted_share(rollouts) == 1.0
+        await rollouts.rollback(contrary, first_bad=1)
         assert await accepted_share(rollouts) == 1.0
 
 
 async def test_draft_weights_that_do_not_fit_are_refused_by_name_and_the_live_ones_stay(
     tmp_path: Path,
 ) -> None:
-    model, directory, state = contrary_draft(tmp_path)
-    draft = draft_of(state)
+    model, directory, state, _ = two_models(tmp_path)
+    draft = state
     wrong: dict[str, State] = {
         r"the draft model, MistralForCausalLM of 2 layers, has no tensor 'draft\.x'": {
             "x": draft["lm_head.weight"]
@@ -230,13 +231,13 @@ async def test_a_draft_for_engines_without_a_draft_model_is_refused_before_it_is
 
 
 async def test_a_remote_trainer_publishes_a_draft_and_not_in_shards(tmp_path: Path) -> None:
-    model, directory, state = contrary_draft(tmp_path)
+    model, directory, state, _ = two_models(tmp_path)
     address = f"ipc://{tmp_path}/trainer"
     async with tidegate.serve(model=model, **PACED, speculative_method=f"draft:{directory}") as run:
         listen = asyncio.create_task(tidegate.listen(run, address, tasks=range(2), episode=solve))
         async with tidegate.connect(address) as trainer:
             async for batch in trainer.batches():
-                await trainer.publish(state, draft=draft_of(state), batches=[batch])
+                await trainer.publish(state, draft=state, batches=[batch])
                 with pytest.raises(ConfigError, match=r"sharded=True\) sends no draft"):
                     await trainer.publish(state, draft=state, batches=[], sharded=True)
         await listen

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.orchestrator.core.control_driver import ControlDriver
+from tidegate.orchestrator.core import control_events as wc
 from tidegate.orchestrator.core.control_events import Outgoing
 from tidegate.orchestrator.core.weight_content import (
     PATCHES_MAX,
@@ -192,3 +193,18 @@ def test_a_whole_set_without_a_draft_keeps_the_draft_of_the_version_before_and_i
     assert without.buffers == {1, 2, 3}
     assert names(replace_all(without, [part(4, 100, is_patch=False)])) == [("v4", ["w"]), *draft]
     assert names(replace_all(without, [both(5, is_patch=False)])) == [("v5", ["w", "draft.w"])]
+
+
+def test_the_draft_of_a_version_that_a_newer_one_replaces_stays_in_the_buffer() -> None:
+    for name, kept in (("w", set[int]()), ("draft.w", {1})):
+        run = ControlDriver("a")
+        run.reserve()
+        [spec] = part(1, 100, is_patch=False).tensors
+        tensors = [msgspec.structs.replace(spec, name=name)]
+        run.publish(1, [UpdateWeights(version=1, location="v1", tensors=tensors)])
+        call = run.ask(wc.ReserveRequested)
+        run.fails("a", 1, "v2 was started before it was complete")
+        assert run.result(call).keep == kept
+        sent = run.publish(2, [part(2, 100, is_patch=False)])
+        updates = [message for _, message in sent if isinstance(message, UpdateWeights)]
+        assert [update.location for update in updates] == ["v2", *(f"v{each}" for each in kept)]
