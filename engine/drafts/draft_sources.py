@@ -9,12 +9,7 @@ from tidegate.engine.drafts.draft_model import ModelDrafts
 from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.drafts.rollouts import RolloutDrafts
 from tidegate.engine.execution.runner import Runner
-from tidegate.engine.execution.served_model import (
-    DtypeChoice,
-    OwnModel,
-    ServedModel,
-    open_model,
-)
+from tidegate.engine.execution.served_model import DtypeChoice, OwnModel, ServedModel, open_model
 from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.sequences import EngineLimits

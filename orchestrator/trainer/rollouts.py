@@ -65,7 +65,7 @@ from tidegate.orchestrator.trainer.weight_updates import (
     WeightPublish,
     WeightRollback,
 )
-from tidegate.orchestrator.weight_sync.state_dict import draft_names, with_draft
+from tidegate.orchestrator.weight_sync.state_dict import with_draft, without_draft
 
 if TYPE_CHECKING:
     import torch
@@ -502,8 +502,7 @@ class Rollouts(Scorer, BatchHandle):
         self._version = max(self._version, call.version)
         self._mark("publish")
         if self._running.recorder is not None:
-            drafts = draft_names(call.state_dict)  # no log-prob depends on them
-            kept = {name: t for name, t in call.state_dict.items() if name not in drafts}
+            kept = without_draft(call.state_dict)  # no log-prob depends on a draft
             self._running.recorder.weights(call.version, kept, call.parts)
 
 

@@ -37,10 +37,10 @@ from tidegate.orchestrator.weight_sync.control import finish_write
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, WeightParts
 from tidegate.orchestrator.weight_sync.state_dict import (
-    draft_names,
     named_buffers,
     named_tensors,
     tensors_of,
+    without_draft,
 )
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart, joined
 from tidegate.transport.messages import Adapter, UpdateWeights
@@ -108,7 +108,7 @@ class WeightPublish:
             PublishUnclear, BatchNotHeld: as :meth:`TrainerSide.batches_of_publish`.
         """
         _refuse_under_adapters(scheduler.engines.adapters.in_use)
-        if draft_names(self.state_dict):
+        if without_draft(self.state_dict) is not self.state_dict:
             _refuse_undrafted(self._run.settings, scheduler.engines.fleet.engines)
         trainer, control = scheduler.trainer, scheduler.control
         batches = trainer.batches_of_publish(self._batches)

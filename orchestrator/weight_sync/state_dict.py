@@ -31,9 +31,12 @@ def with_draft(
     return {**state_dict, **{DRAFT_PREFIX + name: tensor for name, tensor in draft.items()}}
 
 
-def draft_names(state_dict: Iterable[str]) -> set[str]:
-    """Return the names that belong to a draft model."""
-    return {name for name in state_dict if name.startswith(DRAFT_PREFIX)}
+def without_draft(state_dict: "Mapping[str, torch.Tensor]") -> "Mapping[str, torch.Tensor]":
+    """Return the tensors of a publish without the draft model's; the same mapping if none are."""
+    names = [name for name in state_dict if not name.startswith(DRAFT_PREFIX)]
+    if len(names) == len(state_dict):
+        return state_dict
+    return {name: state_dict[name] for name in names}
 
 
 def whole(tensor: "torch.Tensor") -> "torch.Tensor":
