@@ -80,9 +80,13 @@ class _PendingDraft:
         return row
 
     def add(self, token_id: int) -> None:
-        """Append a token that the draft model sampled."""
-        self.tokens[self.count] = token_id
-        self.count += 1
+        """Append a token that the draft model sampled; a stop token ends the draft before it,
+        because nothing is sampled after it."""
+        if token_id in self.sequence.stop_ids:
+            self.tokens = self.tokens[: self.count]
+        else:
+            self.tokens[self.count] = token_id
+            self.count += 1
         if self.is_complete:
             self.state.draft, self.state.draft_start = self.tokens, self.sequence.length
 

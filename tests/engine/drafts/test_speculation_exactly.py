@@ -110,11 +110,13 @@ def test_model_drafts_change_no_token_and_an_equal_model_is_always_accepted(
         assert drafts._cache.free_blocks == blocks
 
 
-def make_turn(tokens: list[int], handle: int, limits: EngineLimits) -> EngineSequence:
+def make_turn(
+    tokens: list[int], handle: int, limits: EngineLimits, stop: Sequence[int] = ()
+) -> EngineSequence:
     message = SubmitTurn(
         turn=handle,
         token_ids=np.array(tokens, "<i4").tobytes(),
-        sampling=SamplingParams(max_tokens=30, seed=handle),
+        sampling=SamplingParams(max_tokens=30, seed=handle, stop_token_ids=[*stop]),
     )
     return admit(message, limits, handle, OptionReader(vocab_size=100, max_running_turns=4))
 
@@ -156,6 +158,16 @@ def kv_of(drafts: ModelDrafts, turn: EngineSequence) -> list[torch.Tensor]:
     positions = np.arange(turn.length)
     blocks = np.array(drafts._states[turn.handle].blocks)[positions // 4]
     return [cache[blocks, :, :, positions % 4] for cache in drafts._runner.cache_tensors()[:-1]]
+
+
+def test_a_draft_ends_before_a_stop_token(weights: Weights) -> None:
+    (whole,) = small_model(weights).propose([make_turn([3, 1, 4, 1], 7, LIMITS)], [6])
+    for position in (0, 3):
+        stop = int(whole[position])
+        drafts, turn = small_model(weights), make_turn([3, 1, 4, 1], 7, LIMITS, [stop])
+        for _ in range(2):  # the second time from the KV of the first
+            (draft,) = drafts.propose([turn], [6])
+            assert draft.tolist() == whole[: whole.tolist().index(stop)].tolist()
 
 
 @pytest.mark.parametrize("lost", ["memory", "weights"])
