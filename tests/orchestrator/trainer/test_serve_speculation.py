@@ -62,7 +62,9 @@ async def test_an_unknown_draft_source_is_refused(tmp_path: Path) -> None:
             pass
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_draft_model_of_another_vocabulary_or_that_transformers_computes_is_refused(
+    tmp_path: Path,
+) -> None:
     model = open_model(make_repeating_model(tmp_path / "model"), "auto")
     other = make_model_directory(tmp_path / "other", vocab_size=50)
     limits = EngineLimits(
@@ -76,6 +78,9 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     runner = model.make_runner(num_blocks=1, block_tokens=4)
     with pytest.raises(ConfigError, match=r"50 tokens, the model's 96; take a smaller model"):
         open_drafts(f"draft:{other}", model, limits, "auto", runner)
+    slow = make_model_directory(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(ConfigError, match="transformers computes GPT2LMHeadModel one token at a"):
+        open_drafts(f"draft:{slow}", model, limits, "auto", runner)
     assert isinstance(open_drafts("rollouts", model, limits, "auto", runner), RolloutDrafts)
 
 
