@@ -1,8 +1,8 @@
 """Speculative decoding with a draft model that follows the policy: GRPO with and without.
 
-    python -m examples.following_draft                     # the demo's model, in minutes on a CPU
+    python -m examples.following_draft                     # the demo's model, on a CPU
     python -m examples.following_draft --step-time-s 0     # what drafts cost on this machine
-    python -m examples.following_draft --model runs/smollm2-135m --layers 4
+    python -m examples.following_draft --model PATH --task words --layers 4
 
 The draft model is the policy's first layers, with its embedding and head. It learns the policy's
 tokens before the run, from rollouts of its own, and in the run from each batch, whose tokens the
@@ -10,6 +10,14 @@ policy sampled anyway. Three runs train the same policy on the same tasks: witho
 draft model that stays as it was, and with one that is published with each version. The table shows
 the share of draft tokens that engines accepted, by version, and tokens per turn and step, and per
 CPU-second.
+
+Measured with the demo's model and seed 0, one run each; accepted shares of the first and the last
+two versions of 24: a draft model that stayed .53 and .14, one that followed .49 and .37, or 1.44
+and 1.66 tokens per turn and step. With --learning-rate 1e-3, at which the policy changes fast and
+rewards rise and fall: .55 and .18, .49 and .89. With 3e-4 following gains nothing: .55 and .53 on
+average. On a CPU drafts save no time. With 3e-4, --step-time-s 0 and 12 versions, engines hardly
+draft, and sample 8,242 tokens per CPU-second without a draft model, 8,024 with one that stays and
+7,577 with one that follows. Paced, where they always draft: 4,263, 3,342 and 3,198.
 
 Shapes: P rows in one pass, T tokens in the longest of them, S from the first sampled one on.
 """
@@ -199,11 +207,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--versions", type=int, default=24)
     add("--groups-per-batch", type=int, default=8)
     add("--max-running-turns", type=int, default=8)
-    add("--learning-rate", type=float, default=1e-3)
+    add("--learning-rate", type=float, default=6e-4)
     add("--draft-learning-rate", type=float, default=1e-3)
     add("--draft-steps", type=int, default=4, help="steps of the draft model per batch")
-    add("--warm-up-batches", type=int, default=4)
-    add("--warm-up-steps", type=int, default=200)
+    add("--warm-up-batches", type=int, default=6)
+    add("--warm-up-steps", type=int, default=300)
     add("--step-time-s", type=float, default=0.02, help="minimum time of an engine's step")
     add("--seed", type=int, default=0)
     add("--runs", type=Path, default=Path("runs"))
