@@ -63,27 +63,27 @@ class HttpEngine:
         key = server_keys.key_of(self.url)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._aiohttp = aiohttp
-        self._sessions: dict[bool, Any] = {}
-        """aiohttp sessions, by whether they keep connections alive."""
+        self._opened: Any = None
+        """The ``aiohttp.ClientSession``, if there is one."""
+        self.calls_begun = self.calls_ended = 0
+        """Numbers of calls, without streams."""
 
-    def _session(self, *, keep_alive: bool) -> Any:
-        """Return the ``aiohttp.ClientSession`` for streams (``keep_alive``) or for control calls.
+    def _session(self) -> Any:
+        """Return the session, of which each call opens a new connection.
 
-        Streams reuse connections. Each control call opens a new connection: a server may close an
-        idle one at any time, a call on it would fail, and the healthy engine would be removed.
+        A server may close an idle connection at any time. A call on it would fail, and the healthy
+        engine would be removed.
         """
-        if keep_alive not in self._sessions:
+        if self._opened is None:
             timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-            connector = self._aiohttp.TCPConnector(limit=0, force_close=not keep_alive)
-            self._sessions[keep_alive] = self._aiohttp.ClientSession(
-                connector=connector, timeout=timeout
-            )
-        return self._sessions[keep_alive]
+            connector = self._aiohttp.TCPConnector(limit=0, force_close=True)
+            self._opened = self._aiohttp.ClientSession(connector=connector, timeout=timeout)
+        return self._opened
 
     async def close(self) -> None:
         """Close all connections, which aborts the requests in flight."""
-        for session in self._sessions.values():
-            await session.close()
+        if self._opened is not None:
+            await self._opened.close()
 
     async def call(
         self,
@@ -100,10 +100,11 @@ class HttpEngine:
             HttpStatusError: the status is not 200.
             EngineGone: no answer in time, or no connection.
         """
+        self.calls_begun += 1
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._request(method, path, body, query, keep_alive=False) as response,
+                self._request(method, path, body, query) as response,
             ):
                 data = await response.read()
         except TimeoutError:
@@ -112,6 +113,8 @@ class HttpEngine:
             ) from None
         except (self._aiohttp.ClientError, OSError) as error:
             raise self._connection_error(path, error) from error
+        finally:
+            self.calls_ended += 1
         if response.status != 200:
             raise self._status_error(path, response.status, data)
         try:
@@ -127,7 +130,7 @@ class HttpEngine:
             EngineGone: the connection broke.
         """
         try:
-            async with self._request("POST", path, body, None, keep_alive=True) as response:
+            async with self._request("POST", path, body, None) as response:
                 if response.status != 200:
                     raise self._status_error(path, response.status, await response.read())
                 pending = b""
@@ -179,12 +182,10 @@ class HttpEngine:
         path: str,
         body: object,
         query: Mapping[str, str] | Sequence[tuple[str, str]] | None,
-        *,
-        keep_alive: bool,
     ) -> AsyncIterator[Any]:
         data = None if body is None else msgspec.json.encode(body)
         headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})
-        async with self._session(keep_alive=keep_alive).request(
+        async with self._session().request(
             method, self.url + path, data=data, params=query, headers=headers
         ) as response:
             yield response

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -42,4 +42,14 @@ async def test_a_call_after_an_error_is_not_lost_with_the_connection_of_the_one_
         with pytest.raises(HttpStatusError, match="bad"):
             await engine.call("POST", "/start")
         assert await engine.call("POST", "/finish") == "good"
+        await engine.close()
+
+
+async def test_a_stream_is_not_lost_with_the_connection_of_the_one_before() -> None:
+    event = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\ndata: 1\n\n"
+    async with server([event, event]) as url:
+        engine = HttpEngine(url)
+        for _ in range(2):
+            async with aclosing(engine.events("/generate", {})) as events:
+                assert [data async for data in events] == [b"1"]
         await engine.close()
