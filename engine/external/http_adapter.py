@@ -194,7 +194,10 @@ class HttpAdapter(EngineAdapter):
         try:
             return await self._http.call(method, path, body, query=query, timeout_s=timeout_s)
         except HttpStatusError as refusal:
-            raise EngineGone(f"{self.kind} refuses {method} {path}: {refusal}") from refusal
+            raise EngineGone(
+                f"{self.kind} at {self._http.url} refuses {method} {path} with {refusal.status}: "
+                f"{refusal.why}"
+            ) from refusal
 
     # ------------------------------------------------------------ requests
 

@@ -30,7 +30,7 @@ from tidegate.engine.external.adapter import (
     VersionLabel,
     of_positions,
 )
-from tidegate.engine.external.host_weights import is_tied, read_sizes
+from tidegate.engine.external.host_weights import is_tied, read_mixture, read_sizes
 from tidegate.engine.external.http import HttpStatusError
 from tidegate.engine.external.http_adapter import (
     MEMORY_TIMEOUT_S,
@@ -410,6 +410,12 @@ class VllmAdapter(HttpAdapter):
                 f"new weights; untie {self._model} (tie_word_embeddings=false in config.json, and "
                 "lm_head.weight in the files), or use Tidegate's own engine"
             )
+        # It packs a mixture's experts for its kernels at the start, and not after a reload.
+        if self._is_on_cpu and read_mixture(self._model) is not None:
+            raise ConfigError(
+                f"vLLM {text} on a CPU computes a mixture of experts wrongly once it is given new "
+                f"weights; serve {self._model} by vLLM on a GPU, or use Tidegate's own engine"
+            )
         self._server_capabilities = self._read_capabilities(api, models)
 
     def _read_capabilities(self, api: Mapping[str, Any], models: Any) -> Capabilities:
@@ -609,10 +615,10 @@ class VllmAdapter(HttpAdapter):
         if refusal.status == 403:
             return ConfigError(f"{refusal.why} {START_HINT}")
         if refusal.status in (429, 503):
-            await self.check()  # a dead engine says 503 too
+            await super().check()  # a dead engine says 503 too
             return EngineHeld(refusal.why)
         if refusal.status >= 500:
-            await self.check()
+            await super().check()
         return await super()._refused(refusal)
 
     def _score_body(self, request: ScoreRequest) -> dict[str, Any]:
@@ -641,6 +647,25 @@ class VllmAdapter(HttpAdapter):
         return ExternalScores(logprobs, top if k else None)
 
     # ------------------------------------------------------------ control
+
+    async def check(self) -> None:
+        """Check also that the loop of every rank answers, as it does between two steps.
+
+        ``/health`` only says that no process has ended. Another call in flight may occupy the
+        loops for longer; it has a deadline of its own.
+        """
+        await super().check()
+        http = self._http
+        begun = http.calls_begun
+        if begun > http.calls_ended:
+            return
+        try:
+            await http.call("GET", "/is_paused", timeout_s=PAUSE_TIMEOUT_S)
+        except HttpStatusError:
+            pass  # ranks differ while they are being paused
+        except EngineGone:
+            if http.calls_begun == begun + 1:
+                raise
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
         """Pause with the mode in the query: vLLM ignores a body, and would use ``abort``.

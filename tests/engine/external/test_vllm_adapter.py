@@ -17,7 +17,7 @@ import pytest
 from tests.engine.external.vllm_double import VllmDouble
 from tests.engine.orchestra import Models
 from tests.models import make_model_directory
-from tidegate.engine.external import http
+from tidegate.engine.external import http, vllm
 from tidegate.engine.external.adapter import (
     Capabilities,
     GeneratedChunk,
@@ -154,6 +154,8 @@ async def test_a_model_that_vllm_would_not_update_whole_is_refused(tmp_path: Pat
     why = await refusal(tied, device="cpu")
     assert "lm_head" in why
     assert "tie_word_embeddings" in why
+    mixture = make_model_directory(tmp_path / "mixture", "qwen3_moe", tied=False)
+    assert "computes a mixture of experts wrongly" in await refusal(mixture, device="cpu")
 
 
 async def test_capabilities_follow_the_servers_version_and_settings(
@@ -368,6 +370,27 @@ async def test_a_server_that_returns_experts_and_masks_is_read_as_attachments(
     [experts] = chunks[-1].attachments[1:]
     assert (experts.name, experts.start, experts.dtype) == ("routed_experts", 0, "uint8")
     assert experts.length == len(PROMPT) + 4
+
+
+async def test_a_healthy_server_whose_engine_hangs_is_given_up_unless_a_call_occupies_it(
+    models: Models, double: VllmDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(double, models.directories[0]) as (adapter, _):
+        await adapter.check()
+        monkeypatch.setattr(vllm, "PAUSE_TIMEOUT_S", 0.05)
+        double.loop_answers.clear()
+        try:
+            async with asyncio.TaskGroup() as calls:
+                call = calls.create_task(adapter._expect_paused(False))
+                await asyncio.sleep(0)
+                await adapter.check()
+                double.loop_answers.set()
+                await call
+            double.loop_answers.clear()
+            with pytest.raises(EngineGone, match="/is_paused did not respond within"):
+                await adapter.check()
+        finally:
+            double.loop_answers.set()
 
 
 async def test_a_server_without_these_flags_refuses_the_options_by_name(models: Models) -> None:

@@ -135,6 +135,9 @@ class VllmDouble:
         self.preemptions = 0
         self.mislabels = False
         self.is_dead = False
+        self.loop_answers = threading.Event()
+        """While cleared, the process is healthy, and its engine's loop hangs."""
+        self.loop_answers.set()
         self._numbers = itertools.count()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -333,6 +336,7 @@ class VllmDouble:
         return JSONResponse({"status": "resumed"})
 
     async def _is_paused(self, request: Request) -> Response:
+        await asyncio.to_thread(self.loop_answers.wait)
         return JSONResponse({"is_paused": bool(self.paused)})
 
     async def _sleep(self, request: Request) -> Response:
