@@ -282,10 +282,10 @@ test-namespaces: venv
 
 ifdef TIDEGATE_VLLM_PYTHON
 test-vllm: venv
-	$(BIN)/python -m pytest tests/engine/external/test_real_vllm.py tests/serving/vllm_server/test_vllm_server_nccl.py
+	$(BIN)/python -m pytest tests/engine/external/test_real_vllm*.py tests/serving/vllm_server/test_vllm_server_nccl.py
 else
 test-vllm: venv .venv-vllm/.ready
-	TIDEGATE_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest tests/engine/external/test_real_vllm.py tests/serving/vllm_server/test_vllm_server_nccl.py
+	TIDEGATE_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest tests/engine/external/test_real_vllm*.py tests/serving/vllm_server/test_vllm_server_nccl.py
 endif
 
 # SGLang's wheel wants CUDA's packages: it and some others come without what they ask for.

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ class Server:
             self.process.wait(60)
 
 
-def start(model: Path, log: Path, *more: str) -> Server:
+def start(model: Path, log: Path, *more: str, python_path: str = "") -> Server:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = os.environ | {
@@ -66,7 +67,7 @@ def start(model: Path, log: Path, *more: str) -> Server:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": "",
+        "PYTHONPATH": python_path,
     }
     options = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     options += ["--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "16"]
@@ -111,6 +112,7 @@ def wait_for(server: Server, log: Path) -> None:
         try:
             urllib.request.urlopen(f"{server.url}/health", timeout=5).close()
         except (urllib.error.URLError, OSError):
+            time.sleep(0.5)  # each look takes time from the start
             continue
         return
     pytest.fail(f"vLLM ended: {log.read_text()[-2000:]}")
