@@ -39,8 +39,10 @@ from tidegate.transport.messages import (
     WeightsStaged,
 )
 
-CYCLES = int(os.environ.get("TIDEGATE_VLLM_CYCLES", "60"))
-"""Number of updates; more take about a second each."""
+CYCLES_DEFAULT = 60
+
+CYCLES = int(os.environ.get("TIDEGATE_VLLM_CYCLES", CYCLES_DEFAULT))
+"""Number of updates, of about a second each; with more, a rank is killed at more moments, too."""
 
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="wants vLLM, in a Python of its own: make test-vllm"),
@@ -51,11 +53,24 @@ RANKS = ["--data-parallel-size", "2", "--enable-expert-parallel"]
 RANKS += ["--worker-extension-cls", "expert_parallel.Extension"]
 LACKING = Path(__file__).parent / "vllm_on_a_cpu"
 
-LOGPROB = -1.2152
-"""Log-prob of each such token, by transformers too."""
+ROUTES = {
+    "decoding": b"",
+    "an update": b"POST /collective_rpc",
+    "a pause": b"POST /pause",
+    "a resume": b"POST /resume",
+}
+"""Moments at which a rank is killed: while the server handles such a request, or at once."""
+
+PHASES = list(ROUTES) if CYCLES > CYCLES_DEFAULT else list(ROUTES)[:2]
+"""Each needs a server of its own, which takes most of a minute to start."""
+
+LONG = SamplingParams(max_tokens=400, temperature=0.0)
 
 WORDS = 31
 """Number of tokens that versions name. It is prime, so no two of them are named by one token."""
+
+LOGPROB = -1.2152
+"""Log-prob of each token that names a version, by transformers too."""
 
 PROGRAM = "tests.engine.external.mixture_worker"
 
@@ -105,16 +120,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture
-def server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    log = tmp_path / "log"
+@contextlib.contextmanager
+def started(model: Path, directory: Path) -> Iterator[Server]:
+    log = directory / "log"
     server = start(model, log, *RANKS, python_path=str(LACKING))
     try:
         wait_for(server, log)
-        monkeypatch.setenv("TIDEGATE_ENGINE_KEY", KEY)
-        yield server
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIDEGATE_ENGINE_KEY", KEY)
+            yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server for all tests but those that kill it; the last one leaves it hanging."""
+    with started(model, tmp_path_factory.mktemp("vllm")) as server:
+        yield server
 
 
 class Relay(socketserver.ThreadingTCPServer):
@@ -228,40 +251,54 @@ def assert_named(turns: Iterable[SeenTurn]) -> None:
             assert version == 0 or (token, round(logprob, 4)) == (word(version), LOGPROB), turn
 
 
-ROUTES = {
-    "decoding": b"",
-    "a pause": b"POST /pause",
-    "an update": b"POST /collective_rpc",
-    "a resume": b"POST /resume",
-}
-
-
-@pytest.mark.parametrize("phase", ROUTES)
-def test_a_rank_that_is_killed_ends_the_adapter_with_the_cause_and_true_tags(
-    server: Server, model: Path, tmp_path: Path, phase: str
-) -> None:
-    weights = load_file(model / "model.safetensors")
-    sampling = SamplingParams(max_tokens=400, temperature=0.0)
-    with Relay(server) as relay:
-        options = ["--url", f"vllm+{relay.url}", "--stream-interval-tokens", "1"]
-        with Orchestra(tmp_path, model, options, program=PROGRAM) as orchestra:
-            orchestra.welcome(credit_steps=64)
-            publisher = Publisher(orchestra)
-            turns = [orchestra.submit([n + 1] * 9, sampling) for n in range(4)]  # on both ranks
-            publisher.send_tensors(1, named_buffers(named(weights, 1)))
-            orchestra.await_one(WeightsStaged)
-            publisher.swap(1, "keep", "keep")
-            orchestra.read_tokens(turns[0], 3)
-            if phase == "decoding":
-                relay.stop_rank().kill()
-            else:
-                relay.route = ROUTES[phase]
-            publisher.send_tensors(2, named_buffers(named(weights, 2)))
-            orchestra.await_one(WeightsStaged)
-            orchestra.send(FinishWeightUpdate(version=2, pause_mode="keep", kv_policy="keep"))
-            goodbye = orchestra.await_one(Goodbye)
-            assert orchestra.exit_status() != 0
-            publisher.close()
-    assert goodbye.has_failed
-    assert relay.url in goodbye.reason
+@contextlib.contextmanager
+def decoding(
+    relay: Relay, model: Path, directory: Path, cause: str = ""
+) -> Iterator[tuple[Orchestra, Publisher]]:
+    """Run an adapter whose turns decode on both ranks; then check their tags, and why it ended."""
+    options = ["--url", f"vllm+{relay.url}", "--stream-interval-tokens", "1"]
+    with Orchestra(directory, model, options, program=PROGRAM) as orchestra:
+        orchestra.welcome(credit_steps=64)
+        publisher = Publisher(orchestra)
+        turns = [orchestra.submit([n + 1] * 9, LONG) for n in range(4)]
+        stage(publisher, orchestra, model, 1)
+        publisher.swap(1, "keep", "keep")
+        orchestra.read_tokens(turns[0], 3)
+        yield orchestra, publisher
+        publisher.close()
+        goodbye = orchestra.await_one(Goodbye)
+        assert goodbye.has_failed
+        assert relay.url + cause in goodbye.reason
+        assert orchestra.exit_status() != 0
     assert_named(orchestra.turns[turn] for turn in turns)
+
+
+def stage(publisher: Publisher, orchestra: Orchestra, model: Path, version: int) -> None:
+    weights = load_file(model / "model.safetensors")
+    publisher.send_tensors(version, named_buffers(named(weights, version)))
+    orchestra.await_one(WeightsStaged)
+
+
+def test_a_rank_that_hangs_ends_the_adapter_although_the_server_says_it_is_healthy(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
+    cause = "/is_paused did not respond"
+    with Relay(server) as relay, decoding(relay, model, tmp_path, cause):
+        relay.stop_rank()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_is_killed_ends_the_adapter_with_the_cause_and_true_tags(
+    model: Path, tmp_path: Path, phase: str
+) -> None:
+    with (
+        started(model, tmp_path) as server,
+        Relay(server) as relay,
+        decoding(relay, model, tmp_path) as (orchestra, publisher),
+    ):
+        stage(publisher, orchestra, model, 2)
+        if route := ROUTES[phase]:
+            relay.route = route
+        else:
+            relay.stop_rank().kill()
+        orchestra.send(FinishWeightUpdate(version=2, pause_mode="keep", kv_policy="keep"))
