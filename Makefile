@@ -41,7 +41,7 @@ help:
 	@echo "make test-tinker       the Tinker SDK trains and samples through \`tidegate tinker\` (1.5 GB, 8 min)"
 	@echo "make test-slime        slime's plugin contract tests, from your checkout: SLIME=DIR (1 min)"
 	@echo "make test-prime-rl     prime-rl's client over the server, from your checkout: PRIME_RL=DIR (1 min)"
-	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB, 20 min)"
+	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB)"
 	@echo "make test-sglang       SGLang on a CPU; or yours: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL (3 GB, 10 min)"
 	@echo "make test-dashboard    the dashboard in a real Chromium, if installed; Perfetto (100 MB, 4 min)"
 	@echo "make test-trackers     figures in TensorBoard, MLflow and W&B; OpenTelemetry's spans; offline (150 MB, 2 min)"
