@@ -31,8 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Sampler:
     """Episode that samples greedily with the adapter (and version) that its task names."""
 
-    def __init__(self, max_tokens: int = 12) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int = 12, min_tokens: int = 0) -> None:
+        self.max_tokens, self.min_tokens = max_tokens, min_tokens
         self.sampled: list[Sampled] = []
         self.refusals: list[str] = []
 
@@ -41,7 +41,11 @@ class Sampler:
         episode.append(PROMPT)
         try:
             turn = await episode.generate(
-                max_tokens=self.max_tokens, temperature=0.0, adapter=name, adapter_version=version
+                max_tokens=self.max_tokens,
+                min_tokens=self.min_tokens,
+                temperature=0.0,
+                adapter=name,
+                adapter_version=version,
             )
         except TurnRefused as error:
             self.refusals.append(str(error))
@@ -204,7 +208,7 @@ async def test_tokens_of_live_and_pinned_versions_are_audited_and_wrong_tags_are
         group_size=2,
         pause_mode="keep",
         kv_policy="keep",
-        step_time_min_s=0.002,
+        step_time_min_s=0.01,  # so that turns outlast the publishes
         deterministic=True,
         run_directory=run,
     ) as rollouts:
@@ -213,7 +217,7 @@ async def test_tokens_of_live_and_pinned_versions_are_audited_and_wrong_tags_are
         for seed, handle in enumerate(handles):
             await handle.publish(random_adapter(model, seed), config=CONFIG)
         await handles[0].pin(1)
-        sampler = Sampler(max_tokens=150)
+        sampler = Sampler(max_tokens=150, min_tokens=150)
         tasks = [(handle.name, version) for handle in handles for version in (None, None)]
         running = asyncio.ensure_future(
             rollouts.evaluate([*tasks, ("solver", 1), ("", None)], episode=sampler)
