@@ -183,6 +183,7 @@ bench-device: $(DEVICE_READY)
 
 test-trl: venv .venv-trl/.ready
 	TIDEGATE_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/integrations/test_trl.py
+	.venv-trl/bin/python -m pytest -c /dev/null --rootdir . --noconftest tests/policies/test_distillation.py
 
 # SkyRL's trainer imports what follows tinker. Its server wants Python 3.12, before which pydantic
 # refuses typing.TypedDict; tinker 0.25 reads no more of its answers.
@@ -256,7 +257,8 @@ test-verl: .venv-verl/.ready
 
 test-tinker: .venv-tinker/.ready
 	.venv-tinker/bin/python -m pytest -W default tests/serving/tinker_server \
-	  tests/examples/test_tinker_calculator.py tests/examples/test_tinker_recipes.py
+	  tests/examples/test_tinker_calculator.py tests/examples/test_tinker_recipes.py \
+	  tests/policies/test_distillation.py
 
 # slime and prime-rl are on no package index: SLIME and PRIME_RL name a checkout of each.
 test-slime: venv

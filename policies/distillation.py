@@ -29,7 +29,8 @@ def reverse_kl_advantages(
     rewards, in the share that you want. The objective corrects for staleness, as with any others.
 
     Source: On-Policy Distillation, Thinking Machines Lab, 2025. ``incorporate_kl_penalty`` of
-    tinker-cookbook discounts alike, but subtracts the batch's mean difference first.
+    tinker-cookbook's ``distillation/train_on_policy.py`` computes the same; that of its
+    ``rl/metrics.py`` subtracts the batch's mean difference first.
 
     Args:
         behaviour_logprobs, teacher_logprobs, mask: [R, T].
