@@ -32,6 +32,7 @@ REASONS = {
     "environment_failed": "its environment failed",
     "engine_lost": "engines were lost while they had its turn, too often",
     "no_engine": "its time ended while a turn waited for an engine",
+    "no_scores": "its time ended while it waited for scores",
     "episode_error": "its episode raised, after its retries too",
     "code_error": "its episode raised an error of the code, such as a TypeError",
     "turn_refused": "an engine refused a turn",

@@ -814,6 +814,12 @@ class Episode:
             scores.cancel()
             self._pending_scores = tuple(p for p in self._pending_scores if p is not scores)
 
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether this episode, a branch or an agent of it awaits scores."""
+        rows = [row for each in (self, *self.agents.values()) for row in each.rows]
+        return any(row._pending_scores for row in rows)
+
     def _cancel_scores(self) -> None:
         """Cancel scoring calls that background tasks of the episode still await."""
         for scores in self._pending_scores:

@@ -9,7 +9,7 @@ import logging
 import traceback
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from tidegate.errors import (
     ChatRefused,
@@ -23,6 +23,7 @@ from tidegate.errors import (
     InfrastructureFailed,
     ModelError,
     PolicyFailed,
+    ScoreRefused,
     TurnRefused,
     TurnTimeout,
 )
@@ -47,10 +48,12 @@ CODE_ERRORS = (
     ModelError,
     NameError,
     NotImplementedError,
+    ScoreRefused,
     TypeError,
 )
 """Errors that the episode's code or settings cause, rather than infrastructure: no reward returned,
-a forgotten ``await``, a chat template without tools. They are not retried."""
+a forgotten ``await``, a chat template without tools, a teacher that
+lacks tokens of the student. They are not retried."""
 
 CODE_ERROR_FAILURES_MAX = 8
 """Failures by one of :data:`CODE_ERRORS`, before any episode has succeeded, that end the run."""
@@ -68,12 +71,15 @@ counted as ``other``."""
 log = logging.getLogger("tidegate")
 
 
+Lacked = Literal["", "engine", "scores"]
+"""What an episode waited for when its time was up: an engine for a turn, or scores alone."""
+
+
 class EpisodeTimedOut(TimeoutError):
     """An episode exceeded the run's ``episode_timeout_s``."""
 
-    def __init__(self, why: str, *, lacked_engine: bool = False) -> None:
-        self.lacked_engine = lacked_engine
-        """Whether one of its turns waited for an engine when the time was up."""
+    def __init__(self, why: str, *, lacked: Lacked = "") -> None:
+        self.lacked: Lacked = lacked
         super().__init__(why)
 
 
@@ -106,8 +112,8 @@ def classify(error: BaseException, rollout: Rollout) -> FailureClass:
             return FailureClass(FailureCause.CODE, "prompt_too_long")
         case TurnRefused():
             return FailureClass(FailureCause.CODE, "turn_refused")
-        case EpisodeTimedOut(lacked_engine=True):
-            return FailureClass(infrastructure, "no_engine")
+        case EpisodeTimedOut(lacked=lacked) if lacked:
+            return FailureClass(infrastructure, f"no_{lacked}")
         case EpisodeTimedOut():
             return FailureClass(policy if has_sampled else infrastructure, "episode_timeout")
         case TurnTimeout(tokens=tokens):

@@ -30,6 +30,7 @@ from tidegate.orchestrator.episodes.failures import (
     EpisodeFailures,
     EpisodeTimedOut,
     FailureClass,
+    Lacked,
     classify,
     outcome_of,
     place_of,
@@ -225,7 +226,7 @@ class EpisodeLeakTracker:
 class EpisodeTask(asyncio.Task[None]):
     """The asyncio task of one episode, with the runner's record of it."""
 
-    __slots__ = ("episode", "function", "lacked_engine", "parks_at_left_s", "rollout")
+    __slots__ = ("episode", "function", "lacked", "parks_at_left_s", "rollout")
 
     def __init__(
         self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
@@ -233,8 +234,8 @@ class EpisodeTask(asyncio.Task[None]):
         """``function`` is called with the episode and ``task`` when the task first runs."""
         self.rollout = rollout
         self.function = function
-        self.lacked_engine = False
-        """Whether one of its turns waited for an engine when its time was up."""
+        self.lacked: Lacked = ""
+        """What the episode waited for when its time was up."""
         self.episode: Episode | None = None
         """Episode object of the task; None until the task has begun."""
         self.parks_at_left_s = -math.inf
@@ -244,13 +245,15 @@ class EpisodeTask(asyncio.Task[None]):
         super().__init__(playing, loop=runner.loop, name=f"rollout {rollout.rollout_id}")
 
 
-def _log_lack_of_engine(task: EpisodeTask) -> None:
-    """Record whether a turn of the episode waits for an engine, because cancelling the turn hides
-    it."""
+def _record_lack(task: EpisodeTask) -> None:
+    """Record whether the episode waits for an engine or for scores, because cancelling it hides
+    that."""
     last_turns = [row.turns[-1] for row in task.rollout.rows if row.turns]
-    task.lacked_engine = any(
-        turn.finish_reason is None and turn.place is None for turn in last_turns
-    )
+    running = [turn for turn in last_turns if turn.finish_reason is None]
+    if any(turn.place is None for turn in running):
+        task.lacked = "engine"
+    elif not running and task.episode is not None and task.episode.awaits_scores:
+        task.lacked = "scores"
 
 
 def _rewards_by_agent(value: object, rollout: Rollout) -> tuple[float, dict[str, float]]:
@@ -322,7 +325,7 @@ class EpisodeRunner:
         ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self.loop = asyncio.get_running_loop()
         self._on_error = on_error
-        self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up, _log_lack_of_engine)
+        self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up, _record_lack)
         self._budget_s = settings.episode_park_after_s
         self._defaults = sampling
         self._model = model
@@ -506,9 +509,7 @@ class EpisodeRunner:
     ) -> BaseException:
         rollout = task.rollout
         if self._deadlines.end(task) and isinstance(error, asyncio.CancelledError):
-            late = EpisodeTimedOut(
-                "the episode exceeded its timeout", lacked_engine=task.lacked_engine
-            )
+            late = EpisodeTimedOut("the episode exceeded its timeout", lacked=task.lacked)
             late.__cause__, error = error, late
         if is_ignored:
             self._end_episode(rollout, episode)
@@ -572,7 +573,7 @@ class EpisodeRunner:
         self.leaks.uncancelled.add(rollout.rollout_id)
         late = EpisodeTimedOut(
             "the episode exceeded its timeout and did not end after its cancel",
-            lacked_engine=task.lacked_engine,
+            lacked=task.lacked,
         )
         failure = self._failures.known(classify(late, rollout))
         try:

@@ -10,9 +10,13 @@ import pytest
 
 import tidegate
 from tidegate.errors import EngineLost, RunClosed, ScoreRefused
+from tidegate.orchestrator.core.failure_counts import FailureStatistics
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
+from tidegate.policies.failures import FailureCause
 from tidegate.policies.filters import GroupFilter
 from tidegate.testing import ScriptedEngine, ServeInTests
+
+INFRA = FailureCause.INFRASTRUCTURE
 
 SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 1, "max_staleness": 1}
 LONG = list(range(4000))
@@ -200,3 +204,60 @@ async def test_a_scorer_that_is_gone_fails_the_episode_and_not_the_run(
 
     async with tidegate_serve() as rollouts:
         assert (await rollouts.evaluate([0, 1], episode=solve)).rewards == [None, 1.0]
+
+
+async def test_a_teacher_that_hangs_fails_rollouts_as_infrastructure_until_it_continues(
+    tidegate_serve: ServeInTests,
+) -> None:
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([1, 2, 3])
+        await episode.generate(max_tokens=2)
+        await episode.attach_teacher(teacher)
+        return 1.0
+
+    async def train() -> list[tidegate.Batch]:
+        return [batch async for batch in rollouts.batches([0], episode=solve)]
+
+    rule = tidegate.FailurePolicy(reward=-1.0)  # of failures that the policy has caused
+    async with (
+        tidegate_serve(**SMALL, episode_timeout_s=5.0, failure_policy=rule) as rollouts,
+        tidegate_serve() as teacher,
+    ):
+        await teacher.pause()
+        training = asyncio.ensure_future(train())
+        await asyncio.sleep(7.0)
+        await teacher.resume()
+        (batch,) = await training
+        failures = rollouts.statistics().episode_failures
+    assert batch.rewards.tolist() == [1.0, 1.0]
+    assert batch.teacher_logprobs is not None
+    assert batch.teacher_logprobs[batch.loss_mask].tolist() == [-1.0] * 4
+    assert failures == (FailureStatistics(INFRA, "no_scores", retried=2),)
+
+
+async def test_a_teacher_that_dies_costs_no_rollout_if_the_episode_chooses_another(
+    tidegate_serve: ServeInTests, tidegate_engine: Callable[..., ScriptedEngine]
+) -> None:
+    engine = tidegate_engine(restart_s=math.inf)
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([1, 2, 3])
+        await episode.generate(max_tokens=2)
+        if task == episode.index == episode.retries == 0:
+            engine.crash()
+        await episode.attach_teacher(other if episode.retries else teacher)
+        return float(episode.retries)
+
+    async with (
+        tidegate_serve(**SMALL) as rollouts,
+        tidegate_serve(engines=[engine], engine_start_timeout_s=5.0) as teacher,
+        tidegate_serve() as other,
+    ):
+        rewards: list[list[float]] = []
+        async for batch in rollouts.batches(range(3), episode=solve):
+            rewards.append(batch.rewards.tolist())
+            await rollouts.publish({})
+        statistics = rollouts.statistics()
+    assert rewards == [[1.0, 1.0]] * 3
+    assert statistics.discarded_rollouts == {}
+    assert statistics.episode_failures == (FailureStatistics(INFRA, "engine_lost", retried=6),)
