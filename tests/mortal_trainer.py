@@ -100,6 +100,42 @@ async def main(model: Path, directory: Path, address: str, num_tasks: int, *, dr
         save(directory / "ledger.json", {"trained": statistics.ledger.trained})
 
 
+SCORED: list[int] = []
+"""Tasks whose episode has attached a teacher in this process."""
+
+
+async def scored_turn(episode: tidegate.Episode, task: int) -> float:
+    """One turn with the policy as its teacher."""
+    episode.append([10 + task, 11])
+    await episode.generate(max_tokens=5, stop_token_ids=[])
+    await episode.attach_teacher(top_logprobs=2)
+    SCORED.append(task)
+    return float(task)
+
+
+async def first_scored_batch(**options: Any) -> dict[str, Any]:
+    """Return the first batch's tasks, tokens and teacher columns; print them before a publish."""
+    async with tidegate.serve(**options) as rollouts:
+        if rollouts.is_resumed:
+            await rollouts.publish(weights(options["model"], 1))
+        async for batch in rollouts.batches(range(24), episode=scored_turn):
+            assert batch.teacher_logprobs is not None
+            assert batch.teacher_top_logprobs is not None
+            columns = batch.token_ids, batch.teacher_logprobs, batch.teacher_top_logprobs
+            first = {"tasks": [*batch.tasks], "columns": [column.tolist() for column in columns]}
+            if rollouts.is_resumed:
+                return first
+            sys.stdout.write(json.dumps(first) + "\n")
+            sys.stdout.flush()
+            sys.stdin.readline()  # until it is killed
+    raise AssertionError("no batch came")
+
+
+def train_until_killed(options: str) -> None:
+    """Print the first batch of a new run with these settings, as JSON, and wait."""
+    asyncio.run(first_scored_batch(**json.loads(options)))
+
+
 if __name__ == "__main__":
     model, directory, address, num_tasks, *tasks = sys.argv[1:]
     asyncio.run(main(Path(model), Path(directory), address, int(num_tasks), draws=bool(tasks)))

@@ -14,7 +14,7 @@ import pytest
 import tidegate
 from tests.forked_programs import children
 from tests.models import make_model_directory
-from tests.mortal_trainer import live, two_turns, weights
+from tests.mortal_trainer import SCORED, first_scored_batch, live, two_turns, weights
 from tidegate.errors import ConfigError, JournalExists, JournalLocked, ResumeMismatch
 from tidegate.observability.audit.audit import audit_run
 from tidegate.orchestrator.core import events as ev
@@ -137,6 +137,22 @@ def test_an_engine_serves_on_while_its_orchestrator_is_killed_and_started_again(
         == json.loads((tmp_path / "run" / "ledger.json").read_text())["trained"]
     )
     assert report.ledger.discarded.get("rolled_back", 0) == 0
+
+
+def test_a_kill_and_resume_hand_a_batch_over_with_the_teachers_columns_of_before(
+    model: Path, tmp_path: Path
+) -> None:
+    values = settings(model, tmp_path / "run")
+    program = "import sys; from tests.mortal_trainer import *; train_until_killed(*sys.argv[1:])"
+    command = [sys.executable, "-c", program, json.dumps(values, default=str)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None
+        before = json.loads(process.stdout.readline())
+        process.kill()
+    after = asyncio.run(first_scored_batch(resume=True, **values))
+    assert after == before
+    assert not set(before["tasks"]) & set(SCORED)  # they are in the journal
 
 
 def test_what_does_not_belong_together_is_refused(model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Token attachments through whole runs: from engines over the wire into the trainer's batch."""
 
+import copy
 import shutil
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -263,6 +264,52 @@ async def test_a_teacher_may_read_another_prompt_and_be_the_policy_itself(tmp_pa
     async with tidegate.serve(model=model, **SMALL | {"max_staleness": 0}) as rollouts:
         await rollouts.evaluate([1, 2], episode=solve)
     assert checked == 16
+
+
+async def test_a_task_has_its_own_teacher_which_may_be_an_older_version_of_the_policy(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "qwen3")
+    frozen_model = make_model_directory(tmp_path / "frozen", "qwen3", seed=5)
+    module, frozen_module = load(model), load(frozen_model)
+    given = [copy.deepcopy(module)]  # every second version of the policy, by the teacher's version
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([10 + task, 11, 12])
+        turn = await episode.generate(max_tokens=9, stop_token_ids=[])
+        await episode.attach_teacher(frozen if task % 2 else lagging)
+        assert turn.teacher_scores is not None
+        return float(turn.teacher_scores.version)
+
+    seen: set[int] = set()
+    settings = SMALL | {"engines": 1, "max_staleness": 0}
+    async with (
+        tidegate.score_server(model=frozen_model) as frozen,
+        tidegate.serve(model=model, engines=1) as lagging,
+        tidegate.serve(model=model, **settings) as rollouts,
+    ):
+        async for batch in rollouts.batches(range(12), episode=solve):
+            assert batch.teacher_logprobs is not None
+            for row, (task, version) in enumerate(
+                zip(batch.tasks, batch.rewards.int().tolist(), strict=True)
+            ):
+                assert isinstance(task, int)
+                teacher = frozen_module if task % 2 else given[version]
+                mask, tokens = batch.loss_mask[row, 1:], batch.token_ids[row : row + 1]
+                with torch.no_grad():
+                    logprobs = teacher(tokens).logits[0, :-1].log_softmax(-1)
+                expected = logprobs.gather(-1, tokens[0, 1:, None])[:, 0][mask]
+                found = batch.teacher_logprobs[row, 1:][mask]
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+                newest = int(batch.weight_versions[row, 1:][mask].max())
+                if task % 2 == 0 and newest > 2 * version:
+                    seen.add(version)
+                    assert (batch.logprobs[row, 1:][mask] - found).abs().max() > 1e-3
+            state = perturbed(module, 0.02)
+            if await rollouts.publish(state) % 2 == 0:
+                given.append(copy.deepcopy(module))
+                await lagging.publish(state)
+    assert seen == {0, 1, 2}  # the policy moved on, and the teacher after it
 
 
 def norm(module: Any) -> torch.Tensor:
