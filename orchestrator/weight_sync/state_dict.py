@@ -1,7 +1,8 @@
 """Reads a trainer's state dict for publishing: each tensor once, as bytes on the host.
 
 FSDP and tensor parallelism leave each rank a shard of each tensor (a DTensor). Either every rank
-sends its own shards (:func:`own_parts`); or the rank that publishes gathers one whole tensor at a
+sends its own shards (:func:`own_parts`), which may also be :class:`TensorShard` records of a layout
+that torch does not know; or the rank that publishes gathers one whole tensor at a
 time, and the other ranks call :func:`take_part`, so no device holds more than one whole tensor
 beside its shards. torch is imported when a tensor is read, because `tidegate audit` runs without
 it.
@@ -9,9 +10,10 @@ it.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from tidegate.errors import WeightsRefused
+from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart
 from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.base import ITEM_BYTES
@@ -20,6 +22,38 @@ from tidegate.transport.weight_names import DRAFT_PREFIX
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """This rank's part of a tensor, for ``publish(sharded=True)``, in place of a DTensor.
+
+    Of the ranks that hold the same part, one passes it.
+    """
+
+    tensor: "torch.Tensor"
+    """The part's elements."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: tuple[int, ...]
+    """Index of the part's first element in the whole tensor, in each dimension."""
+
+
+def without_shards(
+    state_dict: "Mapping[str, torch.Tensor | TensorShard]",
+) -> "Mapping[str, torch.Tensor]":
+    """Return the state dict, whose values are tensors.
+
+    Raises:
+        ConfigError: a value is a :class:`TensorShard`.
+    """
+    shards = [name for name, value in state_dict.items() if isinstance(value, TensorShard)]
+    if shards:
+        raise ConfigError(
+            f"{shards[0]!r} is a TensorShard, which only publish(sharded=True) and "
+            "rollback(sharded=True) send; pass sharded=True on every rank"
+        )
+    return cast("Mapping[str, torch.Tensor]", state_dict)
 
 
 def with_draft(
@@ -84,7 +118,7 @@ def distinct_tensors(
         yield name, gathered
 
 
-def _view(own: "torch.Tensor", shape: "torch.Size") -> tuple[object, ...]:
+def _view(own: "torch.Tensor", shape: tuple[int, ...]) -> tuple[object, ...]:
     """Return what is equal for two tensors of one memory and one order of elements."""
     return own.data_ptr(), own.dtype, own.stride(), shape
 
@@ -99,7 +133,9 @@ def named_tensors(state_dict: "Mapping[str, torch.Tensor]") -> list[NamedTensor]
     return [NamedTensor(*named) for named in distinct_tensors(state_dict)]
 
 
-def own_parts(state_dict: "Mapping[str, torch.Tensor]", *, rank: int) -> list[TensorPart]:
+def own_parts(
+    state_dict: "Mapping[str, torch.Tensor | TensorShard]", *, rank: int
+) -> list[TensorPart]:
     """Return this rank's parts of a sharded state dict, on the host; gathers nothing.
 
     Of a part that several ranks hold, the first of them sends it: of a DTensor the rank with
@@ -111,31 +147,34 @@ def own_parts(state_dict: "Mapping[str, torch.Tensor]", *, rank: int) -> list[Te
     parts: list[TensorPart] = []
     seen: set[object] = set()
     for name, tensor in state_dict.items():
-        own, start = own_part(tensor.detach()), _start(tensor)
-        is_mine = rank == 0 if start is None else own.numel() > 0 and _is_first_holder(tensor)
-        key = _view(own, tensor.shape)
-        if not is_mine or (key in seen and own.numel()):
+        shard = tensor if isinstance(tensor, TensorShard) else _own_shard(tensor, rank)
+        if shard is None:
+            continue
+        own = shard.tensor.detach()
+        key = *_view(own, shard.shape), shard.start
+        if key in seen and own.numel():
             continue
         seen.add(key)
-        places = start or (0,) * tensor.ndim
-        parts.append(TensorPart(_buffer(name, own), tuple(tensor.shape), places))
+        parts.append(TensorPart(_buffer(name, own), tuple(shard.shape), tuple(shard.start)))
     return parts
 
 
-def _start(tensor: "torch.Tensor") -> tuple[int, ...] | None:
-    """Return the index of a DTensor's own shard in the whole; None of any other tensor."""
+def _own_shard(tensor: "torch.Tensor", rank: int) -> TensorShard | None:
+    """Return the shard of a DTensor or tensor that this rank sends; None if it sends none."""
+    own, shape = own_part(tensor.detach()), tuple(tensor.shape)
     # The method by which torch.distributed.checkpoint reads shards, of DTensors and others.
     chunks = getattr(tensor, "__create_chunk_list__", None)
     if chunks is None:
-        return None
+        return TensorShard(own, shape, (0,) * tensor.ndim) if rank == 0 else None
     try:
         (chunk,) = chunks()
     except (RuntimeError, ValueError) as error:
         raise WeightsRefused(
-            f"a DTensor of shape {list(tensor.shape)} has no single shard on this rank ({error}); "
+            f"a DTensor of shape {list(shape)} has no single shard on this rank ({error}); "
             "redistribute() it to Shard or Replicate placements"
         ) from None
-    return tuple(chunk.offsets)
+    is_mine = own.numel() > 0 and _is_first_holder(tensor)
+    return TensorShard(own, shape, tuple(chunk.offsets)) if is_mine else None
 
 
 def _is_first_holder(tensor: "torch.Tensor") -> bool:

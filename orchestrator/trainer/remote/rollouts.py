@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     import torch
 
     from tidegate.orchestrator.batches.batches import Batch
+    from tidegate.orchestrator.weight_sync.state_dict import TensorShard
 
 RETRY_INTERVAL_S = 0.5
 """Time between two attempts to join as a rank that another process holds."""
@@ -242,13 +243,15 @@ class RemoteRollouts(RunHandle, TrainerHandle):
             after_batch=self._received, reads_advantages="advantages" in self._columns_read
         )
 
-    async def _publish(self, state_dict: "Mapping[str, torch.Tensor] | None", **how: Any) -> int:
+    async def _publish(
+        self, state_dict: "Mapping[str, torch.Tensor | TensorShard] | None", **how: Any
+    ) -> int:
         publish, answer = await in_thread(self._send_publish, state_dict, **how)
         return self._published(await result_of(answer), publish)
 
     def _send_publish(
         self,
-        state_dict: "Mapping[str, torch.Tensor] | None",
+        state_dict: "Mapping[str, torch.Tensor | TensorShard] | None",
         *,
         batches: list[int] | None = None,
         wait: PublishWait = "live",
@@ -273,7 +276,9 @@ class RemoteRollouts(RunHandle, TrainerHandle):
                     "rank 0 publishes for all ranks, and got state_dict=None; pass the weights on "
                     "rank 0"
                 )
-            publish = self._weights.send(self._link, state_dict, publish)
+            from tidegate.orchestrator.weight_sync.state_dict import without_shards  # torch
+
+            publish = self._weights.send(self._link, without_shards(state_dict), publish)
         return publish, self._link.request(publish)
 
     def _prepare(self, *, batches: list[int] | None = None, **how: Any) -> wire.PrepareParts:
@@ -297,7 +302,9 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         return number, publishes if number == last else 0
 
     async def _publish_sharded(
-        self, state_dict: "Mapping[str, torch.Tensor] | None", prepare: wire.PrepareParts
+        self,
+        state_dict: "Mapping[str, torch.Tensor | TensorShard] | None",
+        prepare: wire.PrepareParts,
     ) -> int:
         """Publish this rank's parts together with the other ranks'; return the version."""
         if state_dict is None:
@@ -422,7 +429,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
 
     async def publish(
         self,
-        state_dict: "Mapping[str, torch.Tensor] | None" = None,
+        state_dict: "Mapping[str, torch.Tensor | TensorShard] | None" = None,
         *,
         draft: "Mapping[str, torch.Tensor] | None" = None,
         batches: BatchesOfPublish = None,
@@ -437,7 +444,8 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         the ``batches`` and the ``draft`` of rank 0 count, or the batches' numbers.
 
         With ``sharded``, every rank calls this with its own state dict, and sends its own shards of
-        the DTensors there, gathering nothing; tensors of other kinds are rank 0's. With
+        the DTensors there, and its :class:`tidegate.TensorShard` values, gathering nothing; tensors
+        of other kinds are rank 0's. With
         ``weight_deltas="elements"`` each rank makes patches from a copy of its shards.
 
         Raises:
@@ -452,9 +460,9 @@ class RemoteRollouts(RunHandle, TrainerHandle):
                 "before, by publish({}, draft=…, partial=True, batches=[])"
             )
         if draft is not None and state_dict is not None:
-            from tidegate.orchestrator.weight_sync.state_dict import with_draft  # torch
+            from tidegate.orchestrator.weight_sync.state_dict import with_draft, without_shards
 
-            state_dict = with_draft(state_dict, draft)
+            state_dict = with_draft(without_shards(state_dict), draft)
         if sharded:
             prepare = self._prepare(wait=wait, partial=partial, batches=named)
             version = await self._publish_sharded(state_dict, prepare)
@@ -465,7 +473,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
 
     async def rollback(
         self,
-        state_dict: "Mapping[str, torch.Tensor] | None" = None,
+        state_dict: "Mapping[str, torch.Tensor | TensorShard] | None" = None,
         *,
         first_bad: int | None = None,
         sharded: bool = False,
