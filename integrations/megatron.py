@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import WeightsRefused
-from tidegate.orchestrator.weight_sync.state_dict import TensorShard
+from tidegate.orchestrator.weight_sync.state_dict import LocalShard
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ class MegatronRanks:
 
 def hugging_face_parts(
     state_dict: "Mapping[str, torch.Tensor]", config: Any, ranks: MegatronRanks
-) -> dict[str, TensorShard]:
+) -> dict[str, LocalShard]:
     """Return the parts of Hugging Face tensors that this rank sends, by name.
 
     If several ranks hold a part, it is in the result of the first. If a rank has several model
@@ -107,9 +107,9 @@ def hugging_face_parts(
     if config.model_type not in MODEL_TYPES:
         raise WeightsRefused(
             f"names of model type {config.model_type!r} are unknown, only those of "
-            f"{', '.join(MODEL_TYPES)} are known; make tidegate.TensorShard values of its tensors"
+            f"{', '.join(MODEL_TYPES)} are known; make tidegate.LocalShard values of its tensors"
         )
-    parts: dict[str, TensorShard] = {}
+    parts: dict[str, LocalShard] = {}
     for name, tensor in state_dict.items():
         if name.endswith("_extra_state"):  # TransformerEngine's, of FP8
             continue
@@ -135,17 +135,17 @@ class _Group:
     is_sender: bool
     """Whether this process is the first that holds its part."""
 
-    def part(self, tensor: "torch.Tensor", dimension: int = 0) -> TensorShard:
+    def part(self, tensor: "torch.Tensor", dimension: int = 0) -> LocalShard:
         """Return this rank's of ``size`` equal parts along ``dimension``."""
         shape, start = list(tensor.shape), [0] * tensor.ndim
         start[dimension] = self.rank * shape[dimension]
         shape[dimension] *= self.size
-        return TensorShard(tensor, tuple(shape), tuple(start))
+        return LocalShard(tensor, tuple(shape), tuple(start))
 
 
 def _parts(
     name: str, tensor: "torch.Tensor", config: Any, ranks: MegatronRanks
-) -> tuple[_Group, dict[str, TensorShard]]:
+) -> tuple[_Group, dict[str, LocalShard]]:
     """Return this rank's parts of the tensors that ``tensor`` contains, and its group for them.
 
     Raises:
@@ -167,18 +167,19 @@ def _parts(
         return group, _query_key_value(name, prefix, tensor, config, group)
     if rest == "self_attention.linear_proj.weight":
         return group, {prefix + "self_attn.o_proj.weight": group.part(tensor, dimension=1)}
-    prefix, rest = prefix + "mlp.", rest.removeprefix("mlp.")
-    if (expert := EXPERT.fullmatch(layer[2])) is not None:
+    matrix = rest.removeprefix("mlp.") if rest.startswith("mlp.") else ""
+    prefix += "mlp."
+    if (expert := EXPERT.fullmatch(rest)) is not None:
+        matrix = expert[2] or expert[3]
         first = ranks.expert_rank * (config.num_experts // ranks.expert_size)
         prefix += f"experts.{first + int(expert[1] or expert[4])}."
-        rest = expert[2] or expert[3]
         is_sender = ranks.expert_data_rank == 0
         group = _Group(ranks.expert_tensor_rank, ranks.expert_tensor_size, is_sender)
-    if rest == "linear_fc2.weight":
+    if matrix == "linear_fc2.weight":
         return group, {prefix + "down_proj.weight": group.part(tensor, dimension=1)}
-    if rest not in ("linear_fc1.weight", "linear_fc1.bias"):
+    if matrix not in ("linear_fc1.weight", "linear_fc1.bias"):
         raise _unknown(name)
-    kind = rest.removeprefix("linear_fc1.")
+    kind = matrix.removeprefix("linear_fc1.")
     halves = zip(("gate", "up"), tensor.chunk(2), strict=True)
     return group, {f"{prefix}{half}_proj.{kind}": group.part(own) for half, own in halves}
 
@@ -186,7 +187,7 @@ def _parts(
 def _unknown(name: str) -> WeightsRefused:
     return WeightsRefused(
         f"Megatron-core's tensor {name!r} has no known Hugging Face name; leave it out, and add "
-        "tidegate.TensorShard values under the names and with the layout of the served model"
+        "tidegate.LocalShard values under the names and with the layout of the served model"
     )
 
 
@@ -202,7 +203,7 @@ def _layer_number(layer: re.Match[str], config: Any, ranks: MegatronRanks) -> in
 
 def _vocabulary(
     name: str, tensor: "torch.Tensor", config: Any, group: _Group
-) -> dict[str, TensorShard]:
+) -> dict[str, LocalShard]:
     """Return this rank's rows of the vocabulary, without those that pad it."""
     part = group.part(tensor)
     if part.shape[0] < config.vocab_size:
@@ -212,12 +213,12 @@ def _vocabulary(
         )
     own = tensor[: max(0, config.vocab_size - part.start[0])]
     shape = (config.vocab_size, *part.shape[1:])
-    return {VOCABULARY[name]: TensorShard(own, shape, part.start)} if len(own) else {}
+    return {VOCABULARY[name]: LocalShard(own, shape, part.start)} if len(own) else {}
 
 
 def _query_key_value(
     name: str, prefix: str, tensor: "torch.Tensor", config: Any, group: _Group
-) -> dict[str, TensorShard]:
+) -> dict[str, LocalShard]:
     """Return this rank's parts of the three projections.
 
     The whole tensor has, for each key-value head, the rows of its query heads, its key and its
@@ -245,7 +246,7 @@ def _query_key_value(
         if len(own):
             start = int(head[own[0]] * rows + at[own[0]]), *(0,) * (tensor.ndim - 1)
             shape = key_heads * rows, *tensor.shape[1:]
-            part = TensorShard(tensor[own.to(tensor.device)], shape, start)
+            part = LocalShard(tensor[own.to(tensor.device)], shape, start)
             parts[f"{prefix}self_attn.{projection}_proj.{kind}"] = part
         at = at - rows
     return parts

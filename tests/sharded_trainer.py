@@ -1,7 +1,7 @@
 """Rank of a sharded trainer: ``python -m tests.sharded_trainer ADDRESS MODEL RANK MEETING JSON``.
 
-Two ranks hold each tensor as a DTensor on a gloo mesh and publish their own shards. A rank prints
-a line of JSON per publish.
+Two ranks hold each tensor as a DTensor on a gloo mesh, or their parts of Megatron-core's layout,
+and publish their own shards. A rank prints a line of JSON per publish.
 """
 
 import json
@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import tidegate
+from tests.megatron_layout import Sizes, megatron_state
 from tests.remote_trainer import say
+from tidegate.integrations.megatron import hugging_face_parts
 
 WORLD_SIZE = 2
 DENSE = 1.0
@@ -50,10 +53,13 @@ def sharded(state: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch
 
 def main(address: str, model: Path, rank: int, meeting: str, options: dict[str, Any]) -> None:
     """Publish after each batch."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD_SIZE
-    )
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    sizes = Sizes(**options["megatron"]) if "megatron" in options else None
+    config = transformers.AutoConfig.from_pretrained(model)
+    if sizes is None:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD_SIZE
+        )
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     shares: list[float] = []
     connection = tidegate.connect_sync(
         address, rank=rank, world_size=WORLD_SIZE, curve_key_directory=options.get("keys")
@@ -65,8 +71,13 @@ def main(address: str, model: Path, rank: int, meeting: str, options: dict[str, 
         for share in options["shares"]:
             next(batches)
             shares.append(share)
-            state = sharded(whole_state(model, shares), mesh)
-            version = rollouts.publish(state, sharded=True)
+            whole = whole_state(model, shares)
+            if sizes is None:
+                version = rollouts.publish(sharded(whole, mesh), sharded=True)
+            else:
+                place = sizes.ranks(rank, config.num_hidden_layers)
+                own = megatron_state(whole, config, sizes, rank)
+                version = rollouts.publish(hugging_face_parts(own, config, place), sharded=True)
             say(version=version, wrote=weights._writes)
 
 

@@ -1,7 +1,7 @@
 """Reads a trainer's state dict for publishing: each tensor once, as bytes on the host.
 
 FSDP and tensor parallelism leave each rank a shard of each tensor (a DTensor). Either every rank
-sends its own shards (:func:`own_parts`), which may also be :class:`TensorShard` records of a layout
+sends its own shards (:func:`own_parts`), which may also be :class:`LocalShard` records of a layout
 that torch does not know; or the rank that publishes gathers one whole tensor at a
 time, and the other ranks call :func:`take_part`, so no device holds more than one whole tensor
 beside its shards. torch is imported when a tensor is read, because `tidegate audit` runs without
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorShard:
+class LocalShard:
     """This rank's part of a tensor, for ``publish(sharded=True)``, in place of a DTensor.
 
     Of the ranks that hold the same part, one passes it.
@@ -40,17 +40,17 @@ class TensorShard:
 
 
 def without_shards(
-    state_dict: "Mapping[str, torch.Tensor | TensorShard]",
+    state_dict: "Mapping[str, torch.Tensor | LocalShard]",
 ) -> "Mapping[str, torch.Tensor]":
     """Return the state dict, whose values are tensors.
 
     Raises:
-        ConfigError: a value is a :class:`TensorShard`.
+        ConfigError: a value is a :class:`LocalShard`.
     """
-    shards = [name for name, value in state_dict.items() if isinstance(value, TensorShard)]
+    shards = [name for name, value in state_dict.items() if isinstance(value, LocalShard)]
     if shards:
         raise ConfigError(
-            f"{shards[0]!r} is a TensorShard, which only publish(sharded=True) and "
+            f"{shards[0]!r} is a LocalShard, which only publish(sharded=True) and "
             "rollback(sharded=True) send; pass sharded=True on every rank"
         )
     return cast("Mapping[str, torch.Tensor]", state_dict)
@@ -134,7 +134,7 @@ def named_tensors(state_dict: "Mapping[str, torch.Tensor]") -> list[NamedTensor]
 
 
 def own_parts(
-    state_dict: "Mapping[str, torch.Tensor | TensorShard]", *, rank: int
+    state_dict: "Mapping[str, torch.Tensor | LocalShard]", *, rank: int
 ) -> list[TensorPart]:
     """Return this rank's parts of a sharded state dict, on the host; gathers nothing.
 
@@ -147,7 +147,7 @@ def own_parts(
     parts: list[TensorPart] = []
     seen: set[object] = set()
     for name, tensor in state_dict.items():
-        shard = tensor if isinstance(tensor, TensorShard) else _own_shard(tensor, rank)
+        shard = tensor if isinstance(tensor, LocalShard) else _own_shard(tensor, rank)
         if shard is None:
             continue
         own = shard.tensor.detach()
@@ -159,13 +159,13 @@ def own_parts(
     return parts
 
 
-def _own_shard(tensor: "torch.Tensor", rank: int) -> TensorShard | None:
+def _own_shard(tensor: "torch.Tensor", rank: int) -> LocalShard | None:
     """Return the shard of a DTensor or tensor that this rank sends; None if it sends none."""
     own, shape = own_part(tensor.detach()), tuple(tensor.shape)
     # The method by which torch.distributed.checkpoint reads shards, of DTensors and others.
     chunks = getattr(tensor, "__create_chunk_list__", None)
     if chunks is None:
-        return TensorShard(own, shape, (0,) * tensor.ndim) if rank == 0 else None
+        return LocalShard(own, shape, (0,) * tensor.ndim) if rank == 0 else None
     try:
         (chunk,) = chunks()
     except (RuntimeError, ValueError) as error:
@@ -174,7 +174,7 @@ def _own_shard(tensor: "torch.Tensor", rank: int) -> TensorShard | None:
             "redistribute() it to Shard or Replicate placements"
         ) from None
     is_mine = own.numel() > 0 and _is_first_holder(tensor)
-    return TensorShard(own, shape, tuple(chunk.offsets)) if is_mine else None
+    return LocalShard(own, shape, tuple(chunk.offsets)) if is_mine else None
 
 
 def _is_first_holder(tensor: "torch.Tensor") -> bool:

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
         SyncRollouts,
         SyncScorer,
     )
-    from tidegate.orchestrator.weight_sync.state_dict import TensorShard
+    from tidegate.orchestrator.weight_sync.state_dict import LocalShard
     from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
     from tidegate.policies.consumption import Window
     from tidegate.policies.elasticity import Elastic
@@ -174,7 +174,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader needs them; so is t
     "connect_sync",
     "RemoteRollouts",
     "SyncRemoteRollouts",
-    "TensorShard",
+    "LocalShard",
     "train_on_ray",
     "ray_workers",
     "RayResources",

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     import torch
 
     from tidegate.orchestrator.batches.batches import Batch
-    from tidegate.orchestrator.weight_sync.state_dict import TensorShard
+    from tidegate.orchestrator.weight_sync.state_dict import LocalShard
 
 RETRY_INTERVAL_S = 0.5
 """Time between two attempts to join as a rank that another process holds."""
@@ -244,14 +244,14 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         )
 
     async def _publish(
-        self, state_dict: "Mapping[str, torch.Tensor | TensorShard] | None", **how: Any
+        self, state_dict: "Mapping[str, torch.Tensor | LocalShard] | None", **how: Any
     ) -> int:
         publish, answer = await in_thread(self._send_publish, state_dict, **how)
         return self._published(await result_of(answer), publish)
 
     def _send_publish(
         self,
-        state_dict: "Mapping[str, torch.Tensor | TensorShard] | None",
+        state_dict: "Mapping[str, torch.Tensor | LocalShard] | None",
         *,
         batches: list[int] | None = None,
         wait: PublishWait = "live",
@@ -303,7 +303,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
 
     async def _publish_sharded(
         self,
-        state_dict: "Mapping[str, torch.Tensor | TensorShard] | None",
+        state_dict: "Mapping[str, torch.Tensor | LocalShard] | None",
         prepare: wire.PrepareParts,
     ) -> int:
         """Publish this rank's parts together with the other ranks'; return the version."""
@@ -429,7 +429,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
 
     async def publish(
         self,
-        state_dict: "Mapping[str, torch.Tensor | TensorShard] | None" = None,
+        state_dict: "Mapping[str, torch.Tensor | LocalShard] | None" = None,
         *,
         draft: "Mapping[str, torch.Tensor] | None" = None,
         batches: BatchesOfPublish = None,
@@ -444,7 +444,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
         the ``batches`` and the ``draft`` of rank 0 count, or the batches' numbers.
 
         With ``sharded``, every rank calls this with its own state dict, and sends its own shards of
-        the DTensors there, and its :class:`tidegate.TensorShard` values, gathering nothing; tensors
+        the DTensors there, and its :class:`tidegate.LocalShard` values, gathering nothing; tensors
         of other kinds are rank 0's. With
         ``weight_deltas="elements"`` each rank makes patches from a copy of its shards.
 
@@ -473,7 +473,7 @@ class RemoteRollouts(RunHandle, TrainerHandle):
 
     async def rollback(
         self,
-        state_dict: "Mapping[str, torch.Tensor | TensorShard] | None" = None,
+        state_dict: "Mapping[str, torch.Tensor | LocalShard] | None" = None,
         *,
         first_bad: int | None = None,
         sharded: bool = False,

@@ -108,6 +108,35 @@ async def test_ranks_send_patches_of_their_own_shards_also_to_an_engine_that_com
         assert await scores(run) != of_shards
 
 
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("qwen3", {"tensor": 2}),
+        ("qwen3", {"pipeline": 2}),
+        ("qwen3_moe", {"data": 2, "expert": 2}),
+    ],
+    ids=["tensor", "pipeline", "expert"],
+)
+async def test_what_ranks_of_megatrons_layout_send_is_the_checkpoint(
+    tmp_path: Path, address: str, architecture: str, sizes: dict[str, int]
+) -> None:
+    shares = [SPARSE] * 2
+    model = make_model_directory(tmp_path / "model", architecture, tied=False, dtype="bfloat16")
+    async with serving(model, engines=1) as run:
+        async with listening(run, address, tasks=range(4)) as listen:
+            said = await ranks(
+                address, model, tmp_path / "none", shares=shares, shares_memory=True, megatron=sizes
+            )
+            await listen
+        assert [line["version"] for line in said] == [1, 2]
+        assert patches_over_whole(run) == 1
+        of_parts = await scores(run)
+        await run.publish(whole_state(model, shares))
+        assert await scores(run) == of_parts
+        await run.publish(whole_state(model, shares[:-1]))
+        assert await scores(run) != of_parts
+
+
 async def test_where_patches_of_a_rank_are_too_large_all_ranks_send_whole_shards(
     tmp_path: Path, model: Path, address: str
 ) -> None:
