@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: model test-slime test-prime-rl help venv demo demo-real demo-agent demo-two-agents unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device wheelhouse bench-device simulate test-long lint format bench page docs site clean
+.PHONY: model test-slime test-prime-rl test-megatron help venv demo demo-real demo-agent demo-two-agents unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device wheelhouse bench-device simulate test-long lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-verl         verl's rollout side on Ray, over Tidegate's engines (2.1 GB, 10 min)"
 	@echo "make test-tinker       the Tinker SDK trains and samples through \`tidegate tinker\` (1.5 GB, 8 min)"
 	@echo "make test-slime        slime's plugin contract tests, from your checkout: SLIME=DIR (1 min)"
+	@echo "make test-megatron     parts of Megatron-core's ranks, on a CPU (3 MB, 3 min)"
 	@echo "make test-prime-rl     prime-rl's client over the server, from your checkout: PRIME_RL=DIR (1 min)"
 	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB)"
 	@echo "make test-sglang       SGLang on a CPU; or yours: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL (3 GB, 10 min)"
@@ -270,6 +271,14 @@ test-prime-rl: venv
 	@test -d "$(PRIME_RL)" || { echo "make: PRIME_RL=DIR must name a checkout of prime-rl, tried with 559b44772" >&2; exit 2; }
 	$(BIN)/python $(PIP_INSTALL) tenacity loguru
 	TIDEGATE_PRIME_RL=$(abspath $(PRIME_RL)) $(BIN)/python -m pytest tests/serving/vllm_server/test_prime_rl_client.py
+
+# Only Megatron-core's ranks see its folder: it has no Python of its own.
+.venv-megatron/.ready: venv
+	$(BIN)/python $(PIP_INSTALL) --no-deps --target .venv-megatron "megatron-core==0.16.1"
+	touch $@
+
+test-megatron: .venv-megatron/.ready
+	TIDEGATE_MEGATRON=$(abspath .venv-megatron) $(BIN)/python -m pytest tests/integrations/test_megatron_core.py
 
 test-namespaces: venv
 	TIDEGATE_NAMESPACES=1 $(BIN)/python -m pytest tests/orchestrator/trainer/test_network_namespaces.py
