@@ -102,8 +102,10 @@ def hugging_face_parts(
 
     Raises:
         WeightsRefused: a tensor has no known name, or not the rows that ``config`` and ``ranks``
-            give it.
+            give it, or is of a subclass, such as TransformerEngine's ``Float8Tensor``.
     """
+    import torch
+
     if config.model_type not in MODEL_TYPES:
         raise WeightsRefused(
             f"names of model type {config.model_type!r} are unknown, only those of "
@@ -113,6 +115,11 @@ def hugging_face_parts(
     for name, tensor in state_dict.items():
         if name.endswith("_extra_state"):  # TransformerEngine's, of FP8
             continue
+        if type(tensor.detach()) is not torch.Tensor:
+            raise WeightsRefused(
+                f"{name!r} is a {type(tensor).__name__}, whose elements may be rounded or on other "
+                "ranks; pass its dequantized local torch.Tensor"
+            )
         group, found = _parts(re.sub(r"^(module\.)+", "", name), tensor, config, ranks)
         if group.is_sender:
             parts.update(found)
@@ -169,7 +176,7 @@ def _parts(
         return group, {prefix + "self_attn.o_proj.weight": group.part(tensor, dimension=1)}
     matrix = rest.removeprefix("mlp.") if rest.startswith("mlp.") else ""
     prefix += "mlp."
-    if (expert := EXPERT.fullmatch(rest)) is not None:
+    if hasattr(config, "num_experts") and (expert := EXPERT.fullmatch(rest)) is not None:
         matrix = expert[2] or expert[3]
         first = ranks.expert_rank * (config.num_experts // ranks.expert_size)
         prefix += f"experts.{first + int(expert[1] or expert[4])}."

@@ -112,6 +112,7 @@ def test_a_wrappers_prefixes_are_left_out(tmp_path: Path) -> None:
         ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "shared_experts"),
         ("decoder.layers.0.mlp.experts.weight1", "experts.weight1' has no known"),
         ("decoder.layers.0.mlp.experts.linear_fc1.bias0", "bias0' has no known"),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight0", "weight0' has no known"),  # dense
         ("decoder.layers.0.mlp.router.expert_bias", "expert_bias' has no known"),
         ("decoder.layers.0.linear_fc1.weight", "'decoder.layers.0.linear_fc1.weight' has no"),
         ("decoder.layers.2.mlp.router.weight", r"layer 2, from 0, of 2; pass first_layer=model"),
@@ -125,6 +126,16 @@ def test_a_tensor_that_the_names_cannot_place_is_refused_by_name(
     _, config = checkpoint(tmp_path, "llama", tied=False)
     with pytest.raises(WeightsRefused, match=says):
         hugging_face_parts({name: torch.zeros(8, 64)}, config, MegatronRanks())
+
+
+def test_a_tensor_of_a_subclass_is_refused(tmp_path: Path) -> None:
+    class Float8Tensor(torch.Tensor):
+        pass
+
+    _, config = checkpoint(tmp_path, "llama", tied=False)
+    rounded = torch.zeros(8, 64).as_subclass(Float8Tensor)
+    with pytest.raises(WeightsRefused, match="is a Float8Tensor, whose elements may be rounded"):
+        hugging_face_parts({"decoder.final_layernorm.weight": rounded}, config, MegatronRanks())
 
 
 def test_an_output_layer_of_its_own_is_refused_if_the_config_ties_it(tmp_path: Path) -> None:
