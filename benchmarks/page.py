@@ -78,7 +78,9 @@ def shown(table: Iterator[Sequence[str]], *, left: Sequence[int] = (0,)) -> Iter
 
 
 def engine_table(rows: Rows) -> Iterator[Sequence[str]]:
-    """Yield the engine's table: a line per model, dtype and number of requests."""
+    """Yield the engine's table: a line per model, dtype and number of requests or prompt length."""
+    prefills = [row for row in rows if row["name"].startswith("prefill_")]
+    rows = [row for row in rows if row not in prefills]
     cases = {(row["model"], row["dtype"], row["concurrent"]): None for row in rows}
     yield [
         *("model, dtype, requests", "tokens/CPU-s", *(f"over {peer}" for peer in PEERS)),
@@ -102,6 +104,11 @@ def engine_table(rows: Rows) -> Iterator[Sequence[str]]:
             )
         ]
         yield cells
+    for row in prefills:
+        tokens = int(row["name"].split("_")[1])
+        ratios = [f"{row['ratio']:.1f}" if row["peer"] == peer else "-" for peer in PEERS]
+        case = f"{row['model']}, {row['dtype']}, prompts of {tokens:,} tokens"
+        yield [case, f"{row['value']:,.0f}", *ratios, *3 * "-"]
 
 
 def adapters_table(rows: Rows) -> Iterator[Sequence[str]]:
