@@ -66,6 +66,7 @@ def test_to_thread_runs_at_once_in_no_virtual_time() -> None:
     assert run_in_virtual_time(main()) == 0.0
 
 
+@pytest.mark.wire  # the gateway finds a free port
 async def test_a_gateway_leaves_no_failed_task_though_nobody_can_connect_in_virtual_time(
     tidegate_serve: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
