@@ -107,8 +107,8 @@ def engine_table(rows: Rows) -> Iterator[Sequence[str]]:
     for row in prefills:
         tokens = int(row["name"].split("_")[1])
         ratios = [f"{row['ratio']:.1f}" if row["peer"] == peer else "-" for peer in PEERS]
-        case = f"{row['model']}, {row['dtype']}, prompts of {tokens:,} tokens"
-        yield [case, f"{row['value']:,.0f}", *ratios, *3 * "-"]
+        about = f"{row['model']}, {row['dtype']}, prompts of {tokens:,} tokens"
+        yield [about, f"{row['value']:,.0f}", *ratios, "-", "-", "-"]
 
 
 def adapters_table(rows: Rows) -> Iterator[Sequence[str]]:
