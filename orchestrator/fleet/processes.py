@@ -5,6 +5,7 @@ protocol.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import itertools
 import json
@@ -254,7 +255,10 @@ class LocalEngines:
         forks, names = self._forks, self._forking
         assert forks is not None
         assert forks.stdout is not None
-        pids: list[int] = json.loads(os.read(forks.stdout.fileno(), FORKED_PIDS_BYTES) or "[]")
+        pids: list[int] = []
+        # Else the program has ended, or an import has printed something.
+        with contextlib.suppress(ValueError):
+            pids = json.loads(os.read(forks.stdout.fileno(), FORKED_PIDS_BYTES))
         self._loop.remove_reader(forks.stdout)
         libc, was_subreaper = ctypes.CDLL(None), ctypes.c_int()
         libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was_subreaper), 0, 0, 0)
@@ -267,11 +271,10 @@ class LocalEngines:
         finally:
             libc.prctl(PR_SET_CHILD_SUBREAPER, was_subreaper.value, 0, 0, 0)
         self._forks, self._forking = None, []
+        if forks.returncode != 0:
+            pids = []  # the forks end
         for name, pid in itertools.zip_longest(names, pids):
-            if pid is None:
-                self._start(name)
-            else:
-                self._watch(name, ForkedProcess(pid))
+            self._start(name, pid)
             if name in self._retired:
                 self.kill(name)
 
@@ -336,21 +339,21 @@ class LocalEngines:
         running = any(process.is_running for process in self._processes.values())
         return not running and not self._pending and not self._forking
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, pid: int | None = None) -> None:
+        """Execute an engine, or take over the forked process ``pid``."""
         self._pending.pop(name, None)
+        log = self._log(name)
         try:
-            process = _execute(self._command(name), self._log(name))
+            forked = None if pid is None else ForkedProcess(pid)
+            process = EngineProcess(name, log, forked or _execute(self._command(name), log))
         except OSError as error:  # no processes, memory or files left
             self._on_exit(name, f"could not be started: {error}")
             return
-        self._watch(name, process)
+        process.watch(self._loop, self._ended)
+        self._processes[name] = process
 
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
-
-    def _watch(self, name: str, process: "subprocess.Popen[bytes] | ForkedProcess") -> None:
-        self._processes[name] = EngineProcess(name, self._log(name), process)
-        self._processes[name].watch(self._loop, self._ended)
 
     def _ended(self, name: str) -> None:
         if self._processes[name].has_succeeded:

@@ -95,11 +95,20 @@ def _engines() -> dict[str, psutil.Process]:
 
 
 @pytest.mark.usefixtures("programs_are_executed")
-@pytest.mark.parametrize("program", ["tests.no_such_program", "tests.__init__"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise SystemExit(1)",
+        "print('an import says hello')",
+        "print([2**22 + 1, 2**22 + 2], flush=True); input(); raise SystemExit(1)",
+    ],
+)
 def test_engines_that_could_not_be_forked_are_executed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    monkeypatch.setattr(processes, "FORKED_WORKERS", program)
+    (tmp_path / "failing_program.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(processes, "FORKED_WORKERS", "failing_program")
     model = make_model_directory(tmp_path / "model")
     with tidegate.serve_sync(model=model, engines=2):
         assert len(children()) == 2
