@@ -241,7 +241,7 @@ def open_images(
 
 
 def is_fetched(url: str) -> bool:
-    """Whether a reference's content is on a network."""
+    """Return whether a reference's content is on a network."""
     return "://" in url.partition(",")[0] and not url.startswith(("file://", "data:"))
 
 

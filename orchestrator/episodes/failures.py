@@ -52,8 +52,8 @@ CODE_ERRORS = (
     TypeError,
 )
 """Errors that the episode's code or settings cause, rather than infrastructure: no reward returned,
-a forgotten ``await``, a chat template without tools, a teacher that
-lacks tokens of the student. They are not retried."""
+a forgotten ``await``, a chat template without tools, a teacher that lacks tokens of the student.
+They are not retried."""
 
 CODE_ERROR_FAILURES_MAX = 8
 """Failures by one of :data:`CODE_ERRORS`, before any episode has succeeded, that end the run."""

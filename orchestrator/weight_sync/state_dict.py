@@ -2,10 +2,9 @@
 
 FSDP and tensor parallelism leave each rank a shard of each tensor (a DTensor). Either every rank
 sends its own shards (:func:`own_parts`), which may also be :class:`LocalShard` records of a layout
-that torch does not know; or the rank that publishes gathers one whole tensor at a
-time, and the other ranks call :func:`take_part`, so no device holds more than one whole tensor
-beside its shards. torch is imported when a tensor is read, because `tidegate audit` runs without
-it.
+that torch does not know; or the rank that publishes gathers one whole tensor at a time, and the
+other ranks call :func:`take_part`, so no device holds more than one whole tensor beside its shards.
+torch is imported when a tensor is read, because `tidegate audit` runs without it.
 """
 
 import math

@@ -445,8 +445,8 @@ class RemoteRollouts(RunHandle, TrainerHandle):
 
         With ``sharded``, every rank calls this with its own state dict, and sends its own shards of
         the DTensors there, and its :class:`tidegate.LocalShard` values, gathering nothing; tensors
-        of other kinds are rank 0's. With
-        ``weight_deltas="elements"`` each rank makes patches from a copy of its shards.
+        of other kinds are rank 0's. With ``weight_deltas="elements"`` each rank makes patches from
+        a copy of its shards.
 
         Raises:
             TrainerLost: a rank that is waited for is lost.
