@@ -30,7 +30,7 @@ from tidegate.serving.http.scaffold import (
 )
 from tidegate.serving.http.server import AccessPolicy, Headers
 from tidegate.serving.openai.active_requests import ActiveRequests
-from tidegate.serving.openai.completions import Completer, RequestCounts
+from tidegate.serving.openai.completions import Completer
 from tidegate.serving.openai.model_info import ModelInfo
 from tidegate.serving.openai.response_store import ResponseStore
 
@@ -68,7 +68,6 @@ class ServerParts:
     instance_id: str
     longest_block_s: Callable[[], float]
     """Longest time in seconds for which the run's event loop was blocked."""
-    counts: RequestCounts = field(default_factory=RequestCounts)
     responses: ResponseStore = field(default_factory=ResponseStore)
     """Answers that requests of ``/v1/responses`` can continue, of all clients."""
 

@@ -44,7 +44,7 @@ from tidegate.serving.http.server import (
     refuse_large_chat,
     unless_gone,
 )
-from tidegate.serving.openai.answers import ActiveCompletion, ActiveTurn, AnswerForm, answer_turns
+from tidegate.serving.openai.answers import ActiveCompletion, ActiveTurn, AnswerForm, send_answer
 from tidegate.serving.openai.anthropic_messages import (
     CountTokensRequest,
     MessagesForm,
@@ -109,21 +109,22 @@ class _Handlers:
         """Answer ``POST /v1/chat/completions``."""
         session = self._session(http)
         request = decode_json(await _body(http), GatewayChatRequest)
-        return await self._answer_chat(http, session, request, CompletionForm())
+        return await self._answer_chat(http, session, request, CompletionForm)
 
     async def respond(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/responses``."""
         session = self._session(http)
         request = decode_json(await _body(http), ResponsesRequest)
         chat = request.chat(session.responses.messages(request.previous_response_id))
-        form = ResponsesForm(request, session.responses)
+        form = partial(ResponsesForm, request, session.responses)
         return await self._answer_chat(http, session, chat, form)
 
     async def message(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/messages``."""
         session = self._session(http)
         request = decode_json(await _body(http), MessagesRequest)
-        return await self._answer_chat(http, session, request.chat(), MessagesForm(request))
+        form = partial(MessagesForm, request)
+        return await self._answer_chat(http, session, request.chat(), form)
 
     async def count_tokens(self, http: HttpRequest) -> Answer:
         """Answer ``POST /v1/messages/count_tokens``."""
@@ -136,7 +137,11 @@ class _Handlers:
         return {"input_tokens": len(ids)}
 
     async def _answer_chat(
-        self, http: HttpRequest, session: "Session", request: ChatRequest, form: AnswerForm
+        self,
+        http: HttpRequest,
+        session: "Session",
+        request: ChatRequest,
+        form: Callable[[ActiveCompletion], AnswerForm],
     ) -> Response:
         options, tools = generate_options(request), request.offered_tools
         rendering = request.rendering
@@ -160,7 +165,7 @@ class _Handlers:
             return _turn_of(prepared.row, turn, prepared.reply_format)
 
         beginnings = [begin_choice] * request.choices_per_prompt
-        return await answer_turns(http, _begin(http, session, request, beginnings), form)
+        return await send_answer(http, form(_begin(http, session, request, beginnings)))
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/completions``."""
@@ -168,7 +173,7 @@ class _Handlers:
         request = decode_json(await _body(http), GatewayCompletionRequest)
         options = generate_options(request)
         begun = await self._begin_texts(http, session, request, options)
-        return await answer_turns(http, begun, CompletionForm())
+        return await send_answer(http, CompletionForm(begun))
 
     async def generate(self, http: HttpRequest) -> Response:
         """Answer ``POST /inference/v1/generate``, vLLM's path with tokens in and tokens out."""
@@ -179,7 +184,7 @@ class _Handlers:
         if generate_request.sampling_params.max_tokens is None:
             del options["max_tokens"]
         begun = await self._begin_texts(http, session, request, options)
-        return await answer_turns(http, begun, TokensForm())
+        return await send_answer(http, TokensForm(begun))
 
     async def _begin_texts(
         self,

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ Scores = TypeVar("Scores")
 REWARD = 0.0
 """Reward that these episodes return, because every episode must return one; it is never used."""
 
+
+LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0)
+"""Bounds of the latency histogram: vLLM's own, up to a minute."""
 
 SEED_BITS = 63
 """Bits of a seed that the server draws for a choice."""
@@ -158,6 +162,26 @@ class ActiveRequest:
             choice.abort()
 
 
+@dataclass(slots=True)
+class RequestCounts:
+    """Counters of the requests that have ended."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    """Number of choices, by finish reason."""
+    prompt_tokens: int = 0
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    """Number of requests by latency, in the intervals between LATENCY_BOUNDS_S."""
+    latency_total_s: float = 0.0
+
+    def count(self, *, began_s: float, prompt_tokens: int, finish_reasons: Iterable[str]) -> None:
+        """Count a request that has ended; ``began_s`` is on the monotonic clock."""
+        took_s = time.monotonic() - began_s
+        self.prompt_tokens += prompt_tokens
+        self.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
+        self.latency_total_s += took_s
+        self.finished.update(finish_reasons)
+
+
 @dataclass(slots=True, eq=False)
 class _ScoredRequest:
     """A request whose prompts are being scored, before its choices begin."""
@@ -173,6 +197,7 @@ class ActiveRequests:
     def __init__(self, handle: "Callable[[ev.Event, EpisodeFunction], None]") -> None:
         """``handle`` feeds an event to the run, with the function of the event's episode."""
         self._handle = handle
+        self.counts = RequestCounts()
         self._requests: dict[ActiveRequest, None] = {}
         self._ids: Counter[str] = Counter()
         """Number of requests of each id in ``_requests``."""

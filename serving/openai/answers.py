@@ -1,29 +1,122 @@
-"""Chats and completions being answered, and their answers, whole or as an SSE stream.
+"""Answers to completion requests of every API, while their choices are generated.
 
-A server begins the turns of a request as an :class:`ActiveCompletion`. :func:`answer_turns` waits
-for them, and an :class:`AnswerForm` writes the answer as one API has it: OpenAI's responses in
-:mod:`responses`, Anthropic's messages in :mod:`anthropic_messages`.
+:func:`send_answer` sends a :class:`PendingAnswer`, whole or as an SSE stream. An
+:class:`AnswerForm` writes an answer from turns: OpenAI's responses in :mod:`responses`, Anthropic's
+messages in :mod:`anthropic_messages`. Other answers are written from the choices' outputs
+(:mod:`response_bodies`).
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from typing_extensions import override
 
+from tidegate.orchestrator.episodes.conversation import reply_content, reply_message
 from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
 from tidegate.orchestrator.episodes.tool_calls import ReplyFormat, settled_text
+from tidegate.serving.http.errors import ApiError
 from tidegate.serving.http.scaffold import encoded_response
 from tidegate.serving.http.server import OwnedStream, unless_gone
+from tidegate.serving.openai.active_requests import ActiveChoice
 from tidegate.serving.openai.requests import ChatRequest, OpenAIRequest
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+    from tidegate.orchestrator.episodes.model_files import ModelFiles
+
+
+# ---------------------------------------------------------------- of every API
+
+
+class PendingAnswer:
+    """Interface of an answer to one request, whose choices are being generated."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer is a stream of server-sent events."""
+        raise NotImplementedError
+
+    async def wait(self) -> None:
+        """Wait until every choice has ended; raise an error of one."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """End the choices that are still generated."""
+        raise NotImplementedError
+
+    @property
+    def num_tokens(self) -> int:
+        """Size of the whole answer, in tokens and listed log-probs."""
+        raise NotImplementedError
+
+    def encode(self) -> bytes:
+        """Return the whole answer as JSON, once every choice has ended."""
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """Record that the answer is complete."""
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        raise NotImplementedError
+
+    def error_events(self, error: Exception) -> Iterator[bytes]:
+        """Yield the events that report an error in a stream, whose status is sent already."""
+        raise NotImplementedError
+
+
+async def send_answer(http: HttpRequest, answer: PendingAnswer) -> Response:
+    """Answer a request, whole or as a stream; a client that leaves aborts it.
+
+    Raises:
+        ClientDisconnect: the client is gone.
+    """
+    if answer.is_stream:
+        return OwnedStream(_stream(answer), answer.abort)
+    try:
+        await unless_gone(http, answer.wait())
+    finally:
+        answer.abort()
+    response = await encoded_response(answer.encode, tokens=answer.num_tokens)
+    answer.ended()
+    return response
+
+
+async def _stream(answer: PendingAnswer) -> AsyncIterator[bytes]:
+    """Yield server-sent events; an error is an event too, because the status is sent already."""
+    try:
+        async with contextlib.aclosing(answer.events()) as events:
+            async for event in events:
+                yield event
+    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
+        for event in answer.error_events(error):
+            yield event
+    finally:
+        answer.abort()
+
+
+# ---------------------------------------------------------------- turns
+
+
+@dataclass(slots=True)
+class SentText:
+    """Text that a stream has sent, which never changes."""
+
+    text: str = ""
+
+    def unsent(self, text: str) -> str:
+        """Return the unsent rest of a text; empty while a new token changes text that was sent."""
+        if not text.startswith(self.text):
+            return ""
+        more, self.text = text[len(self.text) :], text
+        return more
 
 
 @dataclass(slots=True)
@@ -45,8 +138,7 @@ class ActiveTurn:
     """Returns the text of tokens of the turn."""
     reply_format: ReplyFormat | None = None
     """How a chat's turn is read; None for a plain completion."""
-    sent: str = ""
-    """Text that a stream has sent."""
+    sent: SentText = field(default_factory=SentText)
     has_sent_reasoning: bool = False
     detokenizer: IncrementalDetokenizer = field(init=False)
     """Detokenizer of the turn so far; used by streams only."""
@@ -71,13 +163,6 @@ class ActiveTurn:
         self.has_sent_reasoning = True
         return read()
 
-    def unsent(self, text: str) -> str:
-        """Return the unsent rest of a text; empty while a new token changes text that was sent."""
-        if not text.startswith(self.sent):
-            return ""
-        more, self.sent = text[len(self.sent) :], text
-        return more
-
     def settled_text(self, stops: list[str]) -> str:
         """Return the text of a running turn that no later token changes.
 
@@ -86,11 +171,79 @@ class ActiveTurn:
         """
         so_far = self.current_turn()
         if self.turn.done() or so_far is None or not so_far.is_running:
-            return self.sent
+            return self.sent.text
         self.detokenizer.add(so_far.token_ids_from(self.detokenizer.tokens))
         if self.reply_format is not None:
             return self.reply_format.settled(self.detokenizer.text, stops)
         return settled_text(self.detokenizer.text, (), stops)
+
+
+class ServedTurn(ActiveTurn):
+    """Turn of a choice of a server's chat, whose reply is parsed: content, reasoning, calls."""
+
+    def __init__(
+        self,
+        choice: ActiveChoice,
+        model: "ModelFiles",
+        reply_format: ReplyFormat,
+        name: str,
+        *,
+        has_parallel_calls: bool,
+    ) -> None:
+        """``has_parallel_calls``: whether the turn may have several calls; else only the first is
+        kept, as by vLLM."""
+        self._choice, self._model = choice, model
+        self._has_parallel_calls = has_parallel_calls
+        ids = choice.prompt.token_ids
+        turn = asyncio.ensure_future(self._ended())
+        turn.add_done_callback(lambda done: done.cancelled() or done.exception())
+        super().__init__(
+            name,
+            len(ids),
+            lambda: ids,
+            turn,
+            choice.current_turn,
+            choice.subscribe,
+            model.reply_text,
+            reply_format,
+        )
+
+    def message(self) -> dict[str, Any]:
+        """Return the message of the choice, which has ended."""
+        turn = self._parsed()
+        return {} if turn is None else turn.message or {}
+
+    def _parsed(self) -> "GeneratedTurn | None":
+        """Return the turn of the choice, which has ended, with its message; None if there is none,
+        because the choice was aborted before."""
+        turn = self._choice.current_turn()
+        if turn is not None and self.reply_format is not None:
+            text = reply_content(self._model, turn, self._choice.options)
+            turn.message = reply_message(self.reply_format.parse(text), self.name)
+            if turn.tool_calls and not self._has_parallel_calls:
+                turn.message["tool_calls"] = turn.tool_calls[:1]
+        return turn
+
+    async def _ended(self) -> "GeneratedTurn":
+        """Wait for the end of the choice; cancelling this aborts the choice.
+
+        Raises:
+            ApiError: the choice was aborted.
+        """
+        try:
+            await asyncio.wait([self._choice.ended])
+        except asyncio.CancelledError:
+            self._choice.abort()
+            raise
+        if self._choice.error is not None:
+            raise self._choice.error
+        turn = self._parsed()
+        if turn is None or self._choice.is_aborted:
+            raise ApiError(503, "the request was aborted; ask again")
+        return turn
+
+
+# ---------------------------------------------------------------- answers from turns
 
 
 @dataclass(slots=True)
@@ -132,104 +285,95 @@ class ActiveCompletion:
         return turn.text
 
 
-# ---------------------------------------------------------------- answers
+class AnswerForm(PendingAnswer):
+    """Answer to a completion, written from its turns in one API's format; may keep state."""
 
+    def __init__(self, active: ActiveCompletion) -> None:
+        self.active = active
 
-class AnswerForm:
-    """Interface of one API's answer format. Made for one request, so it may keep state."""
-
-    def body(self, active: ActiveCompletion) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         """Return the whole answer, once all turns have ended."""
         raise NotImplementedError
 
-    def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+    def first_events(self) -> Iterator[bytes]:
         """Yield the events that begin a stream."""
         raise NotImplementedError
 
-    def reasoning_events(
-        self, active: ActiveCompletion, index: int, reasoning: str
-    ) -> Iterator[bytes]:
+    def reasoning_events(self, index: int, reasoning: str) -> Iterator[bytes]:
         """Yield the events with one choice's reasoning, before those with its text."""
         raise NotImplementedError
 
-    def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
+    def text_events(self, index: int, text: str) -> Iterator[bytes]:
         """Yield the events with more text of one choice."""
         raise NotImplementedError
 
-    def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+    def last_events(self) -> Iterator[bytes]:
         """Yield the events that end a stream, once all text has been sent."""
         raise NotImplementedError
 
-    def error_events(self, error: Exception) -> Iterator[bytes]:
-        """Yield the events that report an error in a stream, whose status is sent already."""
-        raise NotImplementedError
+    @property
+    @override
+    def is_stream(self) -> bool:
+        return bool(self.active.request.stream)
 
+    @override
+    async def wait(self) -> None:
+        await self.active.wait()
 
-async def answer_turns(http: HttpRequest, active: ActiveCompletion, form: AnswerForm) -> Response:
-    """Answer a request, whole or as a stream; a client that leaves cancels it.
+    @override
+    def abort(self) -> None:
+        self.active.cancel()
 
-    Raises:
-        ClientDisconnect: the client is gone.
-    """
-    if active.request.stream:
-        return OwnedStream(_stream(active, form), active.cancel)
-    try:
-        await unless_gone(http, active.wait())
-    finally:
-        active.cancel()
-    tokens = sum(len(choice.turn.result().token_ids) for choice in active.choices)
-    each = 1 + (active.request.num_top_logprobs or 0)
-    return await encoded_response(
-        lambda: msgspec.json.encode(form.body(active)), tokens=tokens * each
-    )
+    @property
+    @override
+    def num_tokens(self) -> int:
+        tokens = sum(len(choice.turn.result().token_ids) for choice in self.active.choices)
+        return tokens * (1 + (self.active.request.num_top_logprobs or 0))
 
+    @override
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.body())
 
-async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[bytes]:
-    """Yield server-sent events; an error is an event too, because the status is sent already."""
-    waiting, new_tokens = asyncio.ensure_future(active.wait()), asyncio.Event()
-    waiting.add_done_callback(lambda _: new_tokens.set())
-    for choice in active.choices:
-        choice.subscribe(new_tokens)
-    new_tokens.set()  # some may have come already
-    try:
-        for event in form.first_events(active):
-            yield event
-        while not waiting.done():
-            await new_tokens.wait()
-            new_tokens.clear()
-            if not waiting.done():
-                for index, choice in enumerate(active.choices):
-                    text = choice.settled_text(active.request.stop_strings)
-                    for event in _new_events(active, form, index, text, choice.reasoning_so_far):
-                        yield event
-        await waiting
-        for index, choice in enumerate(active.choices):
-            text = active.content(choice)
-            for event in _new_events(active, form, index, text, choice.reasoning, is_last=True):
+    @override
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        active, new_tokens = self.active, asyncio.Event()
+        waiting = asyncio.ensure_future(active.wait())
+        waiting.add_done_callback(lambda _: new_tokens.set())
+        for choice in active.choices:
+            choice.subscribe(new_tokens)
+        new_tokens.set()  # some may have come already
+        try:
+            for event in self.first_events():
                 yield event
-        for event in form.last_events(active):
+            while not waiting.done():
+                await new_tokens.wait()
+                new_tokens.clear()
+                if not waiting.done():
+                    for event in self._new_events():
+                        yield event
+            await waiting
+        finally:
+            waiting.cancel()
+        for event in self._rest_events():
             yield event
-    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
-        for event in form.error_events(error):
+        for event in self.last_events():
             yield event
-    finally:
-        waiting.cancel()
-        active.cancel()
 
+    def _new_events(self) -> Iterator[bytes]:
+        for index, choice in enumerate(self.active.choices):
+            text = choice.settled_text(self.active.request.stop_strings)
+            if more := choice.sent.unsent(text):
+                yield from self._reasoning_events(index, choice.reasoning_so_far)
+                yield from self.text_events(index, more)
 
-def _new_events(
-    active: ActiveCompletion,
-    form: AnswerForm,
-    index: int,
-    text: str,
-    read_reasoning: Callable[[], str],
-    *,
-    is_last: bool = False,
-) -> Iterator[bytes]:
-    """Yield the events with the unsent rest of a choice's text; before its first, its reasoning."""
-    choice = active.choices[index]
-    more = choice.unsent(text)
-    if (more or is_last) and (reasoning := choice.unsent_reasoning(read_reasoning)):
-        yield from form.reasoning_events(active, index, reasoning)
-    if more:
-        yield from form.text_events(active, index, more)
+    def _rest_events(self) -> Iterator[bytes]:
+        for index, choice in enumerate(self.active.choices):
+            more = choice.sent.unsent(self.active.content(choice))
+            yield from self._reasoning_events(index, choice.reasoning)
+            if more:
+                yield from self.text_events(index, more)
+
+    def _reasoning_events(self, index: int, read: Callable[[], str]) -> Iterator[bytes]:
+        """Yield a choice's reasoning before its first text, unless it was sent."""
+        if reasoning := self.active.choices[index].unsent_reasoning(read):
+            yield from self.reasoning_events(index, reasoning)

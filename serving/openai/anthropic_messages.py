@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import msgspec
+from typing_extensions import override
 
 from tidegate.serving.http.errors import AnthropicErrors, ApiError
 from tidegate.serving.http.scaffold import stream_event
@@ -341,122 +342,135 @@ def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
 class MessagesForm(AnswerForm):
     """The answer to a Messages request: content blocks, whole or as named events."""
 
-    def __init__(self, request: MessagesRequest) -> None:
-        is_managed = request.context_management is not None
-        self._edits: dict[str, Any] = (
-            {"context_management": {"applied_edits": []}} if is_managed else {}
-        )
+    def __init__(self, request: MessagesRequest, active: ActiveCompletion) -> None:
+        super().__init__(active)
+        no_edits: dict[str, Any] = {"context_management": {"applied_edits": []}}
+        self._edits = {} if request.context_management is None else no_edits
         """Edits of the context that the answer reports: none, if the request asked for some."""
         self._has_text_block = False
         """Whether the stream has begun the block of the turn's text."""
         self._has_thinking_block = False
         """Whether the stream has sent a block of the turn's reasoning."""
 
-    def body(self, active: ActiveCompletion) -> dict[str, Any]:
-        """Return the whole message."""
-        (choice,) = active.choices
+    @override
+    def body(self) -> dict[str, Any]:
+        (choice,) = self.active.choices
         turn = choice.turn.result()
-        text = active.content(choice)
+        text = self.active.content(choice)
         content: list[dict[str, Any]] = []
-        if (reasoning := choice.reasoning()) and _shows_thinking(active):
+        if (reasoning := choice.reasoning()) and self._shows_thinking:
             content.append(_thinking_block(reasoning))
         content += [{"type": "text", "text": text}] if text else []
         content += _tool_uses(turn.tool_calls)
         return {
-            **_message_head(active),
+            **self._head(),
             "content": content,
-            **_stop(active),
+            **self._stop(),
             **self._edits,
             "usage": {"input_tokens": choice.prompt_tokens, "output_tokens": len(turn.token_ids)},
-            "weight_versions": active.weight_versions(turn),
+            "weight_versions": self.active.weight_versions(turn),
         }
 
-    def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
-        """Yield the message's head."""
-        usage = {"input_tokens": active.choices[0].prompt_tokens, "output_tokens": 0}
+    @override
+    def first_events(self) -> Iterator[bytes]:
+        usage = {"input_tokens": self.active.choices[0].prompt_tokens, "output_tokens": 0}
         stop = {"stop_reason": None, "stop_sequence": None}
-        message = {**_message_head(active), "content": [], **stop, "usage": usage}
+        message = {**self._head(), "content": [], **stop, "usage": usage}
         yield _event({"type": "message_start", "message": message})
 
-    def reasoning_events(
-        self, active: ActiveCompletion, index: int, reasoning: str
-    ) -> Iterator[bytes]:
+    def reasoning_events(self, index: int, reasoning: str) -> Iterator[bytes]:
         """Yield a block of its own, if the client has asked for thinking."""
-        if not _shows_thinking(active):
+        if not self._shows_thinking:
             return
         self._has_thinking_block = True
-        yield from _block_start(0, _thinking_block(""))
         delta = {"type": "thinking_delta", "thinking": reasoning}
-        yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
-        yield _event({"type": "content_block_stop", "index": 0})
+        yield from _block_events(0, _thinking_block(""), delta)
 
-    def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
+    def text_events(self, index: int, text: str) -> Iterator[bytes]:
         """Yield the block's start before its first text, and the text."""
         block = int(self._has_thinking_block)
         if not self._has_text_block:
             self._has_text_block = True
-            yield from _block_start(block, {"type": "text", "text": ""})
+            yield _block_start(block, {"type": "text", "text": ""})
         delta = {"type": "text_delta", "text": text}
         yield _event({"type": "content_block_delta", "index": block, "delta": delta})
 
-    def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+    def last_events(self) -> Iterator[bytes]:
         """Yield the tool calls, each in a block, and the message's end."""
         blocks = int(self._has_thinking_block)
         if self._has_text_block:
             yield _event({"type": "content_block_stop", "index": blocks})
             blocks += 1
-        turn = active.choices[0].turn.result()
+        turn = self.active.choices[0].turn.result()
         for index, use in enumerate(_tool_uses(turn.tool_calls), start=blocks):
-            yield from _block_start(index, {**use, "input": {}})
             written = msgspec.json.encode(use["input"]).decode()
             delta = {"type": "input_json_delta", "partial_json": written}
-            yield _event({"type": "content_block_delta", "index": index, "delta": delta})
-            yield _event({"type": "content_block_stop", "index": index})
+            yield from _block_events(index, {**use, "input": {}}, delta)
         usage = {"output_tokens": len(turn.token_ids)}
         yield _event(
             {
                 "type": "message_delta",
-                "delta": _stop(active),
+                "delta": self._stop(),
                 **self._edits,
                 "usage": usage,
-                "weight_versions": active.weight_versions(turn),
+                "weight_versions": self.active.weight_versions(turn),
             }
         )
         yield _event({"type": "message_stop"})
 
+    @override
     def error_events(self, error: Exception) -> Iterator[bytes]:
-        """Yield an event of type ``error``."""
         form = AnthropicErrors()
         yield _event(form.body(form.answer_to(error)))
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.active.name}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.active.request.model or "policy",
+        }
+
+    @property
+    def _shows_thinking(self) -> bool:
+        """Whether the client has asked for the reasoning, by ``thinking``."""
+        chat = self.active.request
+        options = chat.chat_template_kwargs if isinstance(chat, ChatRequest) else None
+        return bool((options or {}).get("enable_thinking"))
+
+    def _stop(self) -> dict[str, Any]:
+        """Return ``stop_reason``, and the stop sequence that ended the turn."""
+        turn = self.active.choices[0].turn.result()
+        if turn.tool_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if turn.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        stops = self.active.request.stop_strings
+        if found := [(at, stop) for stop in stops if (at := turn.text.find(stop)) >= 0]:
+            return {"stop_reason": "stop_sequence", "stop_sequence": min(found)[1]}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 def _event(body: Mapping[str, Any]) -> bytes:
     return stream_event(body, name=body["type"])
 
 
-def _block_start(index: int, block: Mapping[str, Any]) -> Iterator[bytes]:
-    yield _event({"type": "content_block_start", "index": index, "content_block": block})
+def _block_start(index: int, block: Mapping[str, Any]) -> bytes:
+    return _event({"type": "content_block_start", "index": index, "content_block": block})
 
 
-def _shows_thinking(active: ActiveCompletion) -> bool:
-    """Whether the client has asked for the reasoning, by ``thinking``."""
-    chat = active.request
-    options = chat.chat_template_kwargs if isinstance(chat, ChatRequest) else None
-    return bool((options or {}).get("enable_thinking"))
+def _block_events(
+    index: int, block: Mapping[str, Any], delta: Mapping[str, Any]
+) -> Iterator[bytes]:
+    """Yield the events of a block that is sent as one delta."""
+    yield _block_start(index, block)
+    yield _event({"type": "content_block_delta", "index": index, "delta": delta})
+    yield _event({"type": "content_block_stop", "index": index})
 
 
 def _thinking_block(reasoning: str) -> dict[str, Any]:
     """Return a block of reasoning, without a signature."""
     return {"type": "thinking", "thinking": reasoning, "signature": ""}
-
-
-def _message_head(active: ActiveCompletion) -> dict[str, Any]:
-    return {
-        "id": f"msg_{active.name}",
-        "type": "message",
-        "role": "assistant",
-        "model": active.request.model or "policy",
-    }
 
 
 def _tool_uses(calls: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -469,18 +483,3 @@ def _tool_uses(calls: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for call in calls
     ]
-
-
-def _stop(active: ActiveCompletion) -> dict[str, Any]:
-    """Return ``stop_reason``, and the stop sequence that ended the turn."""
-    turn = active.choices[0].turn.result()
-    if turn.tool_calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if turn.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    found = [
-        (at, stop) for stop in active.request.stop_strings if (at := turn.text.find(stop)) >= 0
-    ]
-    if found:
-        return {"stop_reason": "stop_sequence", "stop_sequence": min(found)[1]}
-    return {"stop_reason": "end_turn", "stop_sequence": None}

@@ -1,23 +1,16 @@
-"""Completion requests: checks them, begins their choices, and answers them whole or as a stream.
+"""Completion requests of the servers over engines: checks them, and begins their choices.
 
-Answers are written by :mod:`response_bodies`. A chat that another API's form answers
-(:mod:`answers`) begins here, too.
+:mod:`response_bodies` writes their answers, or a form of another API (:mod:`answers`).
 """
 
-import asyncio
 import dataclasses
 import functools
-import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from tidegate.errors import ContextFull, ModelError
 from tidegate.orchestrator.episodes.chat_template import (
@@ -38,24 +31,12 @@ from tidegate.orchestrator.episodes.media_parts import (
     refuse_if_written_out,
 )
 from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
-from tidegate.serving.http.errors import ApiError, VllmErrors
-from tidegate.serving.http.scaffold import DONE_EVENT, encoded_response, stream_event
-from tidegate.serving.http.server import (
-    OwnedStream,
-    off_loop,
-    refuse_large_chat,
-    unless_gone,
-)
-from tidegate.serving.openai.active_requests import ActiveRequest, ActiveRequests, choice_seeds
-from tidegate.serving.openai.answers import ActiveCompletion
-from tidegate.serving.openai.chat_turns import ServedTurn, served_turn
+from tidegate.serving.http.errors import ApiError
+from tidegate.serving.http.server import off_loop, refuse_large_chat
+from tidegate.serving.openai.active_requests import ActiveRequests, choice_seeds
+from tidegate.serving.openai.answers import ActiveCompletion, ServedTurn
 from tidegate.serving.openai.model_info import Limits, ModelInfo, VersionLabels, limits_of
-from tidegate.serving.openai.outputs import (
-    Output,
-    OutputReader,
-    OutputTokenizer,
-    StopConditions,
-)
+from tidegate.serving.openai.outputs import OutputReader, OutputTokenizer, StopConditions
 from tidegate.serving.openai.requests import (
     CHOICES_MAX,
     BatchChatRequest,
@@ -71,13 +52,12 @@ from tidegate.serving.openai.requests import (
     required_prefix,
 )
 from tidegate.serving.openai.response_bodies import (
+    BegunRequest,
     ChatBodies,
     CompletionBodies,
     GenerateBodies,
     PackedBodies,
     PromptLogprobs,
-    RequestFacts,
-    ResponseBodies,
 )
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -99,9 +79,6 @@ LARGE_PROMPT_LOGPROBS = 2048
 PROMPT_END_TOKENS = 16
 """Tokens at the end of a prompt that show whether the prompt has begun the reasoning."""
 
-LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0)
-"""Bounds of the latency histogram: vLLM's own, up to a minute."""
-
 RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
 
 
@@ -118,25 +95,6 @@ class CheckedRequest:
     cache_salt: str = ""
     forced: LogitsProcessor | None = None
     """Processor that constrains the output to a tool call."""
-
-
-@dataclass(frozen=True, slots=True)
-class BegunRequest:
-    """A request whose choices are being generated, and how its answer is written."""
-
-    request: ActiveRequest
-    readers: Sequence[OutputReader]
-    """Readers of the output, one for each choice."""
-    facts: RequestFacts
-    top_logprobs: int
-
-    @property
-    def reported_tokens(self) -> int:
-        """Size of the answer, in tokens and listed log-probs; large answers are encoded in a
-        thread."""
-        choices = self.request.choices
-        outputs = sum(choice.num_tokens for choice in choices) * (1 + self.top_logprobs)
-        return outputs + sum(len(choice.prompt.token_ids) for choice in choices)
 
 
 class Completer:
@@ -173,7 +131,7 @@ class Completer:
 
     async def generate(
         self, request: GenerateRequest, name: str, *, is_large: bool, is_packed: bool = False
-    ) -> tuple[BegunRequest, ResponseBodies]:
+    ) -> GenerateBodies:
         """Begin ``/inference/v1/generate``; ``is_packed``: ``/skyrl/v1/generate``."""
         if request.output_mode not in ("tokens", "text"):
             raise ApiError(400, f"output_mode is tokens or text, got {request.output_mode}")
@@ -190,11 +148,11 @@ class Completer:
                 checked_cache_salt(request.cache_salt),
             )
         )
-        return begun, (PackedBodies if is_packed else GenerateBodies)(begun.facts, request)
+        return (PackedBodies if is_packed else GenerateBodies)(begun, request)
 
     async def complete(
         self, request: CompletionRequest, name: str, *, is_large: bool
-    ) -> tuple[BegunRequest, ResponseBodies]:
+    ) -> CompletionBodies:
         """Begin ``/v1/completions``."""
         adds = request.add_special_tokens is not False
         given = request.prompts
@@ -215,16 +173,14 @@ class Completer:
         begun = await self.begin(
             CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
         )
-        return begun, CompletionBodies(begun.facts, request)
+        return CompletionBodies(begun, request)
 
-    async def chat(
-        self, request: ChatRequest, name: str, *, is_large: bool
-    ) -> tuple[BegunRequest, ResponseBodies]:
+    async def chat(self, request: ChatRequest, name: str, *, is_large: bool) -> ChatBodies:
         """Begin ``/v1/chat/completions``; calls are parsed if tools are offered."""
         prompt = await self._prompt_of(request, is_large)
         begun = await self._begin_chat(request, name, [prompt], self._forced(request, prompt))
         turns = self._turns(begun, request, prompt) if request.offered_tools else []
-        return begun, ChatBodies(begun.facts, request, turns)
+        return ChatBodies(begun, request, turns)
 
     async def begin_turns(
         self, request: ChatRequest, name: str, *, is_large: bool
@@ -232,7 +188,7 @@ class Completer:
         """Begin a chat that an :class:`AnswerForm` answers."""
         prompt = await self._prompt_of(request, is_large)
         begun = await self._begin_chat(request, name, [prompt], self._forced(request, prompt))
-        request.model = begun.facts.model
+        request.model = begun.model
         turns = self._turns(begun, request, prompt)
         return ActiveCompletion(request, self._labels.spans, list(turns))
 
@@ -249,7 +205,7 @@ class Completer:
         schemas = tool_schemas(request.offered_tools)
         reply_format = reply_format_of(self._template(), schemas, self._shown(prompt))
         return [
-            served_turn(
+            ServedTurn(
                 choice,
                 self._model,
                 reply_format,
@@ -307,7 +263,7 @@ class Completer:
 
     async def chat_batch(
         self, request: BatchChatRequest, name: str, *, is_large: bool
-    ) -> tuple[BegunRequest, ResponseBodies]:
+    ) -> ChatBodies:
         """Begin ``/v1/chat/completions/batch``."""
         request.refuse_unserved_in_batches()
         refuse_many(len(request.messages) * request.choices_per_prompt)
@@ -316,7 +272,7 @@ class Completer:
             for messages in request.messages
         ]
         begun = await self._begin_chat(request, name, prompts)
-        return begun, ChatBodies(begun.facts, request)
+        return ChatBodies(begun, request)
 
     async def _begin_chat(
         self,
@@ -430,8 +386,9 @@ class Completer:
 
     # ------------------------------------------------------------ of all kinds
 
-    async def begin(self, checked: CheckedRequest) -> BegunRequest:
-        """Begin the choices of a request; a limit of 0 tokens begins none, for prompts' log-probs.
+    async def begin(self, checked: CheckedRequest, first_index: int = 0) -> BegunRequest:
+        """Begin the choices of a request, whose indices in the answer begin with ``first_index``; a
+        limit of 0 tokens begins none, for prompts' log-probs.
 
         Raises:
             ApiError: the request can't be honoured.
@@ -450,16 +407,6 @@ class Completer:
         if sampling.num_prompt_logprobs is not None:
             scoring = self._prompt_logprobs(checked, sampling.num_prompt_logprobs, adapter)
             scores = await self._requests.score(checked.request_id, adapter, scoring)
-        prompts = [prompt for prompt in checked.prompts for _ in range(each)]
-        facts = RequestFacts(
-            checked.request_id,
-            checked.model or self._info.name,
-            0,
-            self.tokenizer,
-            prompts,
-            [logprobs for logprobs in scores or no_logprobs for _ in range(each)],
-            each,
-        )
         if checked.forced is not None:
             own = options.get("logits_processors") or ()
             options["logits_processors"] = [*own, checked.forced]
@@ -468,10 +415,7 @@ class Completer:
         if checked.cache_salt:
             options["cache_salt"] = checked.cache_salt
         choices = [
-            (
-                prompt,
-                {**options, "max_tokens": limit, "seed": seed},
-            )
+            (prompt, {**options, "max_tokens": limit, "seed": seed})
             for prompt, limit in zip(checked.prompts, self._output_limits(checked), strict=True)
             if limit
             for seed in choice_seeds(sampling.own_seed, each)
@@ -480,9 +424,22 @@ class Completer:
             checked.request_id, choices, aborted_before_start=scores is None
         )
         stops = self._stop_conditions(sampling, options)
-        readers = [OutputReader(c, stops, self.tokenizer, self._labels) for c in request.choices]
-        facts = dataclasses.replace(facts, created_s=request.created_s)
-        return BegunRequest(request, readers, facts, options.get("top_logprobs", 0))
+        readers = [
+            OutputReader(choice, stops, self.tokenizer, self._labels, index)
+            for index, choice in enumerate(request.choices, first_index)
+        ]
+        return BegunRequest(
+            request,
+            checked.model or self._info.name,
+            self.tokenizer,
+            readers,
+            first_index,
+            [prompt for prompt in checked.prompts for _ in range(each)],
+            [logprobs for logprobs in scores or no_logprobs for _ in range(each)],
+            each,
+            options.get("top_logprobs", 0),
+            self._requests.counts,
+        )
 
     def _output_limits(self, checked: CheckedRequest) -> list[int]:
         """Return the limit of output tokens of each prompt's choices."""
@@ -624,140 +581,3 @@ def _output_limit(prompt: Prompt, tokens_max: float | None, limits: Limits) -> i
     """Return the limit of output tokens, cut off at the end of the context as vLLM does."""
     left = limits.context_tokens_max - len(prompt.token_ids)
     return left if tokens_max is None else min(left, int(tokens_max))
-
-
-# ---------------------------------------------------------------- answers
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """Counters of the requests that have ended."""
-
-    finished: Counter[str] = field(default_factory=Counter)
-    """Number of choices, by finish reason."""
-    prompt_tokens: int = 0
-    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
-    """Number of requests by latency, in the intervals between LATENCY_BOUNDS_S."""
-    latency_total_s: float = 0.0
-
-    def count(self, *, began_s: float, prompt_tokens: int, finish_reasons: Iterable[str]) -> None:
-        """Count a request that has ended; ``began_s`` is on the monotonic clock."""
-        took_s = time.monotonic() - began_s
-        self.prompt_tokens += prompt_tokens
-        self.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
-        self.latency_total_s += took_s
-        self.finished.update(finish_reasons)
-
-
-class Streamable(Protocol):
-    """Fields of a request that say whether its answer is a stream."""
-
-    stream: bool | None
-    stream_options: dict[str, Any] | None
-
-
-async def answer(
-    http: HttpRequest,
-    counts: RequestCounts,
-    request: Streamable,
-    beginning: Awaitable[tuple[BegunRequest, ResponseBodies]],
-) -> Response:
-    """Begin a request and answer it, whole or as a stream; a client that disconnects aborts it.
-
-    Raises:
-        ApiError: the request can't be honoured.
-        ClientDisconnect: the client is gone.
-    """
-    begun, bodies = await unless_gone(http, beginning)
-    if request.stream:
-        options = request.stream_options or {}
-        wants_usage = bool(options.get("include_usage"))
-        events = _stream(
-            counts,
-            begun,
-            bodies,
-            wants_usage=wants_usage,
-            wants_usage_of_chunks=wants_usage and bool(options.get("continuous_usage_stats")),
-        )
-        return OwnedStream(events, begun.request.abort)
-    try:
-        await unless_gone(http, begun.request.wait())
-    finally:
-        begun.request.abort()
-    outputs: list[Output] = []
-
-    def encode() -> bytes:
-        outputs.extend(reader.rest() for reader in begun.readers)
-        whole = bodies.whole(outputs)
-        # One by one, because the encoder holds the interpreter until it is done.
-        whole["choices"] = [msgspec.Raw(msgspec.json.encode(each)) for each in whole["choices"]]
-        return msgspec.json.encode(whole)
-
-    response = await encoded_response(encode, tokens=begun.reported_tokens)
-    count_outputs(counts, begun, outputs)
-    return response
-
-
-async def _stream(
-    counts: RequestCounts,
-    begun: BegunRequest,
-    bodies: ResponseBodies,
-    *,
-    wants_usage: bool,
-    wants_usage_of_chunks: bool,
-) -> AsyncIterator[bytes]:
-    """Yield server-sent events; an error is an event too, because the status is sent already."""
-    outputs: list[Output] = []
-    sent: Counter[int] = Counter()
-    try:
-        for body in bodies.opening:
-            yield stream_event(body)
-        async for _, output in running_outputs(begun.readers):
-            if output.finish_reason is not None:
-                outputs.append(output)
-            body = bodies.chunk(output)
-            if wants_usage_of_chunks:
-                sent[output.index] += len(output.token_ids)
-                body["usage"] = begun.facts.choice_usage(output.index, sent[output.index])
-            yield stream_event(body)
-        await begun.request.wait()
-        if wants_usage:
-            tokens = sum(choice.num_tokens for choice in begun.request.choices)
-            yield stream_event(bodies.usage_chunk(tokens))
-        count_outputs(counts, begun, outputs)
-    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
-        form = VllmErrors()
-        yield stream_event(form.body(form.answer_to(error)))
-    finally:
-        begun.request.abort()
-    yield DONE_EVENT
-
-
-async def running_outputs(
-    readers: Sequence[OutputReader],
-) -> AsyncIterator[tuple[OutputReader, Output]]:
-    """Yield parts of all choices as they come; the last part of each has its finish reason.
-
-    Tokens that come while the caller sends a part travel together in the next one.
-    """
-    running, new_tokens = dict.fromkeys(readers), asyncio.Event()
-    for reader in readers:
-        reader.choice.subscribe(new_tokens)
-    new_tokens.set()  # some may have come already
-    while running:
-        await new_tokens.wait()
-        new_tokens.clear()
-        for reader in list(running):
-            if reader.choice.ended.done():
-                del running[reader]
-            if reader.choice.error is None and (output := reader.more()) is not None:
-                yield reader, output
-
-
-def count_outputs(counts: RequestCounts, begun: BegunRequest, outputs: Sequence[Output]) -> None:
-    """Count an answered request in ``/metrics``."""
-    counts.count(
-        began_s=begun.request.began_s,
-        prompt_tokens=begun.facts.prompt_tokens,
-        finish_reasons=[output.finish_reason or "abort" for output in outputs],
-    )

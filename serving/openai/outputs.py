@@ -19,6 +19,7 @@ from tidegate.orchestrator.episodes.incremental_detokenizer import (
 from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, TextEncoder
 from tidegate.serving.http.server import off_loop
 from tidegate.serving.openai.active_requests import ActiveChoice
+from tidegate.serving.openai.answers import SentText
 from tidegate.serving.openai.model_info import VersionLabels
 from tidegate.transport.token_bytes import TokenBytes
 
@@ -116,42 +117,6 @@ class OutputTokenizer:
         return None if found is None else found[1]
 
 
-@dataclass(slots=True)
-class IncrementalText:
-    """Text of a running output, sent in parts; text once sent never changes."""
-
-    tokenizer: OutputTokenizer
-    stops: StopConditions
-    _sent: str = ""
-    _detokenizer: IncrementalDetokenizer = field(init=False)
-
-    def __post_init__(self) -> None:
-        skips = self.stops.skips_special_tokens
-        self._detokenizer = IncrementalDetokenizer(
-            partial(self.tokenizer.decode, skips_special_tokens=skips)
-        )
-
-    def more(self, token_ids: Sequence[int]) -> str:
-        """Add new tokens; return the text that may be sent while the output runs.
-
-        Incomplete characters are held back, and text that could be part of a stop string.
-        """
-        self._detokenizer.add(token_ids)
-        settled = self._detokenizer.text
-        held_back = max((len(s) for s in self.stops.stop_strings), default=1) - 1
-        return self._send(settled[: len(settled) - held_back])
-
-    def last(self, text: str) -> str:
-        """Return the unsent rest of ``text``, the whole text of the ended output."""
-        return self._send(text)
-
-    def _send(self, text: str) -> str:
-        if not text.startswith(self._sent):
-            return ""
-        more, self._sent = text[len(self._sent) :], text
-        return more
-
-
 # ---------------------------------------------------------------- parts of an output
 
 
@@ -160,7 +125,7 @@ class Output:
     """A part of a choice's output, or all of it."""
 
     index: int
-    """Index of the choice within its request."""
+    """Index of the choice within the answer."""
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     tops: Sequence[TopLogprobs]
@@ -193,13 +158,21 @@ class OutputReader:
     stops: StopConditions
     tokenizer: OutputTokenizer
     labels: VersionLabels
+    index: int = 0
+    """Index of the choice within the answer."""
+    finish_reason: str = "abort"
+    """Finish reason of an output that was read to its end."""
     _read: int = 0
     """Number of tokens read so far."""
     _is_first: bool = True
-    _text: IncrementalText = field(init=False)
+    _sent: SentText = field(default_factory=SentText)
+    _detokenizer: IncrementalDetokenizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self._text = IncrementalText(self.tokenizer, self.stops)
+        skips = self.stops.skips_special_tokens
+        self._detokenizer = IncrementalDetokenizer(
+            partial(self.tokenizer.decode, skips_special_tokens=skips)
+        )
 
     def more(self) -> Output | None:
         """Return the new output; None if there is none."""
@@ -212,25 +185,37 @@ class OutputReader:
         tops = turn.top_logprobs_from(self._read)
         if self.choice.options.get("top_logprobs") and tops is None:
             return None  # they come with the next step
-        return self._part(turn, new, tops, self._text.more(new))
+        return self._part(turn, new, tops, self._settled_text(new))
 
     def rest(self) -> Output:
         """Return the unread rest of an output that has ended, with its finish reason."""
         turn = self.choice.current_turn()
         if turn is None:
-            return Output(self.choice.index, [], [], [], "", "abort", is_first=self._is_first)
+            return Output(self.index, [], [], [], "", "abort", is_first=self._is_first)
         ids, has_stopped = turn.token_ids, turn.finish_reason == "stop"
         whole = self.tokenizer.whole(ids, self.stops, has_stopped=has_stopped)
+        if turn.finish_reason != "cancelled":
+            self.finish_reason = turn.finish_reason
         return self._part(
             turn,
             ids[self._read :],
             turn.top_logprobs_from(self._read),
-            self._text.last(whole),
-            finish_reason="abort" if turn.finish_reason == "cancelled" else turn.finish_reason,
+            self._sent.unsent(whole),
+            finish_reason=self.finish_reason,
             stop_reason=self.tokenizer.stop_reason(ids, self.stops) if has_stopped else None,
             spans=self.labels.spans(turn),
             by_position=turn.json_fields("position"),
         )
+
+    def _settled_text(self, token_ids: Sequence[int]) -> str:
+        """Add new tokens; return the text that may be sent while the output runs.
+
+        Incomplete characters are held back, and text that could be part of a stop string.
+        """
+        self._detokenizer.add(token_ids)
+        settled = self._detokenizer.text
+        held_back = max((len(s) for s in self.stops.stop_strings), default=1) - 1
+        return self._sent.unsent(settled[: len(settled) - held_back])
 
     def _part(
         self,
@@ -244,7 +229,7 @@ class OutputReader:
         start, self._read = self._read, self._read + len(token_ids)
         is_first, self._is_first = self._is_first, False
         return Output(
-            self.choice.index,
+            self.index,
             token_ids,
             turn.logprobs_from(start),
             tops if tops is not None else [{}] * len(token_ids),

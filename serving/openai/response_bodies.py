@@ -1,22 +1,28 @@
-"""Response bodies of vLLM's three kinds of completion, whole and as chunks of a stream.
+"""Answers of vLLM's three kinds of completion, written from parts of the choices' outputs.
 
-Turns the parts of an output into the dicts that :mod:`completions` sends as JSON.
+:class:`OutputsAnswer` reads the outputs, for SGLang's answers, too.
 """
 
+import asyncio
 import base64
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
 from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
-from tidegate.serving.openai.chat_turns import ServedTurn
-from tidegate.serving.openai.outputs import Output, OutputTokenizer
+from tidegate.serving.http.errors import VllmErrors
+from tidegate.serving.http.scaffold import DONE_EVENT, stream_event
+from tidegate.serving.openai.active_requests import ActiveRequest, RequestCounts
+from tidegate.serving.openai.answers import PendingAnswer, ServedTurn
+from tidegate.serving.openai.outputs import Output, OutputReader, OutputTokenizer
 from tidegate.serving.openai.requests import ChatRequest, CompletionRequest, GenerateRequest, Prompt
 from tidegate.serving.openai.token_logprobs import (
     LogprobRow,
@@ -27,33 +33,160 @@ from tidegate.serving.openai.token_logprobs import (
 
 PromptLogprobs = list[dict[str, Any] | None]
 
+RequestT = TypeVar("RequestT", GenerateRequest, CompletionRequest, ChatRequest)
+
+
+# ---------------------------------------------------------------- of vLLM's and SGLang's APIs
+
 
 @dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """Facts of a request that are the same in all parts of its answer."""
+class BegunRequest:
+    """A request whose choices are being generated, and the facts that its answer reports."""
 
-    request_id: str
+    request: ActiveRequest
     model: str
-    created_s: int
     tokenizer: OutputTokenizer
+    readers: Sequence[OutputReader]
+    """Reader of each choice's output; none if the request is for log-probs of its prompt alone."""
+    first_index: int
+    """Index of the first choice within the answer."""
     prompts: Sequence[Prompt]
     """The prompt of each choice."""
     prompt_logprobs: Sequence[PromptLogprobs | None]
     """The log-probs of each choice's prompt."""
-    choices_per_prompt: int = 1
+    choices_per_prompt: int
+    top_logprobs: int
+    counts: RequestCounts
 
     @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens; a prompt is counted once, whatever its choices."""
         return sum(len(p.token_ids) for p in self.prompts[:: self.choices_per_prompt])
 
-    def usage(self, output_tokens: int) -> dict[str, Any]:
-        """Return ``usage`` for this number of output tokens."""
-        return _usage(self.prompt_tokens, output_tokens)
+    @property
+    def reported_tokens(self) -> int:
+        """Size of the answer, in tokens and listed log-probs; large answers are encoded in a
+        thread."""
+        choices = self.request.choices
+        outputs = sum(choice.num_tokens for choice in choices) * (1 + self.top_logprobs)
+        return outputs + sum(len(choice.prompt.token_ids) for choice in choices)
 
-    def choice_usage(self, index: int, output_tokens: int) -> dict[str, Any]:
-        """Return the ``usage`` object of a choice that has this many output tokens."""
-        return _usage(len(self.prompts[index].token_ids), output_tokens)
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Finish reason of each output, all of which were read to their ends."""
+        if not self.readers:
+            return ["abort" if self.request.aborted_before_start else "length"]
+        return [reader.finish_reason for reader in self.readers]
+
+    def rest(self) -> list[Output]:
+        """Return the unread rest of each output; an empty output if there is no choice."""
+        if not self.readers:
+            return [Output(self.first_index, [], [], [], "", *self.finish_reasons)]
+        return [reader.rest() for reader in self.readers]
+
+    def count(self) -> None:
+        """Count the answered request in ``/metrics``."""
+        self.counts.count(
+            began_s=self.request.began_s,
+            prompt_tokens=self.prompt_tokens,
+            finish_reasons=self.finish_reasons,
+        )
+
+
+async def running_outputs(readers: Sequence[OutputReader]) -> AsyncIterator[Output]:
+    """Yield parts of all choices as they come; the last part of each has its finish reason.
+
+    Tokens that come while the caller sends a part travel together in the next one.
+    """
+    running, new_tokens = dict.fromkeys(readers), asyncio.Event()
+    for reader in readers:
+        reader.choice.subscribe(new_tokens)
+    new_tokens.set()  # some may have come already
+    while running:
+        await new_tokens.wait()
+        new_tokens.clear()
+        for reader in list(running):
+            if reader.choice.ended.done():
+                del running[reader]
+            if reader.choice.error is None and (output := reader.more()) is not None:
+                yield output
+
+
+class OutputsAnswer(PendingAnswer):
+    """Answer that is written from the outputs of one or several requests."""
+
+    def __init__(self, *begun: BegunRequest) -> None:
+        self.begun = begun
+
+    @override
+    async def wait(self) -> None:
+        for each in self.begun:
+            await each.request.wait()
+
+    @override
+    def abort(self) -> None:
+        for each in self.begun:
+            each.request.abort()
+
+    @property
+    @override
+    def num_tokens(self) -> int:
+        return sum(each.reported_tokens for each in self.begun)
+
+    @override
+    def ended(self) -> None:
+        for each in self.begun:
+            each.count()
+
+    @override
+    def encode(self) -> bytes:
+        return self.whole([output for each in self.begun for output in each.rest()])
+
+    @override
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        for body in self.opening:
+            yield stream_event(body)
+        async for output in running_outputs([r for each in self.begun for r in each.readers]):
+            yield stream_event(self.chunk(output))
+        await self.wait()
+        for begun in self.begun:
+            if not begun.readers:
+                yield stream_event(self.chunk(*begun.rest()))
+        for body in self.closing:
+            yield stream_event(body)
+        self.ended()
+        yield DONE_EVENT
+
+    @override
+    def error_events(self, error: Exception) -> Iterator[bytes]:
+        yield stream_event(self.error(error))
+        yield DONE_EVENT
+
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        """Return the whole answer as JSON, from the outputs of all choices."""
+        raise NotImplementedError
+
+    @property
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the chunks that a stream begins with, before any token."""
+        return []
+
+    def chunk(self, output: Output) -> dict[str, Any]:
+        """Return the chunk of a stream with a part of one choice's output."""
+        raise NotImplementedError
+
+    @property
+    def closing(self) -> list[dict[str, Any]]:
+        """Return the chunks that a stream ends with, after all tokens."""
+        return []
+
+    def error(self, error: Exception) -> dict[str, Any]:
+        """Return the event of an error in a stream."""
+        form = VllmErrors()
+        return form.body(form.answer_to(error))
+
+
+# ---------------------------------------------------------------- vLLM's
 
 
 def _usage(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
@@ -68,31 +201,60 @@ WITHOUT_DETAILS = {"prompt_tokens_details": None, "completion_tokens_details": N
 WITHOUT_TRANSFERS = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
 
 
-class ResponseBodies:
-    """Bodies of the answer to one request."""
+class ResponseBodies(OutputsAnswer, Generic[RequestT]):
+    """Answer to one request in vLLM's form."""
 
-    def __init__(self, facts: RequestFacts) -> None:
-        self.facts = facts
+    def __init__(self, begun: BegunRequest, request: RequestT) -> None:
+        super().__init__(begun)
+        self._request = request
+        self._begun = begun
+        self._id, self._created_s = begun.request.request_id, begun.request.created_s
         self._token_texts: dict[int, TokenTexts] = {}
         """Texts of the tokens reported so far, by choice."""
+        options = request.stream_options or {}
+        self._wants_usage = bool(options.get("include_usage"))
+        self._wants_chunk_usage = self._wants_usage and bool(options.get("continuous_usage_stats"))
+        self._sent_tokens: Counter[int] = Counter()
+        """Number of tokens sent so far, by choice."""
 
-    def _texts(self, index: int) -> TokenTexts:
-        """Return the texts of a choice's tokens, which its log-probs show one by one."""
-        if index not in self._token_texts:
-            self._token_texts[index] = self.facts.tokenizer.token_texts()
-        return self._token_texts[index]
+    @property
+    @override
+    def is_stream(self) -> bool:
+        return bool(self._request.stream)
 
-    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the whole answer, of the outputs of all choices."""
+    @override
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        tokens = sum(len(output.token_ids) for output in outputs)
+        body = self._body(outputs, _usage(self._begun.prompt_tokens, tokens) | WITHOUT_DETAILS)
+        # One by one, because the encoder holds the interpreter until it is done.
+        body["choices"] = [msgspec.Raw(msgspec.json.encode(each)) for each in body["choices"]]
+        return msgspec.json.encode(body)
+
+    @override
+    def chunk(self, output: Output) -> dict[str, Any]:
+        chunk = self._chunk(output)
+        if self._wants_chunk_usage:
+            self._sent_tokens[output.index] += len(output.token_ids)
+            prompt_tokens = len(self._begun.prompts[output.index].token_ids)
+            chunk["usage"] = _usage(prompt_tokens, self._sent_tokens[output.index])
+        return chunk
+
+    @property
+    @override
+    def closing(self) -> list[dict[str, Any]]:
+        if not self._wants_usage:
+            return []
+        tokens = sum(choice.num_tokens for choice in self._begun.request.choices)
+        usage = _usage(self._begun.prompt_tokens, tokens)
+        return [{**self._chunk_head, "choices": [], "usage": usage}]
+
+    def _body(self, outputs: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the whole answer, from the outputs of all choices."""
         raise NotImplementedError
 
-    def chunk(self, output: Output) -> dict[str, Any]:
+    def _chunk(self, output: Output) -> dict[str, Any]:
         """Return the chunk of a stream with a part of one choice's output."""
         raise NotImplementedError
-
-    def usage_chunk(self, output_tokens: int) -> dict[str, Any]:
-        """Return the chunk of a stream that reports its usage, the last but ``[DONE]``."""
-        return {**self._chunk_head, "choices": [], "usage": self.facts.usage(output_tokens)}
 
     @property
     def _chunk_head(self) -> dict[str, Any]:
@@ -101,59 +263,54 @@ class ResponseBodies:
 
     def _head(self, kind: str) -> dict[str, Any]:
         """Return the fields that an answer of OpenAI's API, or a chunk of it, begins with."""
-        facts = self.facts
         return {
-            "id": facts.request_id,
+            "id": self._id,
             "object": kind,
-            "created": facts.created_s,
-            "model": facts.model,
+            "created": self._created_s,
+            "model": self._begun.model,
         }
 
-    @property
-    def opening(self) -> list[dict[str, Any]]:
-        """Return the chunks that a stream begins with, before any token."""
-        return []
+    def _texts(self, index: int) -> TokenTexts:
+        """Return the texts of a choice's tokens, which its log-probs show one by one."""
+        if index not in self._token_texts:
+            self._token_texts[index] = self._begun.tokenizer.token_texts()
+        return self._token_texts[index]
 
 
 # ---------------------------------------------------------------- tokens in, tokens out
 
 
-class GenerateBodies(ResponseBodies):
+class GenerateBodies(ResponseBodies[GenerateRequest]):
     """Bodies of ``/inference/v1/generate``."""
 
-    def __init__(self, facts: RequestFacts, request: GenerateRequest) -> None:
-        super().__init__(facts)
-        self._request = request
-
-    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the whole answer."""
-        facts, wants_prompt = self.facts, self._request.return_token_ids
-        tokens = sum(len(output.token_ids) for output in outputs)
+    @override
+    def _body(self, outputs: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
+        begun, wants_prompt = self._begun, self._request.return_token_ids
         return {
-            "request_id": facts.request_id,
-            "model": facts.model,
-            "created": facts.created_s,
-            "usage": facts.usage(tokens) | WITHOUT_DETAILS,
-            "prompt_logprobs": facts.prompt_logprobs[0],
+            "request_id": self._id,
+            "model": begun.model,
+            "created": self._created_s,
+            "usage": usage,
+            "prompt_logprobs": begun.prompt_logprobs[0],
             "prompt_token_id_logprobs": None,
-            "prompt_token_ids": facts.prompts[0].token_ids if wants_prompt else None,
+            "prompt_token_ids": begun.prompts[0].token_ids if wants_prompt else None,
             "mm_placeholders": None,
             **WITHOUT_TRANSFERS,
             "output_mode": self._request.output_mode,
             "choices": [self._choice(output) for output in outputs],
         }
 
-    def chunk(self, output: Output) -> dict[str, Any]:
-        """Return the chunk with the tokens of a part."""
+    @override
+    def _chunk(self, output: Output) -> dict[str, Any]:
         choice = self._choice(output)
         if output.finish_reason is None:
             choice["weight_versions"] = None
         return {**self._chunk_head, "usage": None, "choices": [choice]}
 
     @property
+    @override
     def _chunk_head(self) -> dict[str, Any]:
-        mode = self._request.output_mode
-        return {"request_id": self.facts.request_id, "output_mode": mode}
+        return {"request_id": self._id, "output_mode": self._request.output_mode}
 
     def _choice(self, output: Output) -> dict[str, Any]:
         sampling = self._request.sampling_params
@@ -228,28 +385,27 @@ def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
 # ---------------------------------------------------------------- OpenAI's
 
 
-class CompletionBodies(ResponseBodies):
+class CompletionBodies(ResponseBodies[CompletionRequest]):
     """Bodies of ``/v1/completions``."""
 
-    def __init__(self, facts: RequestFacts, request: CompletionRequest) -> None:
-        super().__init__(facts)
-        self._request = request
+    def __init__(self, begun: BegunRequest, request: CompletionRequest) -> None:
+        super().__init__(begun, request)
         self._next_offsets: dict[int, int] = {}
         """Characters of the tokens reported so far, by choice."""
 
-    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the whole answer, with all choices of all prompts."""
-        tokens = sum(len(output.token_ids) for output in outputs)
+    @override
+    def _body(self, outputs: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
         return {
             **self._chunk_head,
             "choices": [self._whole_choice(output) for output in outputs],
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": self.facts.usage(tokens) | WITHOUT_DETAILS,
+            "usage": usage,
             **WITHOUT_TRANSFERS,
         }
 
-    def chunk(self, output: Output) -> dict[str, Any]:
+    @override
+    def _chunk(self, output: Output) -> dict[str, Any]:
         """Return the chunk with a part's text; the prompt's ids come with the first one."""
         choice = self._choice(output)
         if not output.is_first:
@@ -257,20 +413,19 @@ class CompletionBodies(ResponseBodies):
         return {**self._chunk_head, "choices": [choice]}
 
     @property
+    @override
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("text_completion")
 
     def _whole_choice(self, output: Output) -> dict[str, Any]:
-        facts = self.facts
-        prompt_logprobs = facts.prompt_logprobs[output.index]
         return {
             **self._choice(output),
-            "prompt_logprobs": prompt_logprobs,
+            "prompt_logprobs": self._begun.prompt_logprobs[output.index],
             **as_json(output.by_position),
         }
 
     def _choice(self, output: Output) -> dict[str, Any]:
-        prompt = self.facts.prompts[output.index]
+        prompt = self._begun.prompts[output.index]
         wants_ids = self._request.return_token_ids
         text = "" if self._request.is_prompt_only else output.text
         choice = {
@@ -291,7 +446,7 @@ class CompletionBodies(ResponseBodies):
             return ""
         if prompt.text is not None:
             return prompt.text
-        return self.facts.tokenizer.decode(prompt.token_ids, skips_special_tokens=False)
+        return self._begun.tokenizer.decode(prompt.token_ids, skips_special_tokens=False)
 
     def _echoes(self, output: Output) -> bool:
         """Whether the prompt precedes this part of the output."""
@@ -318,8 +473,8 @@ class CompletionBodies(ResponseBodies):
 
     def _prompt_rows(self, output: Output) -> "list[LogprobRow]":
         """Return the prompt's tokens as :func:`_rows` does; the first has no log-probs."""
-        ids = self.facts.prompts[output.index].token_ids
-        entries = self.facts.prompt_logprobs[output.index] or [None] * len(ids)
+        ids = self._begun.prompts[output.index].token_ids
+        entries = self._begun.prompt_logprobs[output.index] or [None] * len(ids)
         most = 1 + (self._request.num_top_logprobs or 0)  # the token itself, and the likeliest
         rows: list[LogprobRow] = []
         for token, entry in zip(ids, entries, strict=True):
@@ -336,45 +491,44 @@ def _ended_by_calls(output: Output, message: Mapping[str, Any]) -> dict[str, Any
     return {"finish_reason": "tool_calls"} if has_called else {}
 
 
-class ChatBodies(ResponseBodies):
+class ChatBodies(ResponseBodies[ChatRequest]):
     """Bodies of ``/v1/chat/completions``."""
 
     def __init__(
-        self, facts: RequestFacts, request: ChatRequest, turns: Sequence[ServedTurn] = ()
+        self, begun: BegunRequest, request: ChatRequest, turns: Sequence[ServedTurn] = ()
     ) -> None:
         """``turns``: the choices' turns, if their replies are parsed; else all is content."""
-        super().__init__(facts)
-        self._request = request
+        super().__init__(begun, request)
         self._turns = turns
 
-    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the whole answer."""
-        facts = self.facts
+    @override
+    def _body(self, outputs: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
+        begun = self._begun
         # For a batch of conversations vLLM reports neither.
-        is_one = len(facts.prompts) == facts.choices_per_prompt
+        is_one = len(begun.prompts) == begun.choices_per_prompt
         wants_ids = is_one and self._request.return_token_ids
-        tokens = sum(len(output.token_ids) for output in outputs)
         return {
             **self._head("chat.completion"),
             "choices": [self._whole_choice(output) for output in outputs],
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": facts.usage(tokens) | WITHOUT_DETAILS,
-            "prompt_logprobs": facts.prompt_logprobs[0] if is_one else None,
-            "prompt_token_ids": facts.prompts[0].token_ids if wants_ids else None,
+            "usage": usage,
+            "prompt_logprobs": begun.prompt_logprobs[0] if is_one else None,
+            "prompt_token_ids": begun.prompts[0].token_ids if wants_ids else None,
             "prompt_text": self._prompt_text if is_one else None,
             **WITHOUT_TRANSFERS,
         }
 
     @property
     def _prompt_text(self) -> str | None:
-        return self.facts.prompts[0].text if self._request.return_prompt_text else None
+        return self._begun.prompts[0].text if self._request.return_prompt_text else None
 
     @property
+    @override
     def opening(self) -> list[dict[str, Any]]:
         """Return chunks with the role of each choice's message."""
         delta = {"role": "assistant", "content": ""}
-        ids = self.facts.prompts[0].token_ids if self._request.return_token_ids else None
+        ids = self._begun.prompts[0].token_ids if self._request.return_token_ids else None
         return [
             {
                 **self._chunk_head,
@@ -382,16 +536,18 @@ class ChatBodies(ResponseBodies):
                 "prompt_token_ids": ids,
                 "prompt_text": self._prompt_text,
             }
-            for index in range(len(self.facts.prompts))
+            for index in range(len(self._begun.prompts))
         ]
 
-    def chunk(self, output: Output) -> dict[str, Any]:
+    @override
+    def _chunk(self, output: Output) -> dict[str, Any]:
         """Return the chunk with a part's text, and with the calls after the last text."""
         delta = self._delta(output)
         choice = {"delta": delta, **self._choice(output), **_ended_by_calls(output, delta)}
         return {**self._chunk_head, "choices": [choice]}
 
     @property
+    @override
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk")
 
@@ -430,7 +586,7 @@ class ChatBodies(ResponseBodies):
         message = self._parsed(output) if is_last else {}
         stops = self._request.stop_strings
         text = message.get("content", "") if is_last else turn.settled_text(stops)
-        delta: dict[str, Any] = {"content": turn.unsent(text)}
+        delta: dict[str, Any] = {"content": turn.sent.unsent(text)}
 
         def reasoning() -> str:
             return str(message.get("reasoning", "")) if is_last else turn.reasoning_so_far()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
+from typing_extensions import override
 
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.serving.http.errors import ApiError, OpenAIErrors
@@ -377,33 +378,32 @@ def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
 # ---------------------------------------------------------------- answers
 
 
-@dataclass(slots=True)
 class ResponsesForm(AnswerForm):
     """The answer to a Responses request: output items, whole or as named events."""
 
-    request: ResponsesRequest
-    store: ResponseStore
-    _sequence: int = 0
-    """Number of the stream's next event."""
-    _text: str = ""
-    """Text that the stream has sent."""
-    _has_text_item: bool = False
-    _has_reasoning_item: bool = False
+    def __init__(
+        self, request: ResponsesRequest, store: ResponseStore, active: ActiveCompletion
+    ) -> None:
+        super().__init__(active)
+        self.request, self.store = request, store
+        self._sequence = 0
+        """Number of the stream's next event."""
+        self._has_text_item = self._has_reasoning_item = False
 
-    def body(self, active: ActiveCompletion) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         """Return the whole response, and keep its conversation."""
-        turn = active.choices[0].turn.result()
-        chat = active.request
+        turn = self.active.choices[0].turn.result()
+        chat = self.active.request
         assert isinstance(chat, ChatRequest)  # made by ResponsesRequest.chat
         given = chat.messages[1:] if self.request.instructions else chat.messages
         if self.request.store is not False:
-            self.store.add(_id_of(active), [*given, turn.message or {}])
+            self.store.add(self._id, [*given, turn.message or {}])
         is_cut = turn.finish_reason == "length"
-        prompt, output = active.choices[0].prompt_tokens, len(turn.token_ids)
+        prompt, output = self.active.choices[0].prompt_tokens, len(turn.token_ids)
         return {
-            **self._head(active, "incomplete" if is_cut else "completed"),
+            **self._head("incomplete" if is_cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": self._items(active, turn),
+            "output": self._items(turn),
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -411,21 +411,19 @@ class ResponsesForm(AnswerForm):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + output,
             },
-            "weight_versions": active.weight_versions(turn),
+            "weight_versions": self.active.weight_versions(turn),
         }
 
-    def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+    def first_events(self) -> Iterator[bytes]:
         """Yield the response without output, as created and as in progress."""
-        head = {**self._head(active, "in_progress"), "output": [], "usage": None}
+        head = {**self._head("in_progress"), "output": [], "usage": None}
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
 
-    def reasoning_events(
-        self, active: ActiveCompletion, index: int, reasoning: str
-    ) -> Iterator[bytes]:
+    def reasoning_events(self, index: int, reasoning: str) -> Iterator[bytes]:
         """Yield the reasoning as an item of its own."""
         self._has_reasoning_item = True
-        item = _reasoning_item(active, reasoning)
+        item = self._reasoning_item(reasoning)
         begun = {**item, "status": "in_progress", "content": []}
         place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
         yield self._event("response.output_item.added", output_index=0, item=begun)
@@ -433,35 +431,35 @@ class ResponsesForm(AnswerForm):
         yield self._event("response.reasoning_text.done", text=reasoning, **place)
         yield self._event("response.output_item.done", output_index=0, item=item)
 
-    def _text_place(self, active: ActiveCompletion) -> dict[str, Any]:
+    @property
+    def _text_place(self) -> dict[str, Any]:
         index = int(self._has_reasoning_item)
-        return {"item_id": f"msg_{active.name}", "output_index": index, "content_index": 0}
+        return {"item_id": f"msg_{self.active.name}", "output_index": index, "content_index": 0}
 
-    def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
+    def text_events(self, index: int, text: str) -> Iterator[bytes]:
         """Yield the start of the message's item before its first text, and the text."""
-        place = self._text_place(active)
+        place = self._text_place
         if not self._has_text_item:
-            yield from self._begin_text(active)
-        self._text += text
+            yield from self._begin_text()
         yield self._event("response.output_text.delta", delta=text, logprobs=[], **place)
 
-    def _begin_text(self, active: ActiveCompletion) -> Iterator[bytes]:
+    def _begin_text(self) -> Iterator[bytes]:
         self._has_text_item = True
-        place = self._text_place(active)
-        item = {**_text_item(active, "", []), "status": "in_progress", "content": []}
+        place = self._text_place
+        item = {**self._text_item("", []), "status": "in_progress", "content": []}
         at = place["output_index"]
         yield self._event("response.output_item.added", output_index=at, item=item)
         yield self._event("response.content_part.added", part=_text_part("", []), **place)
 
-    def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+    def last_events(self) -> Iterator[bytes]:
         """Yield the end of the text, the calls, and the whole response."""
-        whole = self.body(active)
+        whole = self.body()
         items = whole["output"]
         sent = int(self._has_reasoning_item)
         if not self._has_text_item and items[sent]["type"] == "message":  # an empty one
-            yield from self._begin_text(active)
+            yield from self._begin_text()
         if self._has_text_item:
-            place = self._text_place(active)
+            place = self._text_place
             part = items[sent]["content"][0]
             done = {"text": part["text"], "logprobs": part["logprobs"]}
             yield self._event("response.output_text.done", **done, **place)
@@ -473,8 +471,8 @@ class ResponsesForm(AnswerForm):
         name = "incomplete" if whole["incomplete_details"] else "completed"
         yield self._event(f"response.{name}", response=whole)
 
+    @override
     def error_events(self, error: Exception) -> Iterator[bytes]:
-        """Yield an event of type ``error``."""
         form = OpenAIErrors()
         about = form.body(form.answer_to(error))["error"]
         yield self._event(
@@ -498,12 +496,12 @@ class ResponsesForm(AnswerForm):
         self._sequence += 1
         return stream_event(body, name=kind)
 
-    def _head(self, active: ActiveCompletion, status: str) -> dict[str, Any]:
+    def _head(self, status: str) -> dict[str, Any]:
         asked = self.request
         return {
-            "id": _id_of(active),
+            "id": self._id,
             "object": "response",
-            "created_at": active.created_s,
+            "created_at": self.active.created_s,
             "status": status,
             "error": None,
             "incomplete_details": None,
@@ -522,17 +520,39 @@ class ResponsesForm(AnswerForm):
             "metadata": {},
         }
 
-    def _items(self, active: ActiveCompletion, turn: GeneratedTurn) -> list[dict[str, Any]]:
+    def _items(self, turn: GeneratedTurn) -> list[dict[str, Any]]:
         """Return the output items; a stream that has sent text has an item of it."""
-        reasoning = active.choices[0].reasoning()
-        items = [_reasoning_item(active, reasoning)] if reasoning else []
-        text = active.content(active.choices[0])
+        reasoning = self.active.choices[0].reasoning()
+        items = [self._reasoning_item(reasoning)] if reasoning else []
+        text = self.active.content(self.active.choices[0])
         if text or self._has_text_item or not turn.tool_calls:
-            found = chat_logprobs(active.request, turn)
-            items.append(_text_item(active, text, (found or {}).get("content", [])))
+            found = chat_logprobs(self.active.request, turn)
+            items.append(self._text_item(text, (found or {}).get("content", [])))
         tools = {tool.function["function"]["name"]: tool for tool in served_tools(self.request)}
         items += [_call_item(call, tools) for call in turn.tool_calls]
         return items
+
+    @property
+    def _id(self) -> str:
+        return f"resp_{self.active.name}"
+
+    def _reasoning_item(self, reasoning: str) -> dict[str, Any]:
+        return {
+            "type": "reasoning",
+            "id": f"rs_{self.active.name}",
+            "status": "completed",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": reasoning}],
+        }
+
+    def _text_item(self, text: str, logprobs: list[Any]) -> dict[str, Any]:
+        return {
+            "type": "message",
+            "id": f"msg_{self.active.name}",
+            "status": "completed",
+            "role": "assistant",
+            "content": [_text_part(text, logprobs)],
+        }
 
 
 def _call_item(call: Mapping[str, Any], tools: Mapping[str, ServedTool]) -> dict[str, Any]:
@@ -548,30 +568,6 @@ def _call_item(call: Mapping[str, Any], tools: Mapping[str, ServedTool]) -> dict
         return {**item, "input": text if isinstance(text, str) else json.dumps(text)}
     item |= {"type": "function_call", "id": f"fc_{call['id']}", "status": "completed"}
     return {**item, "arguments": arguments}
-
-
-def _id_of(active: ActiveCompletion) -> str:
-    return f"resp_{active.name}"
-
-
-def _reasoning_item(active: ActiveCompletion, reasoning: str) -> dict[str, Any]:
-    return {
-        "type": "reasoning",
-        "id": f"rs_{active.name}",
-        "status": "completed",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": reasoning}],
-    }
-
-
-def _text_item(active: ActiveCompletion, text: str, logprobs: list[Any]) -> dict[str, Any]:
-    return {
-        "type": "message",
-        "id": f"msg_{active.name}",
-        "status": "completed",
-        "role": "assistant",
-        "content": [_text_part(text, logprobs)],
-    }
 
 
 def _text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:

@@ -29,33 +29,6 @@ def as_ids(
     return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
 
 
-def as_text(
-    texts: TokenTexts,
-    token: int,
-    logprob: float,
-    top: Mapping[int, float],
-    *,
-    shows_ids: bool | None = False,
-    is_last: bool = False,
-) -> dict[str, Any]:
-    """Return the log-prob entry of an output's next token as OpenAI's chat has it.
-
-    ``top``: likeliest tokens to list. ``shows_ids``: whether tokens are named by their ids.
-    ``is_last``: whether the token is the output's last one.
-    """
-    sampled = texts.add(token, is_last=is_last)
-
-    def entry(token: int, name: str, logprob: float, raw: bytes) -> dict[str, Any]:
-        name = f"token_id:{token}" if shows_ids else name
-        return {"token": name, "logprob": logprob, "bytes": list(raw)}
-
-    tops = [
-        entry(each, name, p, sampled.raw if each == token else texts.raw(each))
-        for name, (each, p) in zip(texts.names(token, sampled, top), top.items(), strict=True)
-    ]
-    return {**entry(token, sampled.text, logprob, sampled.raw), "top_logprobs": tops}
-
-
 def chat_content(
     texts: TokenTexts,
     rows: Sequence[tuple[int, float, Mapping[int, float]]],
@@ -65,11 +38,22 @@ def chat_content(
 ) -> list[dict[str, Any]]:
     """Return the log-prob entries of an output's next tokens as OpenAI's chat has them; the
     arguments are those of :func:`completion_logprobs`."""
-    last = len(rows) - 1 if is_end else -1
-    return [
-        as_text(texts, *row, shows_ids=shows_ids, is_last=number == last)
-        for number, row in enumerate(rows)
-    ]
+
+    def entry(token: int, name: str, logprob: float, raw: bytes) -> dict[str, Any]:
+        name = f"token_id:{token}" if shows_ids else name
+        return {"token": name, "logprob": logprob, "bytes": list(raw)}
+
+    entries = []
+    for number, (token, logprob, top) in enumerate(rows, 1):
+        sampled = texts.add(token, is_last=is_end and number == len(rows))
+        names = zip(texts.names(token, sampled, top), top.items(), strict=True)
+        tops = [
+            entry(each, name, p, sampled.raw if each == token else texts.raw(each))
+            for name, (each, p) in names
+        ]
+        own = entry(token, sampled.text, logprob, sampled.raw)
+        entries.append({**own, "top_logprobs": tops})
+    return entries
 
 
 def completion_logprobs(
@@ -119,3 +103,12 @@ def chat_logprobs(request: OpenAIRequest, turn: GeneratedTurn) -> dict[str, Any]
     shows_ids = request.return_tokens_as_token_ids
     content = chat_content(texts, turn_rows(turn), shows_ids=shows_ids)
     return {"content": content, "refusal": None}
+
+
+def plain_logprobs(request: OpenAIRequest, turn: GeneratedTurn) -> dict[str, Any] | None:
+    """Return the log-probs of a text completion's turn in OpenAI's form; None unless requested."""
+    if request.num_top_logprobs is None:
+        return None
+    texts = TokenTexts(turn.tokenizer)
+    shows_ids = request.return_tokens_as_token_ids
+    return completion_logprobs(texts, turn_rows(turn), shows_ids=shows_ids)

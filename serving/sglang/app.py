@@ -24,6 +24,8 @@ from tidegate.serving.control.sglang_tensors import read_tensors
 from tidegate.serving.control.weight_updates import in_daemon_thread
 from tidegate.serving.http.errors import ApiError, UpdateError
 from tidegate.serving.http.scaffold import Answer, Body, as_json, decode_json, read_json_bytes
+from tidegate.serving.http.server import unless_gone
+from tidegate.serving.openai.answers import send_answer
 from tidegate.serving.openai.model_info import limits_of
 from tidegate.serving.sglang import generation, requests
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag
@@ -51,7 +53,13 @@ NOT_FLUSHED = "Cache not flushed because there are running or waiting requests.\
 @on("POST", "/generate")
 async def generate(parts: ServerParts, http: HttpRequest) -> Answer:
     """Continue texts or tokens; answer with text, tokens and log-probs, as SGLang does."""
-    return await generation.answer(parts, http, await read(http, requests.SglangGenerateRequest))
+    return await _answer(parts, http, await read(http, requests.SglangGenerateRequest))
+
+
+async def _answer(
+    parts: ServerParts, http: HttpRequest, request: requests.SglangGenerateRequest
+) -> Answer:
+    return await send_answer(http, await unless_gone(http, generation.begin(parts, request)))
 
 
 @on("POST", "/abort_request", is_control=True)
@@ -74,7 +82,7 @@ async def health_generate(parts: ServerParts, http: HttpRequest) -> Answer:
         rid = f"HEALTH_CHECK_{secrets.token_hex(16)}"
         probe = requests.SglangGenerateRequest(input_ids=[0], sampling_params=sampling, rid=rid)
         await http.body()  # an unread body would be taken for a client that disconnects
-        await generation.answer(parts, http, probe)
+        await _answer(parts, http, probe)
     return None
 
 

@@ -1,4 +1,4 @@
-"""SGLang's ``/generate``: begins a request's outputs, and answers them whole or as a stream.
+"""SGLang's ``/generate``: begins a request's outputs, and writes their answer.
 
 :class:`Completer` turns prompts into choices; this module adds SGLang's checks and writes SGLang's
 bodies.
@@ -8,29 +8,21 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from typing_extensions import override
 
 from tidegate.errors import ContextFull
 from tidegate.serving.control.routes import ServerParts
 from tidegate.serving.http.errors import ApiError, VllmErrors
-from tidegate.serving.http.scaffold import DONE_EVENT, encoded_response, stream_event
-from tidegate.serving.http.server import OwnedStream, unless_gone
-from tidegate.serving.openai.completions import (
-    BegunRequest,
-    CheckedRequest,
-    count_outputs,
-    refuse_many,
-    running_outputs,
-)
-from tidegate.serving.openai.model_info import limits_of
-from tidegate.serving.openai.outputs import Output, OutputReader, TopLogprobs
+from tidegate.serving.openai.completions import CheckedRequest, refuse_many
+from tidegate.serving.openai.model_info import VersionLabels, limits_of
+from tidegate.serving.openai.outputs import Output, TopLogprobs
 from tidegate.serving.openai.requests import Prompt, checked_cache_salt
+from tidegate.serving.openai.response_bodies import BegunRequest, OutputsAnswer
 from tidegate.serving.sglang.requests import PromptRequest, SglangGenerateRequest
 
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -41,7 +33,7 @@ Entry = tuple[float | None, int, str | None]
 
 
 @dataclass(slots=True, eq=False)
-class BegunOutput:
+class OutputSoFar:
     """One output of a ``/generate`` request, with the tokens and text read so far."""
 
     request: PromptRequest
@@ -59,12 +51,7 @@ class BegunOutput:
     @property
     def prompt(self) -> Prompt:
         """The prompt."""
-        return self.begun.facts.prompts[0]
-
-    @property
-    def reader(self) -> OutputReader | None:
-        """Reader of the output; None if the request asks for log-probs of its prompt alone."""
-        return next(iter(self.begun.readers), None)
+        return self.begun.prompts[0]
 
     def add(self, output: Output) -> None:
         """Add the next part of the output."""
@@ -74,14 +61,6 @@ class BegunOutput:
         self.text += output.text
         if output.finish_reason is not None:
             self.last = output
-
-    def finish(self) -> None:
-        """Add the unread rest of an output that has ended."""
-        reader = self.reader
-        reason = "abort" if self.begun.request.aborted_before_start else "length"
-        self.add(Output(0, [], [], [], "", reason) if reader is None else reader.rest())
-
-    # ------------------------------------------------------------ bodies
 
     def content(self, newest_label: str) -> dict[str, Any]:
         """Return the output up to now in SGLang's form.
@@ -143,7 +122,7 @@ class BegunOutput:
 
     def _prompt_logprobs(self) -> tuple[list[Entry], list[list[Entry] | None]]:
         """Return entries of the prompt's tokens; SGLang reports no log-prob for the first token."""
-        prompt_logprobs = self.begun.facts.prompt_logprobs[0]
+        prompt_logprobs = self.begun.prompt_logprobs[0]
         if prompt_logprobs is None:
             return [], []
         ids, num_top = self.prompt.token_ids, self.request.top_logprobs_num
@@ -164,14 +143,52 @@ class BegunOutput:
         return entries, tops
 
     def _entry(self, logprob: float | None, token: int) -> Entry:
-        tokenizer = self.begun.facts.tokenizer
+        tokenizer = self.begun.tokenizer
         return logprob, token, tokenizer.token(token) if self.body.return_text_in_logprobs else None
+
+
+class SglangAnswer(OutputsAnswer):
+    """The answer to ``/generate``: each event of a stream has all tokens of an output up to now."""
+
+    def __init__(
+        self, body: SglangGenerateRequest, outputs: Sequence[OutputSoFar], labels: VersionLabels
+    ) -> None:
+        super().__init__(*(output.begun for output in outputs))
+        self._body, self._outputs, self._labels = body, outputs, labels
+
+    @property
+    @override
+    def is_stream(self) -> bool:
+        return self._body.stream
+
+    @override
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        # One by one, because the encoder holds the interpreter until it is done.
+        contents = [msgspec.Raw(msgspec.json.encode(self._content(each))) for each in outputs]
+        return msgspec.json.encode(contents if self._body.is_list else contents[0])
+
+    @override
+    def chunk(self, output: Output) -> dict[str, Any]:
+        content = self._content(output)
+        return content | {"index": output.index} if self._body.is_list else content
+
+    @override
+    def error(self, error: Exception) -> dict[str, Any]:
+        failure = VllmErrors().answer_to(error)
+        kind = "invalid_request_error" if failure.status < 500 else "internal_error"
+        about = {"message": str(failure), "type": kind, "code": failure.status, "retryable": False}
+        return {"error": about}
+
+    def _content(self, output: Output) -> dict[str, Any]:
+        so_far = self._outputs[output.index]
+        so_far.add(output)
+        return so_far.content(self._labels.newest)
 
 
 # ---------------------------------------------------------------- beginning
 
 
-async def begin(parts: ServerParts, body: SglangGenerateRequest) -> list[BegunOutput]:
+async def begin(parts: ServerParts, body: SglangGenerateRequest) -> SglangAnswer:
     """Begin all outputs of a request; none runs if one is refused.
 
     Raises:
@@ -184,20 +201,21 @@ async def begin(parts: ServerParts, body: SglangGenerateRequest) -> list[BegunOu
             reserved.enter_context(parts.requests.reserve(own_ids))
         except ValueError as error:
             raise ApiError(400, f"Duplicate request ID detected: {error}") from None
-        return await _begin_prompts(parts, body, prompts)
+        outputs = await _begin_prompts(parts, body, prompts)
+    return SglangAnswer(body, outputs, parts.weights.labels)
 
 
 async def _begin_prompts(
     parts: ServerParts, body: SglangGenerateRequest, prompts: Sequence[PromptRequest]
-) -> list[BegunOutput]:
-    outputs: list[BegunOutput] = []
+) -> list[OutputSoFar]:
+    outputs: list[OutputSoFar] = []
     refuse_many(sum(prompt.sampling.copies for prompt in prompts))
     checked = [(prompt, each) for prompt in prompts for each in await _checked(parts, prompt)]
     parts.completer.refuse_large([each for _, each in checked])
     try:
-        for prompt, each in checked:
-            begun = await parts.completer.begin(each)
-            outputs.append(BegunOutput(prompt, body, begun))
+        for index, (prompt, each) in enumerate(checked):
+            begun = await parts.completer.begin(each, index)
+            outputs.append(OutputSoFar(prompt, body, begun))
     except BaseException:
         for output in outputs:
             output.begun.request.abort()
@@ -250,80 +268,3 @@ async def _checked(parts: ServerParts, prompt: PromptRequest) -> list[CheckedReq
         )
         for copy in range(prompt.sampling.copies)
     ]
-
-
-# ---------------------------------------------------------------- answering
-
-
-async def answer(parts: ServerParts, http: HttpRequest, body: SglangGenerateRequest) -> Response:
-    """Begin a request and answer it, whole or as a stream; a client that disconnects aborts it.
-
-    Raises:
-        ApiError: the request can't be honoured.
-        ClientDisconnect: the client is gone.
-    """
-    outputs = await unless_gone(http, begin(parts, body))
-
-    def abort() -> None:
-        for output in outputs:
-            output.begun.request.abort()
-
-    if body.stream:
-        return OwnedStream(_stream(parts, body, outputs), abort)
-    try:
-        for output in outputs:
-            await unless_gone(http, output.begun.request.wait())
-    finally:
-        abort()
-
-    def encode() -> bytes:
-        for output in outputs:
-            output.finish()
-        newest = parts.weights.labels.newest
-        # One by one, because the encoder holds the interpreter until it is done.
-        contents = [msgspec.Raw(msgspec.json.encode(each.content(newest))) for each in outputs]
-        return msgspec.json.encode(contents if body.is_list else contents[0])
-
-    tokens = sum(output.begun.reported_tokens for output in outputs)
-    response = await encoded_response(encode, tokens=tokens)
-    _count(parts, outputs)
-    return response
-
-
-async def _stream(
-    parts: ServerParts, body: SglangGenerateRequest, outputs: Sequence[BegunOutput]
-) -> AsyncIterator[bytes]:
-    """Yield events that have all tokens of an output up to now, as SGLang sends them."""
-    owners = {output.reader: (index, output) for index, output in enumerate(outputs)}
-    readers = [reader for reader in owners if reader is not None]
-    try:
-        async for reader, part in running_outputs(readers):
-            index, output = owners[reader]
-            output.add(part)
-            content = output.content(parts.weights.labels.newest)
-            yield stream_event(content | {"index": index} if body.is_list else content)
-        for index, output in enumerate(outputs):
-            await output.begun.request.wait()
-            if output.reader is None:
-                output.finish()
-                content = output.content(parts.weights.labels.newest)
-                yield stream_event(content | {"index": index} if body.is_list else content)
-        _count(parts, outputs)
-    except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
-        yield stream_event({"error": _stream_error(error)})
-    finally:
-        for output in outputs:
-            output.begun.request.abort()
-    yield DONE_EVENT
-
-
-def _stream_error(error: Exception) -> dict[str, Any]:
-    failure = VllmErrors().answer_to(error)
-    kind = "invalid_request_error" if failure.status < 500 else "internal_error"
-    return {"message": str(failure), "type": kind, "code": failure.status, "retryable": False}
-
-
-def _count(parts: ServerParts, outputs: Sequence[BegunOutput]) -> None:
-    for output in outputs:
-        if output.last is not None:
-            count_outputs(parts.counts, output.begun, [output.last])

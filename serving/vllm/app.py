@@ -25,20 +25,19 @@ from tidegate.serving.control.routes import (
     read_optional,
 )
 from tidegate.serving.http.errors import AnthropicErrors, ApiError, OpenAIErrors
-from tidegate.serving.http.scaffold import Answer, encoded_response, is_large
+from tidegate.serving.http.scaffold import Answer, Body, encoded_response, is_large
 from tidegate.serving.http.server import off_loop, unless_gone
-from tidegate.serving.openai.answers import AnswerForm, answer_turns
+from tidegate.serving.openai.active_requests import LATENCY_BOUNDS_S, RequestCounts
+from tidegate.serving.openai.answers import (
+    ActiveCompletion,
+    AnswerForm,
+    PendingAnswer,
+    send_answer,
+)
 from tidegate.serving.openai.anthropic_messages import (
     CountTokensRequest,
     MessagesForm,
     MessagesRequest,
-)
-from tidegate.serving.openai.completions import (
-    LATENCY_BOUNDS_S,
-    BegunRequest,
-    RequestCounts,
-    Streamable,
-    answer,
 )
 from tidegate.serving.openai.model_info import limits_of
 from tidegate.serving.openai.requests import (
@@ -49,7 +48,6 @@ from tidegate.serving.openai.requests import (
     VllmTokenizeRequest,
     required_prefix,
 )
-from tidegate.serving.openai.response_bodies import ResponseBodies
 from tidegate.serving.openai.responses import ResponsesForm, ResponsesRequest
 from tidegate.transport.messages import PAUSE_MODES, PauseMode
 
@@ -261,14 +259,14 @@ def flag(http: HttpRequest, name: str, *, default: bool) -> bool:
 async def answer_completion(
     parts: ServerParts,
     http: HttpRequest,
-    kind: type[Streamable],
-    begin: Callable[..., Awaitable[tuple[BegunRequest, ResponseBodies]]],
+    kind: type[Body],
+    begin: Callable[..., Awaitable[PendingAnswer]],
 ) -> Answer:
     """Read a completion request of this kind, begin it with ``begin``, and answer it."""
     parts.pauses.refuse_if_paused()
     request = await read(http, kind)
     beginning = begin(request, request_name(http), is_large=is_large(http))
-    return await answer(http, parts.counts, request, beginning)
+    return await send_answer(http, await unless_gone(http, beginning))
 
 
 @on("POST", "/v1/completions")
@@ -288,18 +286,22 @@ async def respond(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer a conversation in the form of OpenAI's Responses."""
     request = await read(http, ResponsesRequest)
     chat = request.chat(parts.responses.messages(request.previous_response_id))
-    return await answer_in_form(parts, http, chat, ResponsesForm(request, parts.responses))
+    form = partial(ResponsesForm, request, parts.responses)
+    return await answer_in_form(parts, http, chat, form)
 
 
 @on("POST", "/v1/messages", errors=AnthropicErrors())
 async def message(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer a conversation in the form of Anthropic's Messages."""
     request = await read(http, MessagesRequest)
-    return await answer_in_form(parts, http, request.chat(), MessagesForm(request))
+    return await answer_in_form(parts, http, request.chat(), partial(MessagesForm, request))
 
 
 async def answer_in_form(
-    parts: ServerParts, http: HttpRequest, chat: ChatRequest, form: AnswerForm
+    parts: ServerParts,
+    http: HttpRequest,
+    chat: ChatRequest,
+    form: Callable[[ActiveCompletion], AnswerForm],
 ) -> Answer:
     """Answer a chat as the gateway does."""
     parts.pauses.refuse_if_paused()
@@ -310,11 +312,12 @@ async def answer_in_form(
     def count(ended: "asyncio.Future[GeneratedTurn]", prompt_tokens: int) -> None:
         has_ended = not ended.cancelled() and ended.exception() is None
         reason = ended.result().finish_reason if has_ended else "abort"
-        parts.counts.count(began_s=began_s, prompt_tokens=prompt_tokens, finish_reasons=[reason])
+        counts = parts.requests.counts
+        counts.count(began_s=began_s, prompt_tokens=prompt_tokens, finish_reasons=[reason])
 
     for turn in active.choices:
         turn.turn.add_done_callback(partial(count, prompt_tokens=turn.prompt_tokens))
-    return await answer_turns(http, active, form)
+    return await send_answer(http, form(active))
 
 
 @on("POST", "/v1/messages/count_tokens", errors=AnthropicErrors())
@@ -536,7 +539,7 @@ async def metrics(parts: ServerParts, http: HttpRequest) -> Answer:
     """Report metrics as Prometheus text."""
     is_sleeping = parts.pauses.is_sleeping
     text = metrics_text(
-        parts.counts,
+        parts.requests.counts,
         parts.core,
         parts.fleet,
         model=parts.info.name,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.serving.openai.active_requests import ActiveRequest, ActiveRequests
-from tidegate.serving.openai.completions import running_outputs
 from tidegate.serving.openai.model_info import VersionLabels
 from tidegate.serving.openai.outputs import (
     Output,
@@ -17,6 +16,7 @@ from tidegate.serving.openai.outputs import (
     StopConditions,
 )
 from tidegate.serving.openai.requests import Prompt
+from tidegate.serving.openai.response_bodies import running_outputs
 from tidegate.simulation.engine.scripted import ScriptedEngine, files_of
 from tidegate.simulation.run.serve import ServeInTests, SimulatedRollouts
 
@@ -46,7 +46,7 @@ class Serving:
     async def parts(request: ActiveRequest, stops: StopConditions) -> AsyncIterator[Output]:
         tokenizer, labels = OutputTokenizer(MODEL.encoder), VersionLabels()
         readers = [OutputReader(each, stops, tokenizer, labels) for each in request.choices]
-        async for _, output in running_outputs(readers):
+        async for output in running_outputs(readers):
             yield output
         await request.wait()  # raises what a choice has failed with
 
