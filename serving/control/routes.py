@@ -1,13 +1,11 @@
-"""Parts of an HTTP server over a run's engines, its paths, and the API keys that the paths need.
+"""Parts of an HTTP server over a run's engines, and the API keys that its paths need.
 
-The APIs of vLLM and SGLang each register handlers in a :class:`Paths`; ``serving/vllm_server.py``
-serves them together with :func:`server_app`.
+``serving/vllm_server.py`` serves the paths of vLLM's and SGLang's APIs with :func:`server_app`.
 """
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
@@ -17,17 +15,8 @@ from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.serving.control.pauses import EnginePauses
 from tidegate.serving.control.sglang_tensors import UpdateGroups
 from tidegate.serving.control.weight_updates import WeightUpdates
-from tidegate.serving.http.errors import ApiError, ErrorForm, VllmErrors
-from tidegate.serving.http.scaffold import (
-    Answer,
-    ApiRoute,
-    Body,
-    api_app,
-    decode_json,
-    key_of,
-    read_json,
-    read_json_bytes,
-)
+from tidegate.serving.http.errors import ApiError, VllmErrors
+from tidegate.serving.http.scaffold import Answer, ApiPath, api_app, key_of
 from tidegate.serving.http.server import AccessPolicy, Headers
 from tidegate.serving.openai.active_requests import ActiveRequests
 from tidegate.serving.openai.completions import Completer
@@ -59,7 +48,7 @@ class ServerParts:
     weights: WeightUpdates
     groups: UpdateGroups
     """Process groups that SGLang's routes have joined."""
-    paths: "Sequence[Path]"
+    paths: Sequence[ApiPath]
     """All paths of the server."""
     weight_backend: str
     """How weights are received: ``disk``, ``gloo``, ``nccl`` or ``ipc``."""
@@ -77,49 +66,6 @@ class ServerParts:
         return self.settings.engine.max_running_turns * self.settings.fleet.engines
 
 
-# ---------------------------------------------------------------- routes and keys
-
-
-Handle = Callable[[ServerParts, HttpRequest], Awaitable[Answer]]
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A path of the server, for one HTTP method."""
-
-    method: str
-    path: str
-    handle: Handle
-    errors: ErrorForm | None = None
-    """Error form of this path; None: vLLM's."""
-    is_control: bool = False
-    """Whether the path needs the control token, because it stops engines, changes weights or ends
-    others' requests."""
-    is_open: bool = False
-    """Whether the path needs no key, because probes and Prometheus send none."""
-
-
-class Paths(list[Path]):
-    """Paths of one API, in the order of their handlers."""
-
-    def on(
-        self,
-        method: str,
-        path: str,
-        *,
-        errors: ErrorForm | None = None,
-        is_control: bool = False,
-        is_open: bool = False,
-    ) -> Callable[[Handle], Handle]:
-        """Register the decorated function as the handler of a path."""
-
-        def decorate(handle: Handle) -> Handle:
-            self.append(Path(method, path, handle, errors, is_control, is_open))
-            return handle
-
-        return decorate
-
-
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Secrets that requests show as ``Authorization: Bearer``; None where none is needed."""
@@ -133,7 +79,7 @@ class Keys:
         """Whether ``shown`` is one of the secrets."""
         return any(_is_equal(shown, key) for key in (self.api_key, self.control_token) if key)
 
-    def refuse(self, path: Path, shown: str) -> None:
+    def refuse(self, path: ApiPath, shown: str) -> None:
         """Raise ApiError unless ``shown`` opens a path."""
         if self.control_token and _is_equal(shown, self.control_token):
             return
@@ -165,29 +111,12 @@ def server_app(
 ) -> ASGIApp:
     """Make the application, behind its access guard."""
 
-    async def handle(path: Path, http: HttpRequest) -> Answer:
+    async def call(path: ApiPath, http: HttpRequest) -> Answer:
         keys.refuse(path, key_of(http))
         return await path.handle(parts, http)
 
     def shows_key(headers: Headers) -> bool:
         return keys.are_shown(headers.bearer)
 
-    routes = [
-        ApiRoute(each.method, each.path, partial(handle, each), each.errors) for each in parts.paths
-    ]
     policy = AccessPolicy(bound_host, allowed_hosts, shows_key)
-    return api_app(routes, VllmErrors(), policy)
-
-
-# ---------------------------------------------------------------- reading requests
-
-
-async def read(http: HttpRequest, kind: type[Body]) -> Body:
-    """Read the body as a request of this kind."""
-    return await read_json(http, kind, bytes_max=BODY_BYTES_MAX)
-
-
-async def read_optional(http: HttpRequest, kind: type[Body]) -> Body:
-    """Read the body as a request of this kind whose fields are all optional; it may be empty."""
-    body = await read_json_bytes(http, bytes_max=BODY_BYTES_MAX)
-    return decode_json(body if body.strip() else b"{}", kind)
+    return api_app(parts.paths, call, VllmErrors(), policy, body_bytes_max=BODY_BYTES_MAX)

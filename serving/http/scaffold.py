@@ -6,6 +6,7 @@ below.
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,22 +37,51 @@ Answer = dict[str, Any] | Response | None
 
 Body = TypeVar("Body")
 
-Handler = Callable[[HttpRequest], Awaitable[Answer]]
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Answer]])
 
 
 @dataclass(frozen=True, slots=True)
-class ApiRoute:
-    """A path, served for one HTTP method."""
+class ApiPath:
+    """A path of an API, for one HTTP method."""
 
     method: str
     path: str
-    handler: Handler
+    handle: Callable[..., Awaitable[Answer]]
     errors: ErrorForm | None = None
-    """Error form of this path; None takes the application's error form."""
+    """Error form of this path; None: the application's."""
+    is_control: bool = False
+    """Whether the path needs the control token, because it stops engines, changes weights or ends
+    others' requests."""
+    is_open: bool = False
+    """Whether the path needs no key, because probes and Prometheus send none."""
 
 
-def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy) -> ASGIApp:
-    """Make an application with these routes; its error answers have the form ``errors``."""
+class Paths(list[ApiPath]):
+    """Paths of one API, in the order of their handlers."""
+
+    def on(self, method: str, path: str, **fields: Any) -> Callable[[Handler], Handler]:
+        """Register the decorated function as the handler of a path, with these fields of
+        :class:`ApiPath`."""
+
+        def decorate(handle: Handler) -> Handler:
+            self.append(ApiPath(method, path, handle, **fields))
+            return handle
+
+        return decorate
+
+
+def api_app(
+    paths: Iterable[ApiPath],
+    call: Callable[[ApiPath, HttpRequest], Awaitable[Answer]],
+    errors: ErrorForm,
+    policy: AccessPolicy,
+    *,
+    body_bytes_max: int,
+) -> ASGIApp:
+    """Make an application with these paths, whose handlers ``call`` calls.
+
+    Error answers have the form ``errors``. Bodies have at most ``body_bytes_max`` bytes.
+    """
 
     async def unknown_path(http: HttpRequest, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
@@ -62,15 +92,22 @@ def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy)
 
     app = Starlette(
         routes=[
-            Route(each.path, _endpoint(each.handler, each.errors or errors), methods=[each.method])
-            for each in routes
+            Route(
+                each.path,
+                _endpoint(partial(call, each), each.errors or errors),
+                methods=[each.method],
+            )
+            for each in paths
         ],
         exception_handlers={404: unknown_path, 405: unknown_path},
     )
+    app.state.body_bytes_max = body_bytes_max
     return AccessGuard(app, policy, refusal_body)
 
 
-def _endpoint(handler: Handler, errors: ErrorForm) -> Callable[[HttpRequest], Awaitable[Response]]:
+def _endpoint(
+    handler: Callable[[HttpRequest], Awaitable[Answer]], errors: ErrorForm
+) -> Callable[[HttpRequest], Awaitable[Response]]:
     """Return an endpoint that sends a handler's result, or the error that it raises, as JSON."""
 
     async def endpoint(http: HttpRequest) -> Response:
@@ -97,14 +134,15 @@ def key_of(http: HttpRequest) -> str:
     return key or http.headers.get("x-api-key", "")
 
 
-async def read_json_bytes(http: HttpRequest, *, bytes_max: int) -> bytes:
-    """Read the whole body, and record its length for :func:`is_large`.
+async def read_json_bytes(http: HttpRequest, *, bytes_max: int | None = None) -> bytes:
+    """Read the whole body, and record its length for :func:`is_large`; ``bytes_max`` replaces the
+    application's limit.
 
     Raises:
         ApiError: the body has too many bytes or JSON values.
         ClientDisconnect: the client is gone.
     """
-    body = await read_body(http, bytes_max=bytes_max)
+    body = await read_body(http, bytes_max=bytes_max or http.app.state.body_bytes_max)
     http.state.is_large = len(body) >= BODY_IS_LARGE_BYTES
     return body
 
@@ -115,15 +153,20 @@ def is_large(http: HttpRequest) -> bool:
     return large
 
 
-async def read_json(http: HttpRequest, kind: type[Body], *, bytes_max: int) -> Body:
+async def read(
+    http: HttpRequest, kind: type[Body], *, may_be_empty: bool = False, bytes_max: int | None = None
+) -> Body:
     """Read the whole body and decode it as a request of this kind.
+
+    If it ``may_be_empty``, all fields of the kind are optional.
 
     Raises:
         ApiError: the body has too many bytes or JSON values.
         MalformedBody: the body is not JSON, or has other fields or types.
         ClientDisconnect: the client is gone.
     """
-    return decode_json(await read_json_bytes(http, bytes_max=bytes_max), kind)
+    body = await read_json_bytes(http, bytes_max=bytes_max)
+    return decode_json(b"{}" if may_be_empty and not body.strip() else body, kind)
 
 
 def decode_json(body: bytes, kind: type[Body]) -> Body:

@@ -13,17 +13,11 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse
 
-from tidegate.serving.control.routes import (
-    BODY_BYTES_MAX,
-    SGLANG_VERSION,
-    Paths,
-    ServerParts,
-    read,
-)
+from tidegate.serving.control.routes import BODY_BYTES_MAX, SGLANG_VERSION, ServerParts
 from tidegate.serving.control.sglang_tensors import read_tensors
 from tidegate.serving.control.weight_updates import in_daemon_thread
 from tidegate.serving.http.errors import ApiError, UpdateError
-from tidegate.serving.http.scaffold import Answer, Body, as_json, decode_json, read_json_bytes
+from tidegate.serving.http.scaffold import Answer, Paths, as_json, read
 from tidegate.serving.http.server import unless_gone
 from tidegate.serving.openai.answers import send_answer
 from tidegate.serving.openai.model_info import limits_of
@@ -122,8 +116,7 @@ on("POST", "/flush_cache", is_control=True)(_flush_cache)
 
 async def _tags(http: HttpRequest) -> list[MemoryTag]:
     """Return the kinds of memory that a request names, all if it names none."""
-    body = await read_json_bytes(http, bytes_max=BODY_BYTES_MAX)
-    tags = decode_json(body, requests.MemoryRequest).tags if body.strip() else None
+    tags = (await read(http, requests.MemoryRequest, may_be_empty=True)).tags
     known = (*MEMORY_TAGS, "cuda_graph")  # there are no graphs to release
     if strange := [tag for tag in tags or () if tag not in known]:
         raise ApiError(400, f"tags name some of {', '.join(known)}, got {strange[0]!r}")
@@ -223,7 +216,7 @@ async def end_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/update_weights_from_tensor", is_control=True)
 async def update_weights_from_tensor(parts: ServerParts, http: HttpRequest) -> Answer:
     """Receive tensors in the request; outside an update they are published at once."""
-    request = await _read_large(http, requests.TensorUpdateRequest)
+    request = await read(http, requests.TensorUpdateRequest, bytes_max=TENSOR_BODY_BYTES_MAX)
 
     def receive() -> dict[str, Any]:
         if len(request.serialized_named_tensors) != 1:
@@ -283,10 +276,6 @@ async def destroy_weights_update_group(parts: ServerParts, http: HttpRequest) ->
             )
 
     return await _updated(leave(), "Succeeded to destroy custom process group.")
-
-
-async def _read_large(http: HttpRequest, kind: type[Body]) -> Body:
-    return decode_json(await read_json_bytes(http, bytes_max=TENSOR_BODY_BYTES_MAX), kind)
 
 
 @on("POST", "/unload_lora_adapter", is_control=True)

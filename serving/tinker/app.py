@@ -10,8 +10,7 @@ import contextlib
 import logging
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,9 +20,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tidegate.errors import RunClosed, TidegateError
-from tidegate.serving.http import scaffold
 from tidegate.serving.http.errors import ApiError, ErrorForm, MalformedBody
-from tidegate.serving.http.scaffold import Answer, ApiRoute, Body, as_json, key_of
+from tidegate.serving.http.scaffold import (
+    Answer,
+    ApiPath,
+    Handler,
+    Paths,
+    api_app,
+    as_json,
+    key_of,
+    read,
+)
 from tidegate.serving.http.server import JSON_TYPE, AccessPolicy, Headers, read_body
 from tidegate.serving.openai.model_info import limits_of
 from tidegate.serving.tinker import messages, sessions
@@ -92,32 +99,14 @@ class TinkerErrors(ErrorForm):
 # ---------------------------------------------------------------- routes
 
 
-Handle = Callable[[TinkerParts, HttpRequest, str], Awaitable[Answer]]
-"""Handler of a path; the text is the tenant."""
+PATHS = Paths()
+"""All paths of the server, in the order of their handlers, which get the tenant after the request.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class TinkerPath:
-    """A path below ``/api/v1`` for one HTTP method."""
-
-    method: str
-    path: str
-    handle: Handle
-    needs_key: bool = True
-
-
-PATHS: list[TinkerPath] = []
-"""All paths of the server, in the order of their handlers."""
-
-
-def on(method: str, path: str, *, needs_key: bool = True) -> Callable[[Handle], Handle]:
-    """Register the decorated function as the handler of a path."""
-
-    def decorate(handle: Handle) -> Handle:
-        PATHS.append(TinkerPath(method, f"/api/v1/{path}", handle, needs_key))
-        return handle
-
-    return decorate
+def on(method: str, path: str, *, is_open: bool = False) -> Callable[[Handler], Handler]:
+    """Register the decorated function as the handler of a path below ``/api/v1``."""
+    return PATHS.on(method, f"/api/v1/{path}", is_open=is_open)
 
 
 def tinker_app(
@@ -125,23 +114,17 @@ def tinker_app(
 ) -> ASGIApp:
     """Make the application, behind its access guard."""
 
-    async def handle(path: TinkerPath, http: HttpRequest) -> Answer:
-        tenant = parts.tenants.of(key_of(http)) if path.needs_key else ""
+    async def call(path: ApiPath, http: HttpRequest) -> Answer:
+        tenant = "" if path.is_open else parts.tenants.of(key_of(http))
         return await path.handle(parts, http, tenant)
 
     def shows_key(headers: Headers) -> bool:
         return parts.tenants.knows(headers.key)
 
-    routes = [ApiRoute(each.method, each.path, partial(handle, each)) for each in PATHS]
     policy = AccessPolicy(
         bound_host, allowed_hosts, shows_key, body_types=frozenset({JSON_TYPE, PROTOBUF_TYPE})
     )
-    return scaffold.api_app(routes, TinkerErrors(), policy)
-
-
-async def read(http: HttpRequest, kind: type[Body]) -> Body:
-    """Read the body as a request of this kind."""
-    return await scaffold.read_json(http, kind, bytes_max=BODY_BYTES_MAX)
+    return api_app(PATHS, call, TinkerErrors(), policy, body_bytes_max=BODY_BYTES_MAX)
 
 
 def future_answer(request_id: str, model_id: str | None = None, **more: Any) -> dict[str, Any]:
@@ -152,7 +135,7 @@ def future_answer(request_id: str, model_id: str | None = None, **more: Any) -> 
 # ---------------------------------------------------------------- server and sessions
 
 
-@on("GET", "healthz", needs_key=False)
+@on("GET", "healthz", is_open=True)
 async def healthz(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     """Say that the server answers, and has engines."""
     limits_of(parts.fleet)

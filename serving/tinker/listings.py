@@ -14,9 +14,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from tidegate.serving.http.errors import ApiError
-from tidegate.serving.http.scaffold import Answer
+from tidegate.serving.http.scaffold import Answer, read
 from tidegate.serving.tinker import messages
-from tidegate.serving.tinker.app import on, read
+from tidegate.serving.tinker.app import on
 from tidegate.serving.tinker.checkpoints import SCHEME, CheckpointFacts
 from tidegate.serving.tinker.parts import TinkerParts
 from tidegate.serving.tinker.training import UserError

@@ -17,15 +17,9 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from tidegate.serving.control.routes import (
-    SGLANG_VERSION,
-    Paths,
-    ServerParts,
-    read,
-    read_optional,
-)
+from tidegate.serving.control.routes import SGLANG_VERSION, ServerParts
 from tidegate.serving.http.errors import AnthropicErrors, ApiError, OpenAIErrors
-from tidegate.serving.http.scaffold import Answer, Body, encoded_response, is_large
+from tidegate.serving.http.scaffold import Answer, Body, Paths, encoded_response, is_large, read
 from tidegate.serving.http.server import off_loop, unless_gone
 from tidegate.serving.openai.active_requests import LATENCY_BOUNDS_S, RequestCounts
 from tidegate.serving.openai.answers import (
@@ -628,7 +622,7 @@ async def release_kv_cache_memory(parts: ServerParts, http: HttpRequest) -> Answ
 @on("POST", "/reset_prefix_cache", is_control=True)
 async def reset_prefix_cache(parts: ServerParts, http: HttpRequest) -> Answer:
     """Drop the prefix caches; ``reset_running_requests`` is in the query, or in SkyRL's body."""
-    request = await read_optional(http, ResetRequest)
+    request = await read(http, ResetRequest, may_be_empty=True)
     recomputes = flag(http, "reset_running_requests", default=request.reset_running_requests)
     done = await parts.pauses.reset_prefix_cache(recomputes_running=recomputes)
     return {"success": done}
@@ -693,7 +687,7 @@ async def update_weights(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/finish_weight_update", is_control=True)
 async def finish_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
     """Publish the update to all engines."""
-    request = await read_optional(http, FinishRequest)
+    request = await read(http, FinishRequest, may_be_empty=True)
     await parts.weights.finish(request.weight_version)
     return {"message": "Weight update finished"}
 

@@ -15,7 +15,7 @@ from tests.orchestrator.episodes.talking import Talk, user
 from tests.serving.gateway.gateway_clients import CHAT, END, client_of, session_of
 from tidegate.errors import ConfigError, ContextFull, InfrastructureFailed, PolicyFailed
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.serving.gateway.app import gateway_routes
+from tidegate.serving.gateway.app import PATHS
 from tidegate.serving.gateway.gateway import (
     Endpoint,
     Gateway,
@@ -52,10 +52,7 @@ async def test_a_request_without_the_key_of_an_open_session_is_refused(
 
 async def test_every_path_but_health_wants_a_key(gateway: Gateway) -> None:
     async with client_of(gateway, "") as stranger:
-        answers = {
-            each.path: await stranger.request(each.method, each.path)
-            for each in gateway_routes(gateway)
-        }
+        answers = {each.path: await stranger.request(each.method, each.path) for each in PATHS}
     assert {path for path, each in answers.items() if each.status_code != 401} == {"/health"}
 
 
