@@ -10,7 +10,12 @@ import binascii
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tidegate.serving.control.receivers import AnnouncedTensor, announced_tensors, unpacked
+from tidegate.serving.control.receivers import (
+    AnnouncedTensor,
+    UpdateReceiver,
+    announced_tensors,
+    unpacked,
+)
 from tidegate.serving.control.safe_unpickler import UnsafePickle, read_plain_pickle
 from tidegate.serving.http.errors import ApiError, UpdateError
 from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, ref_counter_problem
@@ -58,7 +63,7 @@ _KINDS: tuple[type[Any] | tuple[type[Any], ...], ...] = (
 )
 
 
-class IpcUpdateReceiver:
+class IpcUpdateReceiver(UpdateReceiver):
     """Copies tensors from GPU memory that a trainer shares through handles.
 
     ``init_info`` says whether each tensor has a handle, or all are packed into one buffer.
@@ -199,7 +204,6 @@ def _handle(fields: object) -> Handle:
 
 
 def _check_extent(handle: Handle) -> None:
-    """Check that the tensor lies within the memory that its handle opens."""
     import torch
 
     numbers = (*handle.size, *handle.stride, handle.offset, handle.storage_offset_bytes)
@@ -229,7 +233,6 @@ _TENSOR, _STORAGE, _REBUILD = object(), object(), object()
 
 
 def _size(dimensions: object) -> tuple[object, ...]:
-    """Return the dimensions of a pickled ``torch.Size``."""
     if not isinstance(dimensions, tuple | list):
         raise UnsafePickle(
             f"a pickled torch.Size must hold a tuple, got {type(dimensions).__name__}"

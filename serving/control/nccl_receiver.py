@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tidegate.serving.control.receivers import (
     RECEIVE_TIMEOUT_S,
     AnnouncedTensor,
+    UpdateReceiver,
     announced_tensors,
     unpacked,
 )
@@ -44,7 +45,7 @@ _UPDATE_FIELDS = (
 )
 
 
-class NcclUpdateReceiver:
+class NcclUpdateReceiver(UpdateReceiver):
     """Takes part in broadcasts of a communicator whose rank 0 is the trainer.
 
     ``library`` and ``device`` are NCCL's and the process' own GPU unless given.
@@ -120,9 +121,6 @@ class NcclUpdateReceiver:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         group.broadcast(tensor, timeout_s=RECEIVE_TIMEOUT_S)
         return tensor
-
-    def finished(self) -> None:
-        """Keep the communicator for the next update."""
 
     def close(self) -> None:
         """Leave the communicator."""
@@ -301,7 +299,6 @@ _STRUCT = object()
 
 
 def _struct_bytes(kind: object, state: object) -> bytes:
-    """Return the bytes that ctypes would fill the struct with."""
     match state:
         case ({**rest}, bytes(held)) if kind is _STRUCT and not rest:
             return held

@@ -5,8 +5,8 @@ because they end it: a resume, and a pause that aborts.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_args
 
 from tidegate.serving.http.errors import ApiError
 from tidegate.serving.openai.active_requests import ActiveRequests
@@ -76,11 +76,6 @@ class EnginePauses:
 
     async def _drain(self, *, clear_cache: bool) -> None:
         draining = self._control.pause("wait", clear_cache=clear_cache)
-        await self._until_cancelled(draining)
-        if self.mode is None:  # resumed meanwhile, and the pause may still be in effect
-            await self._control.pause(None)
-
-    async def _until_cancelled(self, draining: Coroutine[Any, Any, None]) -> None:
         task = self._draining = asyncio.ensure_future(draining)
         try:
             await asyncio.wait([task])
@@ -89,6 +84,8 @@ class EnginePauses:
         finally:
             task.cancel()
             self._draining = None
+        if self.mode is None:  # resumed meanwhile, and the pause may still be in effect
+            await self._control.pause(None)
 
     @property
     def has_dropped_kv(self) -> bool:

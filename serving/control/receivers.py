@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tidegate.orchestrator.weight_sync.tensor_files import read_tensor_file
 from tidegate.serving.http.errors import ApiError, UpdateError
@@ -27,14 +27,16 @@ SERVER_RANK = 1
 """Rank of the server, which is one process for all engines; the trainer is rank 0."""
 
 
-class UpdateReceiver(Protocol):
+class UpdateReceiver:
     """A way to receive weights, by vLLM's phases of a weight update."""
 
     def connect(self, info: Mapping[str, Any]) -> None:
         """Connect to the trainer that ``init_info`` describes."""
+        raise NotImplementedError
 
     def receive(self, info: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
         """Return the tensors that ``update_info`` announces, in the host's memory."""
+        raise NotImplementedError
 
     def finished(self) -> None:
         """Release what the update needed; it has succeeded or failed."""
@@ -142,7 +144,7 @@ def received(
 # ---------------------------------------------------------------- from files
 
 
-class DiskUpdateReceiver:
+class DiskUpdateReceiver(UpdateReceiver):
     """Reads safetensors: of a file, or of all files in a directory.
 
     ``update_info`` is ``{"path": …}``, and ``names`` if only some of its tensors are meant.
@@ -162,12 +164,6 @@ class DiskUpdateReceiver:
                 f"{path!r:.200}"
             )
         return read_tensors(Path(path), info.get("names"))
-
-    def finished(self) -> None:
-        """Do nothing: files are closed as soon as they are read."""
-
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
 
 
 def read_tensors(path: Path, names: Any = None) -> "dict[str, torch.Tensor]":
@@ -198,7 +194,7 @@ def read_tensors(path: Path, names: Any = None) -> "dict[str, torch.Tensor]":
 # ---------------------------------------------------------------- over gloo
 
 
-class GlooUpdateReceiver:
+class GlooUpdateReceiver(UpdateReceiver):
     """Takes part in broadcasts of a group of two, whose other process is the trainer.
 
     ``init_info`` is that of vLLM's ``nccl`` backend; ``update_info`` names the tensors in the order
@@ -233,9 +229,6 @@ class GlooUpdateReceiver:
         _refuse_unknown(info, ("names", "dtype_names", "shapes", "packed"), "update_info")
         _refuse_packed(info)
         return received(announced_tensors(info), partial(broadcast, self._group), self.close)
-
-    def finished(self) -> None:
-        """Keep the group for the next update."""
 
     def close(self) -> None:
         """Leave the group, which ends with its last user."""

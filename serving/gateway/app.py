@@ -294,7 +294,6 @@ async def fail(gateway: "GatewaySessions", http: HttpRequest) -> Answer:
 
 
 def _named_session(gateway: "GatewaySessions", http: HttpRequest) -> "Session":
-    """Return the session that the path names, if the request's key may use it."""
     session_id = http.path_params["session_id"]
     session = gateway.session(key_of(http), session_id)
     if session.session_id != session_id:
@@ -312,7 +311,6 @@ def _turn_of(
     turn: "Coroutine[Any, Any, GeneratedTurn]",
     reply_format: ReplyFormat | None = None,
 ) -> ActiveTurn:
-    """Begin a turn that continues a row from its present tokens."""
     tokens, task = row.num_tokens, asyncio.ensure_future(turn)
     return ActiveTurn(
         name=f"{row.rollout_id}-{tokens}",
@@ -353,7 +351,6 @@ def _begin(
 
 
 def _weight_versions(turn: "GeneratedTurn") -> list[dict[str, Any]]:
-    """Return the weight version of each range of the turn's tokens."""
     return [
         {"version": str(span.version), "start": span.start, "end": span.end} for span in turn.spans
     ]

@@ -100,7 +100,6 @@ class CompletionForm(AnswerForm):
         }
 
     def _choice(self, index: int) -> dict[str, Any]:
-        """Return a choice whose turn has ended."""
         request, turn = self.active.request, self.active.choices[index].turn.result()
         reason = "tool_calls" if turn.tool_calls else turn.finish_reason
         choice: dict[str, Any] = {"index": index, "finish_reason": reason}
@@ -120,7 +119,6 @@ class CompletionForm(AnswerForm):
         return choice
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
-        """Return the chunk with more of one choice's text."""
         is_chat = isinstance(self.active.request, ChatRequest)
         added: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
         choice = {"index": index, "finish_reason": None, "logprobs": None, **added}

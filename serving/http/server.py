@@ -25,7 +25,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -367,7 +367,6 @@ class AccessPolicy:
 
 
 def _name_of(host: str) -> str:
-    """Return a Host header's name without the port."""
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdecimal() and (name.endswith("]") or ":" not in name) else host
 
@@ -544,34 +543,8 @@ class OwnedStream(StreamingResponse):
 # ---------------------------------------------------------------- large work
 
 
-@dataclass(slots=True)
-class _LargeWork:
-    """Bounded thread pool for CPU work on large requests, which would block the event loop."""
-
-    pool: concurrent.futures.ThreadPoolExecutor = field(
-        default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
-            LARGE_WORK_THREADS, "tidegate-large-request"
-        )
-    )
-    pending: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def submit(self, work: Callable[[], Result]) -> "concurrent.futures.Future[Result]":
-        with self.lock:
-            if self.pending >= LARGE_WORK_WAITING_MAX:
-                why = f"{LARGE_WORK_WAITING_MAX} large requests are worked on; retry later"
-                raise ApiError(503, why)
-            self.pending += 1
-        future = self.pool.submit(work)
-        future.add_done_callback(self._record_end)
-        return future
-
-    def _record_end(self, _: object) -> None:
-        with self.lock:
-            self.pending -= 1
-
-
-_LARGE_WORK = _LargeWork()
+_threads = concurrent.futures.ThreadPoolExecutor(LARGE_WORK_THREADS, "tidegate-large-request")
+_places = threading.BoundedSemaphore(LARGE_WORK_WAITING_MAX)
 
 
 async def off_loop(work: Callable[[], Result]) -> Result:
@@ -582,4 +555,8 @@ async def off_loop(work: Callable[[], Result]) -> Result:
     Raises:
         ApiError: too many pieces of work wait already.
     """
-    return await asyncio.wrap_future(_LARGE_WORK.submit(work))
+    if not _places.acquire(blocking=False):
+        raise ApiError(503, f"{LARGE_WORK_WAITING_MAX} large requests are worked on; retry later")
+    future = _threads.submit(work)
+    future.add_done_callback(lambda _: _places.release())
+    return await asyncio.wrap_future(future)

@@ -227,7 +227,6 @@ def _user_messages(role: str, blocks: list[Any], where: str) -> Iterator[dict[st
 
 
 def _parts(block: Any, where: str) -> list[dict[str, Any]]:
-    """Return a block of a user's message or a tool's result as message parts of OpenAI's API."""
     match _kind(block, where):
         case "text":
             return [_text_part(_block_text(block, where))]
@@ -246,7 +245,6 @@ def _parts(block: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _heading(block: Mapping[str, Any], *fields: str) -> list[dict[str, Any]]:
-    """Return these fields of a block as lines of text, if it has them."""
     given = [block[field] for field in fields if block.get(field)]
     return [_text_part("".join(f"{line}\n" for line in given))] if given else []
 
@@ -439,7 +437,6 @@ class MessagesForm(AnswerForm):
         return bool((options or {}).get("enable_thinking"))
 
     def _stop(self) -> dict[str, Any]:
-        """Return ``stop_reason``, and the stop sequence that ended the turn."""
         turn = self.active.choices[0].turn.result()
         if turn.tool_calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -462,14 +459,12 @@ def _block_start(index: int, block: Mapping[str, Any]) -> bytes:
 def _block_events(
     index: int, block: Mapping[str, Any], delta: Mapping[str, Any]
 ) -> Iterator[bytes]:
-    """Yield the events of a block that is sent as one delta."""
     yield _block_start(index, block)
     yield _event({"type": "content_block_delta", "index": index, "delta": delta})
     yield _event({"type": "content_block_stop", "index": index})
 
 
 def _thinking_block(reasoning: str) -> dict[str, Any]:
-    """Return a block of reasoning, without a signature."""
     return {"type": "thinking", "thinking": reasoning, "signature": ""}
 
 

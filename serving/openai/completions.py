@@ -201,7 +201,6 @@ class Completer:
         return forced
 
     def _turns(self, begun: BegunRequest, request: ChatRequest, prompt: Prompt) -> list[ServedTurn]:
-        """Return the choices of a chat as turns whose replies are parsed."""
         schemas = tool_schemas(request.offered_tools)
         reply_format = reply_format_of(self._template(), schemas, self._shown(prompt))
         return [
@@ -369,7 +368,6 @@ class Completer:
         return Prompt([*prefix, *rendered[cut + has_end :]])
 
     async def _encoded(self, text: str, adds: bool, tokens_max: int | None) -> Prompt:
-        """Return a text as a prompt; raises ContextFull if no context holds it."""
         ids = await self.tokenizer.encode(text, adds_special_tokens=adds, tokens_max=tokens_max)
         return Prompt(ids, text)
 
@@ -380,7 +378,6 @@ class Completer:
         return limits_of(self._fleet).context_tokens_max
 
     def _with_defaults(self, request: RequestT) -> RequestT:
-        """Fill in omitted fields from the model's generation_config.json."""
         given = {k: v for k, v in self._defaults.items() if getattr(request, k) is None}
         return msgspec.structs.replace(request, **given) if given else request
 
@@ -442,7 +439,6 @@ class Completer:
         )
 
     def _output_limits(self, checked: CheckedRequest) -> list[int]:
-        """Return the limit of output tokens of each prompt's choices."""
         limits = limits_of(self._fleet)
         tokens_max = self._tokens_default if checked.tokens_max is None else checked.tokens_max
         return [_output_limit(prompt, tokens_max, limits) for prompt in checked.prompts]

@@ -249,11 +249,9 @@ class ResponseBodies(OutputsAnswer, Generic[RequestT]):
         return [{**self._chunk_head, "choices": [], "usage": usage}]
 
     def _body(self, outputs: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole answer, from the outputs of all choices."""
         raise NotImplementedError
 
     def _chunk(self, output: Output) -> dict[str, Any]:
-        """Return the chunk of a stream with a part of one choice's output."""
         raise NotImplementedError
 
     @property
@@ -262,7 +260,6 @@ class ResponseBodies(OutputsAnswer, Generic[RequestT]):
         raise NotImplementedError
 
     def _head(self, kind: str) -> dict[str, Any]:
-        """Return the fields that an answer of OpenAI's API, or a chunk of it, begins with."""
         return {
             "id": self._id,
             "object": kind,
@@ -449,7 +446,6 @@ class CompletionBodies(ResponseBodies[CompletionRequest]):
         return self._begun.tokenizer.decode(prompt.token_ids, skips_special_tokens=False)
 
     def _echoes(self, output: Output) -> bool:
-        """Whether the prompt precedes this part of the output."""
         return bool(self._request.echo) and output.is_first
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:

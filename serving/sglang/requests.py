@@ -245,7 +245,6 @@ class SglangGenerateRequest(UnservedGenerate, kw_only=True):
         ]
 
     def _for_each(self, size: int, name: str, value: Any) -> list[Any]:
-        """Return a field's value for each prompt."""
         if not isinstance(value, list):
             return [value] * size
         if len(value) != size:

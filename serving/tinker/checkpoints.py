@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from tidegate.serving.tinker.journal import sync_file
 from tidegate.serving.tinker.training import LoraSpec, UserError
 
 log = logging.getLogger("tidegate")
@@ -104,7 +105,8 @@ class CheckpointStore:
         try:
             write(beside)
             self._write_facts(beside, facts)
-            _sync(beside)
+            for path in [*beside.iterdir(), beside]:
+                sync_file(path)
             if directory.exists():
                 shutil.rmtree(directory)
             os.rename(beside, directory)
@@ -112,7 +114,7 @@ class CheckpointStore:
             shutil.rmtree(beside, ignore_errors=True)
             raise
         deleted.unlink(missing_ok=True)
-        _sync_file(directory.parent)
+        sync_file(directory.parent)
         return directory
 
     def hold(self, path: str, tenant: str, into: Path) -> tuple[CheckpointFacts, Path]:
@@ -127,9 +129,9 @@ class CheckpointStore:
             beside = into.with_name(f".{into.name}")
             shutil.rmtree(beside, ignore_errors=True)
             shutil.copytree(directory, beside, copy_function=os.link)
-            _sync_file(beside)
+            sync_file(beside)
             os.rename(beside, into)
-            _sync_file(into.parent)
+            sync_file(into.parent)
         return msgspec.json.decode((into / FACTS_FILE).read_bytes(), type=CheckpointFacts), into
 
     def find(
@@ -204,8 +206,8 @@ class CheckpointStore:
         directory = self._directory(facts.run_id, facts.kind, facts.name)
         if not facts.is_ephemeral and directory.exists():
             _deletion_of(directory).write_text(str(facts.seq_id))
-            _sync_file(_deletion_of(directory))
-            _sync_file(directory.parent)
+            sync_file(_deletion_of(directory))
+            sync_file(directory.parent)
         shutil.rmtree(directory, ignore_errors=True)
 
     def _read(self, directory: Path) -> CheckpointFacts | None:
@@ -253,16 +255,3 @@ def split_path(path: str) -> tuple[str, CheckpointKind, str]:
         f"{path!r:.300} is no checkpoint; one is tinker://RUN/weights/NAME, or "
         f"tinker://RUN/sampler_weights/NAME to sample from"
     )
-
-
-def _sync(directory: Path) -> None:
-    for path in [*directory.iterdir(), directory]:
-        _sync_file(path)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

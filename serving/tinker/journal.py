@@ -159,7 +159,7 @@ def write_records(path: Path, records: Iterable[SessionRecord | ModelRecord]) ->
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-    _sync_directory(path.parent)
+    sync_file(path.parent)
 
 
 def read_records(path: Path, kind: Any) -> list[Any]:
@@ -196,7 +196,8 @@ def _framed(record: SessionRecord | ModelRecord) -> bytes:
     return HEADER.pack(len(body), zlib.crc32(body)) + body
 
 
-def _sync_directory(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -335,7 +336,7 @@ class ModelJournal:
         try:
             save(beside)
             for path in [*beside.iterdir(), beside]:
-                _sync_directory(path)
+                sync_file(path)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)  # perhaps the disk is full
             raise

@@ -32,10 +32,6 @@ from tidegate.serving.tinker.training import UserError
 if TYPE_CHECKING:
     import torch
 
-    TokenLoss = Callable[
-        [torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, float]], torch.Tensor
-    ]
-
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 """Default ``clip_low_threshold`` and ``clip_high_threshold``: bounds of the ratio itself."""
 
@@ -53,7 +49,8 @@ _POLICY_INPUTS = frozenset({TARGETS, "logprobs", "advantages"})
 class LossFunction:
     """A loss function, and the input tensors that a request must have for it."""
 
-    token_losses: "TokenLoss"
+    token_losses: "Callable[[LossTerms], torch.Tensor]"
+    """Returns the loss of each target."""
     required: frozenset[str]
     """Loss inputs that each sequence needs."""
     optional: frozenset[str] = frozenset()
@@ -64,69 +61,60 @@ class LossFunction:
     """Fields of ``loss_fn_config`` without a default."""
 
 
-def _cross_entropy(
-    logprobs: "torch.Tensor",
-    inputs: "Mapping[str, torch.Tensor]",
-    config: Mapping[str, float],
-) -> "torch.Tensor":
-    weights = inputs.get("weights")
-    return -logprobs if weights is None else -weights * logprobs
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """Log-probs of one sequence's targets, and what a request has beside them."""
+
+    logprobs: "torch.Tensor"
+    inputs: "Mapping[str, torch.Tensor]"
+    config: Mapping[str, float]
+
+    @property
+    def advantages(self) -> "torch.Tensor":
+        """Advantage of each token."""
+        return self.inputs["advantages"]
+
+    @property
+    def ratio(self) -> "torch.Tensor":
+        """Ratio of the policy's to the behaviour policy's probability of each token."""
+        return clamped_ratio(self.logprobs - self.inputs["logprobs"])
+
+    def clipped(self, ratio: "torch.Tensor") -> "torch.Tensor":
+        """Return a ratio within the request's thresholds."""
+        low = self.config.get("clip_low_threshold", CLIP_LOW)
+        return ratio.clamp(low, self.config.get("clip_high_threshold", CLIP_HIGH))
 
 
-def _importance_sampling(
-    logprobs: "torch.Tensor",
-    inputs: "Mapping[str, torch.Tensor]",
-    config: Mapping[str, float],
-) -> "torch.Tensor":
-    return -_ratio(logprobs, inputs) * inputs["advantages"]
+def _cross_entropy(terms: LossTerms) -> "torch.Tensor":
+    weights = terms.inputs.get("weights")
+    return -terms.logprobs if weights is None else -weights * terms.logprobs
 
 
-def _ppo(
-    logprobs: "torch.Tensor",
-    inputs: "Mapping[str, torch.Tensor]",
-    config: Mapping[str, float],
-) -> "torch.Tensor":
-    ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
-    return -(ratio * advantages).minimum(_clipped(ratio, config) * advantages)
+def _importance_sampling(terms: LossTerms) -> "torch.Tensor":
+    return -terms.ratio * terms.advantages
 
 
-def _cispo(
-    logprobs: "torch.Tensor",
-    inputs: "Mapping[str, torch.Tensor]",
-    config: Mapping[str, float],
-) -> "torch.Tensor":
-    weight = _clipped(_ratio(logprobs, inputs), config).detach()
-    return -weight * inputs["advantages"] * logprobs
+def _clipped_objective(terms: LossTerms, ratio: "torch.Tensor") -> "torch.Tensor":
+    return -(ratio * terms.advantages).minimum(terms.clipped(ratio) * terms.advantages)
 
 
-def _gspo(
-    logprobs: "torch.Tensor",
-    inputs: "Mapping[str, torch.Tensor]",
-    config: Mapping[str, float],
-) -> "torch.Tensor":
-    marked = inputs[RATIO_MASK] != 0
-    mean = (logprobs.detach() - inputs["logprobs"])[marked].mean()
-    ratio = clamped_ratio(mean + logprobs - logprobs.detach())
-    advantages = inputs["advantages"]
-    return -(ratio * advantages).minimum(_clipped(ratio, config) * advantages)
+def _ppo(terms: LossTerms) -> "torch.Tensor":
+    return _clipped_objective(terms, terms.ratio)
 
 
-def _dro(
-    logprobs: "torch.Tensor",
-    inputs: "Mapping[str, torch.Tensor]",
-    config: Mapping[str, float],
-) -> "torch.Tensor":
-    penalty = 0.5 * config["beta"] * (logprobs - inputs["logprobs"]) ** 2
-    return penalty - inputs["advantages"] * logprobs
+def _cispo(terms: LossTerms) -> "torch.Tensor":
+    return -terms.clipped(terms.ratio).detach() * terms.advantages * terms.logprobs
 
 
-def _ratio(logprobs: "torch.Tensor", inputs: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-    return clamped_ratio(logprobs - inputs["logprobs"])
+def _gspo(terms: LossTerms) -> "torch.Tensor":
+    logprobs, marked = terms.logprobs, terms.inputs[RATIO_MASK] != 0
+    mean = (logprobs.detach() - terms.inputs["logprobs"])[marked].mean()
+    return _clipped_objective(terms, clamped_ratio(mean + logprobs - logprobs.detach()))
 
 
-def _clipped(ratio: "torch.Tensor", config: Mapping[str, float]) -> "torch.Tensor":
-    low = config.get("clip_low_threshold", CLIP_LOW)
-    return ratio.clamp(low, config.get("clip_high_threshold", CLIP_HIGH))
+def _dro(terms: LossTerms) -> "torch.Tensor":
+    penalty = 0.5 * terms.config["beta"] * (terms.logprobs - terms.inputs["logprobs"]) ** 2
+    return penalty - terms.advantages * terms.logprobs
 
 
 LOSSES: Mapping[str, LossFunction] = {

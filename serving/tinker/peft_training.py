@@ -20,7 +20,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tidegate.engine.models.quiet_transformers import quiet_transformers
-from tidegate.serving.tinker.losses import RATIO_MASK, TARGETS, LossFunction, loss_function
+from tidegate.serving.tinker.losses import (
+    RATIO_MASK,
+    TARGETS,
+    LossFunction,
+    LossTerms,
+    loss_function,
+)
 from tidegate.serving.tinker.training import (
     LORA_ALPHA,
     AdamStep,
@@ -54,8 +60,6 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(slots=True)
 class _Model:
-    """One adapter in training."""
-
     name: str
     """The adapter's name in PEFT's model; a model id may have dots, which PEFT refuses."""
     parameters: dict[str, torch.nn.Parameter]
@@ -160,7 +164,7 @@ class PeftTraining:
                     inputs = {
                         k: self._float(v) for k, v in datum.loss_inputs.items() if k != TARGETS
                     }
-                    losses = loss.token_losses(own, inputs, batch.loss_config)
+                    losses = loss.token_losses(LossTerms(own, inputs, batch.loss_config))
                     total = total + losses.sum()
                     results[place] = DatumResult(_numpy(own), _numpy(losses))
                 if not forward_only:
@@ -188,7 +192,6 @@ class PeftTraining:
         return found
 
     def _check(self, loss: LossFunction, batch: LossBatch) -> None:
-        """Raise UserError for inputs that this loss cannot be computed from."""
         known = loss.required | loss.optional
         if unknown := set(batch.loss_config) - loss.config_fields:
             raise UserError(
@@ -340,7 +343,6 @@ def _numpy(values: torch.Tensor) -> "np.typing.NDArray[np.float32]":
 
 
 def _plain_config(config: Any) -> dict[str, Any]:
-    """Return a PEFT config as JSON values, as ``adapter_config.json`` has them."""
     fields: dict[str, Any] = config.to_dict()
     return {
         name: sorted(value) if isinstance(value, set) else getattr(value, "value", value)

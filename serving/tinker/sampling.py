@@ -107,7 +107,6 @@ class SampleRunner:
         return SampleResult(samples, logprobs, top)
 
     def _checked(self, request: SampleRequest, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the options of ``Episode.generate`` that a request means."""
         for name, (default, instead) in REFUSED.items():
             if getattr(request, name) not in (None, default) and name not in self._accepted:
                 raise UserError(f"{name} is not served here: {instead}")
@@ -290,7 +289,6 @@ def _refuse_unknown(token_ids: Sequence[int], limits: Limits) -> None:
 
 
 def _stops(stop: str | list[str | int] | None) -> tuple[list[str], list[int]]:
-    """Return a request's stop strings and stop tokens."""
     if isinstance(stop, str):
         return [stop], []
     strings = [each for each in stop or () if isinstance(each, str)]

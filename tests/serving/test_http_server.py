@@ -451,7 +451,7 @@ async def test_large_work_is_done_in_threads_and_refused_beyond_what_may_wait(
 ) -> None:
     import threading
 
-    monkeypatch.setattr(http_server, "LARGE_WORK_WAITING_MAX", 3)
+    monkeypatch.setattr(http_server, "_places", threading.BoundedSemaphore(3))
     gate = threading.Event()
     works = [asyncio.create_task(off_loop(lambda: gate.wait(WAIT_S))) for _ in range(3)]
     await asyncio.sleep(0)

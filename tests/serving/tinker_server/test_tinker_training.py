@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models import make_model_directory
-from tidegate.serving.tinker.losses import LOSSES
+from tidegate.serving.tinker.losses import LOSSES, LossTerms
 from tidegate.serving.tinker.peft_training import PeftTraining, micro_batches
 from tidegate.serving.tinker.training import AdamStep, Datum, LoraSpec, LossBatch, UserError
 
@@ -86,7 +86,7 @@ def test_a_loss_and_its_slope_are_those_of_its_formula(
 ) -> None:
     logprobs = torch.tensor([P], requires_grad=True)
     tensors = {key: torch.tensor([value]) for key, value in inputs.items()}
-    found = LOSSES[name].token_losses(logprobs, tensors, config)
+    found = LOSSES[name].token_losses(LossTerms(logprobs, tensors, config))
     assert found.item() == pytest.approx(loss, rel=1e-5)
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
     assert gradient.item() == pytest.approx(slope, rel=1e-5)
@@ -104,7 +104,7 @@ def test_a_token_that_became_much_likelier_has_a_finite_gradient(
         "sequence_ratio_mask": torch.ones(2),
     }
     config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "beta": 0.1}
-    found = LOSSES[name].token_losses(logprobs, tensors, config)
+    found = LOSSES[name].token_losses(LossTerms(logprobs, tensors, config))
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
     assert found.isfinite().all()
     assert gradient.isfinite().all()
@@ -129,7 +129,7 @@ def test_gspo_weighs_each_token_by_the_ratio_of_the_marked_ones(
         "sequence_ratio_mask": torch.tensor([1.0, 1.0, 0.0]),
     }
     config = {"clip_low_threshold": 0.8, "clip_high_threshold": high}
-    found = LOSSES["gspo"].token_losses(logprobs, inputs, config)
+    found = LOSSES["gspo"].token_losses(LossTerms(logprobs, inputs, config))
     assert found.tolist() == pytest.approx(losses, rel=1e-5)
     (gradient,) = torch.autograd.grad(found.sum(), logprobs)
     assert gradient.tolist() == pytest.approx(slopes, rel=1e-5)
