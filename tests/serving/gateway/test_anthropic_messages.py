@@ -1,16 +1,16 @@
 """Anthropic's Messages API at the gateway: its blocks, events, errors, and the rows they make."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from httpx import AsyncClient
 
-from tests.orchestrator.episodes.talking import CALL
+from tests.orchestrator.episodes.talking import CALL, Talk
 from tests.orchestrator.episodes.test_tool_calls import ANSWERED, SAID
-from tests.serving.gateway.gateway_clients import CHAT, END, session_of
-from tidegate.serving.gateway.gateway import Gateway
+from tests.serving.gateway.gateway_clients import CHAT, END
+from tidegate.serving.gateway.sessions import Session
 
 pytestmark = pytest.mark.wire
 
@@ -31,96 +31,90 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 async def test_blocks_sent_back_continue_the_row_of_the_same_conversation_in_openais_form(
-    gateway: Gateway, tmp_path: Path
+    talk: Talk, client: AsyncClient
 ) -> None:
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += [f"I add. {CALL}{END}", f"It is 3.{END}", f"Yes.{END}"]
-        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1+2?"}]}]
-        body = {**ASK, "system": "Add.", "messages": messages, "tools": TOOLS}
-        first = (await client.post(MESSAGES, json=body)).json()
-        text, use = first["content"]
-        assert text == {"type": "text", "text": "I add."}
-        assert (use["type"], use["name"], use["input"]) == ("tool_use", "add", {"a": 1, "b": [2]})
-        assert (first["stop_reason"], first["role"]) == ("tool_use", "assistant")
-        length = len(talk.rollout.turns[0].token_ids)
-        assert first["usage"]["output_tokens"] == length
-        assert first["weight_versions"] == [{"version": "0", "start": 0, "end": length}]
-        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "3"}
-        ask = {"type": "text", "text": "So?"}
-        messages += [
-            {"role": "assistant", "content": first["content"]},
-            {"role": "user", "content": [result, ask]},
-        ]
-        second = (await client.post(MESSAGES, json=body)).json()
-        assert second["content"] == [{"type": "text", "text": "It is 3."}]
-        assert second["stop_reason"] == "end_turn"
-        function = {"name": "add", "arguments": json.dumps(use["input"])}
-        call = {"id": use["id"], "type": "function", "function": function}
-        chat = [
-            {"role": "system", "content": "Add."},
-            {"role": "user", "content": "1+2?"},
-            {"role": "assistant", "content": "I add.", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": use["id"], "content": "3"},
-            {"role": "user", "content": "So?"},
-            {"role": "assistant", "content": "It is 3."},
-            {"role": "user", "content": "Sure?"},
-        ]
-        tools = [
-            {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-        ]
-        third = await client.post(CHAT, json={"messages": chat, "tools": tools})
-        assert third.json()["choices"][0]["message"]["content"] == "Yes."
-        assert [len(row.turns) for row in talk.rollout.rows] == [3]
-        talk.check()
+    talk.engine.words += [f"I add. {CALL}{END}", f"It is 3.{END}", f"Yes.{END}"]
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1+2?"}]}]
+    body = {**ASK, "system": "Add.", "messages": messages, "tools": TOOLS}
+    first = (await client.post(MESSAGES, json=body)).json()
+    text, use = first["content"]
+    assert text == {"type": "text", "text": "I add."}
+    assert (use["type"], use["name"], use["input"]) == ("tool_use", "add", {"a": 1, "b": [2]})
+    assert (first["stop_reason"], first["role"]) == ("tool_use", "assistant")
+    length = len(talk.rollout.turns[0].token_ids)
+    assert first["usage"]["output_tokens"] == length
+    assert first["weight_versions"] == [{"version": "0", "start": 0, "end": length}]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "3"}
+    ask = {"type": "text", "text": "So?"}
+    messages += [
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": [result, ask]},
+    ]
+    second = (await client.post(MESSAGES, json=body)).json()
+    assert second["content"] == [{"type": "text", "text": "It is 3."}]
+    assert second["stop_reason"] == "end_turn"
+    function = {"name": "add", "arguments": json.dumps(use["input"])}
+    call = {"id": use["id"], "type": "function", "function": function}
+    chat = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": use["id"], "content": "3"},
+        {"role": "user", "content": "So?"},
+        {"role": "assistant", "content": "It is 3."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    third = await client.post(CHAT, json={"messages": chat, "tools": tools})
+    assert third.json()["choices"][0]["message"]["content"] == "Yes."
+    assert [len(row.turns) for row in talk.rollout.rows] == [3]
+    talk.check()
 
 
 async def test_a_stream_has_the_blocks_of_the_whole_message(
-    gateway: Gateway, tmp_path: Path
+    talk: Talk, client: AsyncClient
 ) -> None:
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += [f"I add. {CALL}{END}"]
-        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
-        events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
-        assert [event["type"] for event in events] == [
-            "message_start",
-            "content_block_start",
-            "content_block_delta",
-            "content_block_stop",
-            "content_block_start",
-            "content_block_delta",
-            "content_block_stop",
-            "message_delta",
-            "message_stop",
-        ]
-        assert events[2]["delta"] == {"type": "text_delta", "text": "I add."}
-        assert events[4]["content_block"]["input"] == {}
-        assert json.loads(events[5]["delta"]["partial_json"]) == {"a": 1, "b": [2]}
-        assert [event["index"] for event in events[1:7]] == [0, 0, 0, 1, 1, 1]
-        assert events[7]["delta"]["stop_reason"] == "tool_use"
+    talk.engine.words += [f"I add. {CALL}{END}"]
+    body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
+    events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
+    assert [event["type"] for event in events] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[2]["delta"] == {"type": "text_delta", "text": "I add."}
+    assert events[4]["content_block"]["input"] == {}
+    assert json.loads(events[5]["delta"]["partial_json"]) == {"a": 1, "b": [2]}
+    assert [event["index"] for event in events[1:7]] == [0, 0, 0, 1, 1, 1]
+    assert events[7]["delta"]["stop_reason"] == "tool_use"
 
 
 async def test_a_number_that_json_lacks_is_null_whole_and_streamed(
-    gateway: Gateway, tmp_path: Path
+    talk: Talk, client: AsyncClient
 ) -> None:
     said = '<tool_call>\n{"name": "add", "arguments": {"a": NaN}}\n</tool_call>'
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += [f"{said}{END}"] * 2
-        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
-        [use] = (await client.post(MESSAGES, json=body)).json()["content"]
-        events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
-        [delta] = [e["delta"] for e in events if e["type"] == "content_block_delta"]
-        assert delta["partial_json"] == '{"a":null}'
-        assert use["input"] == {"a": None}
+    talk.engine.words += [f"{said}{END}"] * 2
+    body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
+    [use] = (await client.post(MESSAGES, json=body)).json()["content"]
+    events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
+    [delta] = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    assert delta["partial_json"] == '{"a":null}'
+    assert use["input"] == {"a": None}
 
 
 async def test_an_assistants_message_at_the_end_is_continued(
-    gateway: Gateway, tmp_path: Path
+    talk: Talk, client: AsyncClient
 ) -> None:
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += [f" 3.{END}"]
-        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is"}]
-        await client.post(MESSAGES, json={**ASK, "messages": turns})
-        assert talk.text(talk.rollout).endswith(f"It is 3.{END}")
+    talk.engine.words += [f" 3.{END}"]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is"}]
+    await client.post(MESSAGES, json={**ASK, "messages": turns})
+    assert talk.text(talk.rollout).endswith(f"It is 3.{END}")
 
 
 @pytest.mark.parametrize(
@@ -132,36 +126,34 @@ async def test_an_assistants_message_at_the_end_is_continued(
     ],
 )
 async def test_the_reason_of_an_end_is_reported(
-    gateway: Gateway,
-    tmp_path: Path,
+    talk: Talk,
+    client: AsyncClient,
     words: str,
     stop_sequences: list[str] | None,
     reason: str,
     sequence: str | None,
 ) -> None:
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += [words]
-        body = {**ASK, "messages": [{"role": "user", "content": "q"}]}
-        said = (await client.post(MESSAGES, json={**body, "stop_sequences": stop_sequences})).json()
-        assert (said["stop_reason"], said["stop_sequence"]) == (reason, sequence)
+    talk.engine.words += [words]
+    body = {**ASK, "messages": [{"role": "user", "content": "q"}]}
+    said = (await client.post(MESSAGES, json={**body, "stop_sequences": stop_sequences})).json()
+    assert (said["stop_reason"], said["stop_sequence"]) == (reason, sequence)
 
 
 async def test_tool_choices_thinking_and_structured_output_reach_the_engine(
-    gateway: Gateway, tmp_path: Path
+    talk: Talk, client: AsyncClient
 ) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += ['{"n": 3}' + END, f"3{END}"]
-        ask = {**ASK, "messages": [{"role": "user", "content": "q"}], "top_k": 5}
-        form = {"type": "json_schema", "schema": schema}
-        answer = await client.post(MESSAGES, json={**ask, "output_config": {"format": form}})
-        assert answer.status_code == 200, answer.text
-        (processor,) = talk.rollout.turns[0].sampling.logits_processors
-        assert json.loads(processor)["arguments"]["schema"] == schema
-        assert talk.rollout.turns[0].sampling.top_k == 5
-        body = {**ask, "tools": TOOLS, "tool_choice": {"type": "none"}}
-        assert (await client.post(MESSAGES, json=body)).status_code == 200
-        assert "add" not in talk.text(list(talk.rollout.rows)[-1])
+    talk.engine.words += ['{"n": 3}' + END, f"3{END}"]
+    ask = {**ASK, "messages": [{"role": "user", "content": "q"}], "top_k": 5}
+    form = {"type": "json_schema", "schema": schema}
+    answer = await client.post(MESSAGES, json={**ask, "output_config": {"format": form}})
+    assert answer.status_code == 200, answer.text
+    (processor,) = talk.rollout.turns[0].sampling.logits_processors
+    assert json.loads(processor)["arguments"]["schema"] == schema
+    assert talk.rollout.turns[0].sampling.top_k == 5
+    body = {**ask, "tools": TOOLS, "tool_choice": {"type": "none"}}
+    assert (await client.post(MESSAGES, json=body)).status_code == 200
+    assert "add" not in talk.text(list(talk.rollout.rows)[-1])
 
 
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
@@ -196,19 +188,18 @@ PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
     ],
 )
 async def test_what_can_not_be_honoured_is_refused_in_anthropics_form(
-    gateway: Gateway, tmp_path: Path, fields: dict[str, Any], why: str
+    client: AsyncClient, fields: dict[str, Any], why: str
 ) -> None:
-    async with session_of(gateway, tmp_path) as (_, _, client):
-        body = {**ASK, "messages": [{"role": "user", "content": "q"}], **fields}
-        answer = await client.post(MESSAGES, json=body)
-        assert answer.status_code == 400
-        reported = answer.json()
-        assert (reported["type"], reported["error"]["type"]) == ("error", "invalid_request_error")
-        assert why in reported["error"]["message"]
+    body = {**ASK, "messages": [{"role": "user", "content": "q"}], **fields}
+    answer = await client.post(MESSAGES, json=body)
+    assert answer.status_code == 400
+    reported = answer.json()
+    assert (reported["type"], reported["error"]["type"]) == ("error", "invalid_request_error")
+    assert why in reported["error"]["message"]
 
 
 async def test_documents_and_search_results_are_shown_as_their_text(
-    gateway: Gateway, tmp_path: Path
+    talk: Talk, client: AsyncClient
 ) -> None:
     plain = {"type": "text", "media_type": "text/plain", "data": "A tide."}
     found: dict[str, Any] = {
@@ -223,17 +214,16 @@ async def test_documents_and_search_results_are_shown_as_their_text(
         {"type": "document", "source": {"type": "content", "content": [found]}},
     ]
     result = {"type": "tool_result", "tool_use_id": "c", "content": blocks}
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += [f"3{END}", f"4{END}"]
-        for content in (blocks, [result]):
-            body = {**ASK, "messages": [{"role": "user", "content": content}]}
-            assert (await client.post(MESSAGES, json=body)).status_code == 200
-        for row in talk.rollout.rows:
-            assert "Notes\nA tide.Gates\nu/1\nA gate." in talk.text(row)
+    talk.engine.words += [f"3{END}", f"4{END}"]
+    for content in (blocks, [result]):
+        body = {**ASK, "messages": [{"role": "user", "content": content}]}
+        assert (await client.post(MESSAGES, json=body)).status_code == 200
+    for row in talk.rollout.rows:
+        assert "Notes\nA tide.Gates\nu/1\nA gate." in talk.text(row)
 
 
 async def test_what_changes_nothing_here_leaves_the_prompt_as_it_is(
-    gateway: Gateway, tmp_path: Path
+    talk: Talk, client: AsyncClient
 ) -> None:
     """Hosted tools, edits of the context, and the block with Claude Code's version."""
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -243,69 +233,68 @@ async def test_what_changes_nothing_here_leaves_the_prompt_as_it_is(
         "tools": [{"type": "web_search_20250305", "name": "web_search"}],
         "system": [header, {"type": "text", "text": "Add."}],
     }
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += [f"1{END}", f"2{END}", f"3{END}"]
-        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "system": "Add."}
-        assert "context_management" not in (await client.post(MESSAGES, json=body)).json()
-        said = (await client.post(MESSAGES, json={**body, **more})).json()
-        assert said["context_management"] == {"applied_edits": []}
-        streamed = await client.post(MESSAGES, json={**body, **more, "stream": True})
-        delta = events_of(streamed)[-2]
-        assert delta["context_management"] == {"applied_edits": []}
-        plain, given, again = (context for _, context, _ in talk.engine.received)
-        assert plain == given == again
+    talk.engine.words += [f"1{END}", f"2{END}", f"3{END}"]
+    body = {**ASK, "messages": [{"role": "user", "content": "q"}], "system": "Add."}
+    assert "context_management" not in (await client.post(MESSAGES, json=body)).json()
+    said = (await client.post(MESSAGES, json={**body, **more})).json()
+    assert said["context_management"] == {"applied_edits": []}
+    streamed = await client.post(MESSAGES, json={**body, **more, "stream": True})
+    delta = events_of(streamed)[-2]
+    assert delta["context_management"] == {"applied_edits": []}
+    plain, given, again = (context for _, context, _ in talk.engine.received)
+    assert plain == given == again
 
 
-async def test_the_key_is_read_from_x_api_key(gateway: Gateway, tmp_path: Path) -> None:
-    async with session_of(gateway, tmp_path) as (talk, session, client):
-        talk.engine.words += [f"3{END}"]
-        del client.headers["Authorization"]
-        body = {**ASK, "messages": [{"role": "user", "content": "q"}]}
-        refused = await client.post(MESSAGES, json=body, headers={"x-api-key": "tg-other"})
-        assert (refused.status_code, refused.json()["error"]["type"]) == (
-            401,
-            "authentication_error",
-        )
-        headers = {"x-api-key": session.api_key}
-        assert (await client.post(MESSAGES, json=body, headers=headers)).status_code == 200
+async def test_the_key_is_read_from_x_api_key(
+    talk: Talk, session: Session, client: AsyncClient
+) -> None:
+    talk.engine.words += [f"3{END}"]
+    del client.headers["Authorization"]
+    body = {**ASK, "messages": [{"role": "user", "content": "q"}]}
+    refused = await client.post(MESSAGES, json=body, headers={"x-api-key": "tg-other"})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (
+        401,
+        "authentication_error",
+    )
+    headers = {"x-api-key": session.api_key}
+    assert (await client.post(MESSAGES, json=body, headers=headers)).status_code == 200
 
 
-async def test_counted_tokens_are_those_of_the_prompt(gateway: Gateway, tmp_path: Path) -> None:
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        talk.engine.words += [f"3{END}"]
-        body = {"messages": [{"role": "user", "content": "q"}], "tools": TOOLS, "system": "s"}
-        counted = (await client.post(f"{MESSAGES}/count_tokens", json=body)).json()
-        said = (await client.post(MESSAGES, json={**ASK, **body})).json()
-        assert counted["input_tokens"] == said["usage"]["input_tokens"]
+async def test_counted_tokens_are_those_of_the_prompt(talk: Talk, client: AsyncClient) -> None:
+    talk.engine.words += [f"3{END}"]
+    body = {"messages": [{"role": "user", "content": "q"}], "tools": TOOLS, "system": "s"}
+    counted = (await client.post(f"{MESSAGES}/count_tokens", json=body)).json()
+    said = (await client.post(MESSAGES, json={**ASK, **body})).json()
+    assert counted["input_tokens"] == said["usage"]["input_tokens"]
 
 
 SEARCH = [{"name": "search", "input_schema": {"type": "object"}}]
 
 
+@pytest.mark.parametrize("template", ["minimax"])
 @pytest.mark.parametrize("asks_for_thinking", [True, False])
 async def test_reasoning_is_a_block_where_it_is_asked_for_and_continues_the_row_in_any_case(
-    gateway: Gateway, tmp_path: Path, asks_for_thinking: bool
+    talk: Talk, client: AsyncClient, asks_for_thinking: bool
 ) -> None:
-    async with session_of(gateway, tmp_path, "minimax") as (talk, _, client):
-        talk.engine.words += [SAID["minimax"], ANSWERED["minimax"], ANSWERED["minimax"]]
-        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": SEARCH}
-        if asks_for_thinking:
-            body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
-        first = (await client.post(MESSAGES, json=body)).json()
-        kinds = [block["type"] for block in first["content"]]
-        assert kinds == ["thinking"] * asks_for_thinking + ["text", "tool_use"]
-        result = {"type": "tool_result", "tool_use_id": first["content"][-1]["id"], "content": "3"}
-        body["messages"] += [
-            {"role": "assistant", "content": first["content"]},
-            {"role": "user", "content": [result]},
-        ]
-        events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
-        starts = [e for e in events if e["type"] == "content_block_start"]
-        assert [event["index"] for event in starts] == list(range(1 + asks_for_thinking))
-        assert [event["content_block"]["type"] for event in starts] == (
-            ["thinking"] * asks_for_thinking + ["text"]
-        )
-        thought = [e["delta"]["thinking"] for e in events if "thinking" in e.get("delta", {})]
-        assert thought == ["So."] * asks_for_thinking
-        assert [len(row.turns) for row in talk.rollout.rows] == [2]
-        talk.check()
+    talk.engine.words += [SAID["minimax"], ANSWERED["minimax"], ANSWERED["minimax"]]
+    body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": SEARCH}
+    if asks_for_thinking:
+        body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    first = (await client.post(MESSAGES, json=body)).json()
+    kinds = [block["type"] for block in first["content"]]
+    assert kinds == ["thinking"] * asks_for_thinking + ["text", "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": first["content"][-1]["id"], "content": "3"}
+    body["messages"] += [
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
+    starts = [e for e in events if e["type"] == "content_block_start"]
+    assert [event["index"] for event in starts] == list(range(1 + asks_for_thinking))
+    assert [event["content_block"]["type"] for event in starts] == (
+        ["thinking"] * asks_for_thinking + ["text"]
+    )
+    thought = [e["delta"]["thinking"] for e in events if "thinking" in e.get("delta", {})]
+    assert thought == ["So."] * asks_for_thinking
+    assert [len(row.turns) for row in talk.rollout.rows] == [2]
+    talk.check()

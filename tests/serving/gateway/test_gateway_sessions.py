@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from httpx import AsyncClient
 
 from tests.orchestrator.episodes.talking import Talk, user
-from tests.serving.gateway.gateway_clients import CHAT, END, client_of, session_of
+from tests.serving.gateway.gateway_clients import CHAT, END, client_of
 from tidegate.errors import ConfigError, ContextFull, InfrastructureFailed, PolicyFailed
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.serving.gateway.app import PATHS
@@ -20,6 +21,7 @@ from tidegate.serving.gateway.gateway import (
     Endpoint,
     Gateway,
 )
+from tidegate.serving.gateway.sessions import Session
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -27,27 +29,26 @@ pytestmark = pytest.mark.wire
 
 
 async def test_a_request_without_the_key_of_an_open_session_is_refused(
-    gateway: Gateway, tmp_path: Path
+    talk: Talk, session: Session, client: AsyncClient, gateway: Gateway
 ) -> None:
-    async with session_of(gateway, tmp_path) as (talk, session, client):
-        body = {"messages": [user("q")]}
-        for headers in (
-            {"Authorization": "Bearer wrong"},
-            {"Authorization": session.api_key},
-            {"Authorization": ""},
-            {"Authorization": "Bearer master"},
-            {"Authorization": "Bearer master", "X-Session-Id": "another"},
-        ):
-            refused = await client.post(CHAT, json=body, headers=headers)
-            assert refused.status_code == 401, headers
-            assert refused.json()["error"]["code"] == "invalid_api_key"
-        talk.engine.words += [f"yes{END}"] * 2
-        its_clients_own = {"X-Session-Id": "another"}
-        assert (await client.post(CHAT, json=body, headers=its_clients_own)).status_code == 200
-        by_id = {"Authorization": "Bearer master", "X-Session-Id": session.session_id}
-        assert (await client.post(CHAT, json=body, headers=by_id)).status_code == 200
-        gateway.end(session)
-        assert (await client.post(CHAT, json=body)).status_code == 401
+    body = {"messages": [user("q")]}
+    for headers in (
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": session.api_key},
+        {"Authorization": ""},
+        {"Authorization": "Bearer master"},
+        {"Authorization": "Bearer master", "X-Session-Id": "another"},
+    ):
+        refused = await client.post(CHAT, json=body, headers=headers)
+        assert refused.status_code == 401, headers
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+    talk.engine.words += [f"yes{END}"] * 2
+    its_clients_own = {"X-Session-Id": "another"}
+    assert (await client.post(CHAT, json=body, headers=its_clients_own)).status_code == 200
+    by_id = {"Authorization": "Bearer master", "X-Session-Id": session.session_id}
+    assert (await client.post(CHAT, json=body, headers=by_id)).status_code == 200
+    gateway.end(session)
+    assert (await client.post(CHAT, json=body)).status_code == 401
 
 
 async def test_every_path_but_health_wants_a_key(gateway: Gateway) -> None:

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx import AsyncClient
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.orchestrator.episodes.talking import CALL, TOOLS, Talk, user
 from tests.orchestrator.episodes.test_tool_calls import SAID
 from tests.orchestrator.episodes.test_tool_calls import TOOLS as SEARCH_TOOLS
-from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
+from tests.serving.gateway.gateway_clients import CHAT, END, events_of
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
-from tidegate.serving.gateway.gateway import Gateway
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -43,53 +42,51 @@ def token_by_token(talk: Talk, tokens: Sequence[int]) -> Callable[..., Coroutine
     return generate
 
 
-async def test_a_stream_says_the_same_in_parts(gateway: Gateway, tmp_path: Path) -> None:
-    async with session_of(gateway, tmp_path) as (talk, _, client):
-        whole = talk.engine.generate
-        tokens = talk.model.tokenizer.encode(f"in der ab{END}").ids
-        talk.engine.generate = token_by_token(talk, tokens)  # type: ignore[method-assign]
-        body = {"messages": [user("q")], "stream": True, "stream_options": {"include_usage": True}}
-        chunks = events_of(await client.post(CHAT, json=body))
-        deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"]]
-        assert deltas[0]["role"] == "assistant"
-        assert "".join(delta.get("content", "") for delta in deltas) == "in der ab"
-        assert len([d for d in deltas if d.get("content")]) > 1
-        assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
-        assert chunks[-1]["usage"]["completion_tokens"] == talk.rollout.turns[0].length
-        body = {"messages": [user("p")], "stream": True, "tools": TOOLS, "stop": ["never"]}
-        chunks = events_of(await client.post(CHAT, json=body))
-        said = [c["choices"][0]["delta"].get("content") for c in chunks]
-        assert "".join(filter(None, said)) == "in der ab"
-        assert len(list(filter(None, said))) > 1
-        talk.engine.generate = whole  # type: ignore[method-assign]
-        talk.engine.words.append(f"I add.{CALL}{END}")
-        body = {"messages": [user("r")], "stream": True, "tools": TOOLS}
-        last = events_of(await client.post(CHAT, json=body))[-1]["choices"][0]
-        assert last["finish_reason"] == "tool_calls"
-        assert last["delta"]["tool_calls"][0]["function"]["name"] == "add"
+async def test_a_stream_says_the_same_in_parts(talk: Talk, client: AsyncClient) -> None:
+    whole = talk.engine.generate
+    tokens = talk.model.tokenizer.encode(f"in der ab{END}").ids
+    talk.engine.generate = token_by_token(talk, tokens)  # type: ignore[method-assign]
+    body = {"messages": [user("q")], "stream": True, "stream_options": {"include_usage": True}}
+    chunks = events_of(await client.post(CHAT, json=body))
+    deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"]]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(delta.get("content", "") for delta in deltas) == "in der ab"
+    assert len([d for d in deltas if d.get("content")]) > 1
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["usage"]["completion_tokens"] == talk.rollout.turns[0].length
+    body = {"messages": [user("p")], "stream": True, "tools": TOOLS, "stop": ["never"]}
+    chunks = events_of(await client.post(CHAT, json=body))
+    said = [c["choices"][0]["delta"].get("content") for c in chunks]
+    assert "".join(filter(None, said)) == "in der ab"
+    assert len(list(filter(None, said))) > 1
+    talk.engine.generate = whole  # type: ignore[method-assign]
+    talk.engine.words.append(f"I add.{CALL}{END}")
+    body = {"messages": [user("r")], "stream": True, "tools": TOOLS}
+    last = events_of(await client.post(CHAT, json=body))[-1]["choices"][0]
+    assert last["finish_reason"] == "tool_calls"
+    assert last["delta"]["tool_calls"][0]["function"]["name"] == "add"
 
 
-@pytest.mark.parametrize("model", ["kimi", "minimax", "glm", "harmony"])
+@pytest.mark.parametrize("template", ["kimi", "minimax", "glm", "harmony"])
 async def test_a_stream_has_neither_reasoning_nor_marks_of_calls_in_its_content(
-    gateway: Gateway, tmp_path: Path, model: str
+    talk: Talk, client: AsyncClient, template: str
 ) -> None:
-    async with session_of(gateway, tmp_path, model) as (talk, _, client):
-        reasons = model != "kimi"
+    reasons = template != "kimi"
 
-        tokens = talk.model.encoder.encode(SAID[model])
-        talk.engine.generate = token_by_token(talk, tokens)  # type: ignore[method-assign]
-        body = {"messages": [user("q")], "tools": SEARCH_TOOLS}
-        chunks = events_of(await client.post(CHAT, json={**body, "stream": True}))
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        said = "I look." if model != "harmony" else ""
-        assert "".join(delta.get("content", "") for delta in deltas) == said
-        [call] = deltas[-1]["tool_calls"]
-        assert call["function"]["name"] == "search"
-        reasoned = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
-        assert len(reasoned) == reasons
-        message = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]
-        assert message["content"] == (said or None)
-        assert message.get("reasoning_content", "") == "".join(reasoned)
+    tokens = talk.model.encoder.encode(SAID[template])
+    talk.engine.generate = token_by_token(talk, tokens)  # type: ignore[method-assign]
+    body = {"messages": [user("q")], "tools": SEARCH_TOOLS}
+    chunks = events_of(await client.post(CHAT, json={**body, "stream": True}))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    said = "I look." if template != "harmony" else ""
+    assert "".join(delta.get("content", "") for delta in deltas) == said
+    [call] = deltas[-1]["tool_calls"]
+    assert call["function"]["name"] == "search"
+    reasoned = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
+    assert len(reasoned) == reasons
+    message = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]
+    assert message["content"] == (said or None)
+    assert message.get("reasoning_content", "") == "".join(reasoned)
 
 
 def byte_tokenizer() -> Tokenizer:

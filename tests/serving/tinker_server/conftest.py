@@ -11,6 +11,20 @@ import pytest
 
 import tidegate
 from tests.models import make_model_directory
+from tests.serving.tinker_server.tenant_client import Tenant
+
+IGNORED_WARNINGS = (
+    "ignore:.*is_gradient_checkpointing:FutureWarning",
+    # Of the SDK: methods that the cookbook calls, and its own connections, which it leaves open.
+    "ignore:DEPRECATED:FutureWarning",
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for ignored in IGNORED_WARNINGS:
+        item.add_marker(pytest.mark.filterwarnings(ignored))
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +44,24 @@ def service(server: tidegate.TinkerServer) -> Iterator[Any]:
 
     with tinker.ServiceClient(base_url=server.url, api_key="tml-anybody") as service:
         yield service
+
+
+@pytest.fixture
+def tenant(server: tidegate.TinkerServer) -> Iterator[Tenant]:
+    with Tenant(server.url, "tml-anybody") as tenant:
+        yield tenant
+
+
+@pytest.fixture
+def alice(server: tidegate.TinkerServer) -> Iterator[Tenant]:
+    with Tenant(server.url, "tml-alice") as tenant:
+        yield tenant
+
+
+@pytest.fixture
+def bob(server: tidegate.TinkerServer) -> Iterator[Tenant]:
+    with Tenant(server.url, "tml-bob") as tenant:
+        yield tenant
 
 
 @pytest.fixture

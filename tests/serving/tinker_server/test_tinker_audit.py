@@ -24,9 +24,6 @@ from tests.serving.tinker_server.test_tinker_recovery import (  # noqa: E402  (t
 pytestmark = [
     pytest.mark.wire,
     pytest.mark.timeout(600),
-    # Of the SDK, which leaves its own connections open.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 PROMPT = tinker.ModelInput.from_ints(SENTENCE[:4])

@@ -11,14 +11,7 @@ import tidegate
 
 tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
-pytestmark = [
-    pytest.mark.wire,
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    # Of the SDK: methods that the cookbook calls, and its own connections, which it leaves open.
-    pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.wire
 
 DATUM = tinker.Datum(
     model_input=tinker.ModelInput.from_ints(list(range(20, 29))),

@@ -16,42 +16,34 @@ from tests.serving.tinker_server.tenant_client import Tenant
 
 pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
-pytestmark = [
-    pytest.mark.wire,
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-]
+pytestmark = pytest.mark.wire
 
 PROMPT = [20, 21, 22, 23]
 TOKENS = 8
 
 
 def sample(tenant: Tenant, sampler: str, seq_id: int = 0, **fields: Any) -> dict[str, Any]:
-    future = tenant.post(
-        "asample",
-        sampling_session_id=sampler,
-        seq_id=seq_id,
-        prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        sampling_params={"max_tokens": TOKENS, "stop": []},
-        **fields,
-    )
+    params = {"max_tokens": TOKENS}
+    future = tenant.sample(sampler, seq_id, tokens=PROMPT, sampling_params=params, **fields)
     return tenant.result(future)
 
 
 def test_samples_of_a_mixture_have_the_experts_that_transformers_computes(tmp_path: Path) -> None:
     model = make_model_directory(tmp_path / "moe", "qwen3_moe")
-    with tidegate.tinker_server(model=model, engines=1) as server:
-        tenant = Tenant(server.url, "tml-anybody")
-        with tenant.http:
-            sampler = tenant.new_sampler(model)
-            answer = sample(tenant, sampler, num_samples=2, include_routed_experts=True)
-            plain = sample(tenant, sampler, seq_id=1)
-            model_id = tenant.new_model(model)  # a mixture's adapters are served, too
-            tenant.result(tenant.forward_backward(model_id, 1, [21, 22, 23, 24]).json())
-            step = {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
-            tenant.result(tenant.post("optim_step", **step))
-            save = {"model_id": model_id, "seq_id": 3, "sampling_session_seq_id": 7}
-            saved = tenant.result(tenant.post("save_weights_for_sampler", **save))
-            trained = sample(tenant, saved["sampling_session_id"], include_routed_experts=True)
+    with (
+        tidegate.tinker_server(model=model, engines=1) as server,
+        Tenant(server.url, "tml-anybody") as tenant,
+    ):
+        sampler = tenant.new_sampler(model)
+        answer = sample(tenant, sampler, num_samples=2, include_routed_experts=True)
+        plain = sample(tenant, sampler, seq_id=1)
+        model_id = tenant.new_model(model)  # a mixture's adapters are served, too
+        tenant.result(tenant.forward_backward(model_id, 1, [21, 22, 23, 24]).json())
+        step = {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+        tenant.result(tenant.post("optim_step", **step))
+        save = {"model_id": model_id, "seq_id": 3, "sampling_session_seq_id": 7}
+        saved = tenant.result(tenant.post("save_weights_for_sampler", **save))
+        trained = sample(tenant, saved["sampling_session_id"], include_routed_experts=True)
     assert plain["sequences"][0]["routed_experts"] is None
     reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     chosen = reference.config.num_experts_per_tok
@@ -66,9 +58,7 @@ def test_samples_of_a_mixture_have_the_experts_that_transformers_computes(tmp_pa
     assert trained["sequences"][0]["routed_experts"] is not None
 
 
-def test_a_dense_models_experts_are_refused(server: tidegate.TinkerServer, model: Path) -> None:
-    tenant = Tenant(server.url, "tml-anybody")
-    with tenant.http:
-        answer = sample(tenant, tenant.new_sampler(model), include_routed_experts=True)
+def test_a_dense_models_experts_are_refused(tenant: Tenant, model: Path) -> None:
+    answer = sample(tenant, tenant.new_sampler(model), include_routed_experts=True)
     assert answer["category"] == "user"
     assert "no mixture-of-experts layers" in answer["error"]

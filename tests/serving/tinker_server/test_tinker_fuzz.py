@@ -9,10 +9,7 @@ pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
 from tests.fuzz.fuzzed_tinker import FuzzedTinker
 
-pytestmark = [
-    pytest.mark.wire,
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-]
+pytestmark = pytest.mark.wire
 
 
 @pytest.mark.parametrize("seed", [1, 2])

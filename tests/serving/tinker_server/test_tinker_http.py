@@ -16,10 +16,7 @@ from tidegate.errors import ConfigError
 
 pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
-pytestmark = [
-    pytest.mark.wire,
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-]
+pytestmark = pytest.mark.wire
 
 KEYS = {"tml-alice": "alice", "tml-bob": "bob"}
 
@@ -28,20 +25,6 @@ KEYS = {"tml-alice": "alice", "tml-bob": "bob"}
 def server(model: Path) -> Iterator[tidegate.TinkerServer]:
     with tidegate.tinker_server(model=model, engines=1, api_keys=KEYS) as server:
         yield server
-
-
-@pytest.fixture
-def alice(server: tidegate.TinkerServer) -> Iterator[Tenant]:
-    tenant = Tenant(server.url, "tml-alice")
-    with tenant.http:
-        yield tenant
-
-
-@pytest.fixture
-def bob(server: tidegate.TinkerServer) -> Iterator[Tenant]:
-    tenant = Tenant(server.url, "tml-bob")
-    with tenant.http:
-        yield tenant
 
 
 def test_every_path_but_healthz_wants_a_key(server: tidegate.TinkerServer) -> None:
@@ -110,13 +93,7 @@ def test_the_json_answer_of_a_sample_says_which_weights_sampled_each_token(
         "save_weights_for_sampler", model_id=model_id, seq_id=3, sampling_session_seq_id=0
     )
     sampler_id = alice.result(future)["sampling_session_id"]
-    request = {
-        "sampling_session_id": sampler_id,
-        "seq_id": 0,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [20, 21]}]},
-        "sampling_params": {"max_tokens": 5, "stop": []},
-    }
-    futures = [alice.post("asample", **request) for _ in range(2)]
+    futures = [alice.sample(sampler_id, sampling_params={"max_tokens": 5}) for _ in range(2)]
     assert futures[0] == futures[1]
     assert futures[0]["sample_sequence_ids"] == [f"{sampler_id}:0:0"]
     (sequence,) = alice.result(futures[0])["sequences"]
@@ -146,7 +123,7 @@ def test_a_tenant_neither_sees_nor_uses_what_is_anothers(
     assert bob.refusal("optim_step", model_id=model_id, seq_id=2, adam_params={})[0] == 404
     assert bob.refusal("session_heartbeat", session_id=session_id)[0] == 410
     assert bob.refusal("retrieve_future", request_id=save["request_id"])[0] == 410
-    own = bob.post("create_session", tags=[], sdk_version="0")["session_id"]
+    own = bob.new_session()
     status, why = bob.refusal(
         "create_sampling_session", session_id=own, sampling_session_seq_id=0, model_path=path
     )

@@ -17,15 +17,9 @@ pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
 from tidegate.serving.tinker import sessions
 
-pytestmark = [
-    pytest.mark.wire,
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-]
+pytestmark = pytest.mark.wire
 
-LONG = {
-    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [20, 21]}]},
-    "sampling_params": {"max_tokens": 500, "stop": []},
-}
+LONG: dict[str, Any] = {"sampling_params": {"max_tokens": 500}}
 """A sample that takes 5 s at 10 ms per token."""
 
 
@@ -41,95 +35,66 @@ def server(model: Path) -> Iterator[tidegate.TinkerServer]:
         yield server
 
 
-def test_a_tenants_surplus_samples_are_refused_until_others_are_cancelled(
-    server: tidegate.TinkerServer, model: Path
-) -> None:
-    alice, bob = Tenant(server.url, "tml-alice"), Tenant(server.url, "tml-bob")
-    with alice.http, bob.http:
-        sampler = alice.new_sampler(model)
-        futures = [
-            alice.post("asample", sampling_session_id=sampler, seq_id=seq_id, **LONG)
-            for seq_id in (0, 1)
-        ]
-        status, why = alice.refusal("asample", sampling_session_id=sampler, seq_id=2, **LONG)
-        assert status == 429
-        assert why.startswith("2 samples run, and a tenant may have 2: wait for some")
-        bobs = bob.post("asample", sampling_session_id=bob.new_sampler(model), seq_id=0, **LONG)
+def cancel(tenant: Tenant, future: dict[str, Any]) -> int:
+    body = {"request_id": future["request_id"]}
+    return tenant.http.post("cancel_future", json=body).status_code
 
-        for each in futures:
-            assert bob.http.post("cancel_future", json=each | {"model_id": None}).status_code == 422
-            request = {"request_id": each["request_id"]}
-            assert bob.http.post("cancel_future", json=request).status_code == 204  # not his
-            assert alice.http.post("cancel_future", json=request).status_code == 204
-        assert [alice.result(each) for each in futures] == [
-            {"error": "the request was cancelled", "category": "user"}
-        ] * 2
-        third = alice.post("asample", sampling_session_id=sampler, seq_id=2, **LONG)
-        assert len(alice.result(third)["sequences"][0]["tokens"]) == 500
-        assert len(bob.result(bobs)["sequences"][0]["tokens"]) == 500
+
+def test_a_tenants_surplus_samples_are_refused_until_others_are_cancelled(
+    alice: Tenant, bob: Tenant, model: Path
+) -> None:
+    sampler = alice.new_sampler(model)
+    futures = [alice.sample(sampler, seq_id, **LONG) for seq_id in (0, 1)]
+    prompt = {"chunks": [{"tokens": [20, 21]}]}
+    surplus = {"sampling_session_id": sampler, "seq_id": 2, "prompt": prompt, **LONG}
+    status, why = alice.refusal("asample", **surplus)
+    assert status == 429
+    assert why.startswith("2 samples run, and a tenant may have 2: wait for some")
+    bobs = bob.sample(bob.new_sampler(model), **LONG)
+
+    for each in futures:
+        assert bob.http.post("cancel_future", json=each | {"model_id": None}).status_code == 422
+        assert cancel(bob, each) == 204  # not his
+        assert cancel(alice, each) == 204
+    assert [alice.result(each) for each in futures] == [
+        {"error": "the request was cancelled", "category": "user"}
+    ] * 2
+    third = alice.sample(sampler, 2, **LONG)
+    assert len(alice.result(third)["sequences"][0]["tokens"]) == 500
+    assert len(bob.result(bobs)["sequences"][0]["tokens"]) == 500
 
 
 def test_a_tenants_surplus_model_is_refused_until_another_ends(
-    server: tidegate.TinkerServer, model: Path
+    alice: Tenant, bob: Tenant, model: Path
 ) -> None:
-    alice, bob = Tenant(server.url, "tml-alice"), Tenant(server.url, "tml-bob")
-    with alice.http, bob.http:
-        model_id = alice.new_model(model)
-        session = model_id.partition(":")[0]
-        second = {
-            "session_id": session,
-            "model_seq_id": 1,
-            "base_model": str(model),
-            "lora_config": {"rank": 4},
-        }
-        status, why = alice.refusal("create_model", **second)
-        assert status == 429
-        assert "1 models are in training, and a tenant may have 1" in why
-        bob.new_model(model)
-        alice.result(alice.post("unload_model", model_id=model_id))
-        alice.result(alice.post("create_model", **second))
+    model_id = alice.new_model(model)
+    session = model_id.partition(":")[0]
+    refused = alice.create(session, 1, model)
+    assert refused.status_code == 429
+    assert "1 models are in training, and a tenant may have 1" in refused.text
+    bob.new_model(model)
+    alice.result(alice.post("unload_model", model_id=model_id))
+    alice.result(alice.create(session, 1, model).json())
 
 
 def test_a_killed_clients_model_makes_room_unless_its_session_still_works(
-    server: tidegate.TinkerServer, model: Path, monkeypatch: pytest.MonkeyPatch
+    alice: Tenant, bob: Tenant, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice, bob = Tenant(server.url, "tml-alice"), Tenant(server.url, "tml-bob")
-    with alice.http, bob.http:
-        monkeypatch.setattr(sessions, "SILENT_S", -1.0)  # every client counts as killed
-        bobs = bob.new_model(model)
-        for _ in range(17):
-            alices = alice.new_model(model)  # the one of before goes
-        assert alice.post("get_info", model_id=alices)["model_id"] == alices
-        assert bob.post("get_info", model_id=bobs)["model_id"] == bobs
+    monkeypatch.setattr(sessions, "SILENT_S", -1.0)  # every client counts as killed
+    bobs = bob.new_model(model)
+    for _ in range(17):
+        alices = alice.new_model(model)  # the one of before goes
+    assert alice.post("get_info", model_id=alices)["model_id"] == alices
+    assert bob.post("get_info", model_id=bobs)["model_id"] == bobs
 
-        session = alices.partition(":")[0]
-        sampler = alice.post(
-            "create_sampling_session",
-            session_id=session,
-            sampling_session_seq_id=0,
-            base_model=str(model),
-        )["sampling_session_id"]
-        sampling = alice.post("asample", sampling_session_id=sampler, seq_id=0, **LONG)
-        another = alice.post("create_session", tags=[], sdk_version="0")["session_id"]
-        body = {
-            "session_id": another,
-            "model_seq_id": 0,
-            "base_model": str(model),
-            "lora_config": {"rank": 4},
-        }
-        assert alice.refusal("create_model", **body)[0] == 429
-        cancelled = {"request_id": sampling["request_id"]}
-        assert alice.http.post("cancel_future", json=cancelled).status_code == 204
-        alice.result(sampling)
-        alice.result(alice.post("create_model", **body))
-        monkeypatch.undo()
-        assert alice.refusal("create_model", **(body | {"model_seq_id": 1}))[0] == 429
-
-
-def create(tenant: Tenant, model: Path, session: str, number: int) -> httpx.Response:
-    lora = {"rank": 1}
-    body = {"session_id": session, "model_seq_id": number, "base_model": str(model)}
-    return tenant.http.post("create_model", json=body | {"lora_config": lora})
+    sampling = alice.sample(alice.new_sampler(model, alices.partition(":")[0]), **LONG)
+    another = alice.new_session()
+    assert alice.create(another, 0, model).status_code == 429
+    assert cancel(alice, sampling) == 204
+    alice.result(sampling)
+    alice.result(alice.create(another, 0, model).json())
+    monkeypatch.undo()
+    assert alice.create(another, 1, model).status_code == 429
 
 
 @pytest.fixture(scope="module")
@@ -145,60 +110,63 @@ def journalled(
         yield server
 
 
-def test_creates_at_once_make_no_more_models_than_the_limit(
-    journalled: tidegate.TinkerServer, model: Path
-) -> None:
-    tenant = Tenant(journalled.url, "tml-anybody")
-    with tenant.http, ThreadPoolExecutor(24) as threads:
-        session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
-        answers = list(threads.map(lambda n: create(tenant, model, session, n % 12), range(24)))
-        created = {each.json()["model_id"] for each in answers if each.status_code == 200}
-        assert len(created) == 4
-        assert {each.status_code for each in answers} == {200, 429}
-        models = tenant.http.get(f"sessions/{session}").json()["training_run_ids"]
-        assert set(models) == created
-        assert tenant.http.post(f"sessions/{session}/finish", json={}).status_code == 204
+@pytest.fixture
+def tenant(journalled: tidegate.TinkerServer) -> Iterator[Tenant]:
+    with Tenant(journalled.url, "tml-anybody") as tenant:
+        yield tenant
+
+
+def finish(tenant: Tenant, session: str) -> httpx.Response:
+    return tenant.http.post(f"sessions/{session}/finish", json={})
+
+
+def test_creates_at_once_make_no_more_models_than_the_limit(tenant: Tenant, model: Path) -> None:
+    with ThreadPoolExecutor(24) as threads:
+        session = tenant.new_session()
+        answers = list(threads.map(lambda n: tenant.create(session, n % 12, model), range(24)))
+    created = {each.json()["model_id"] for each in answers if each.status_code == 200}
+    assert len(created) == 4
+    assert {each.status_code for each in answers} == {200, 429}
+    models = tenant.http.get(f"sessions/{session}").json()["training_run_ids"]
+    assert set(models) == created
+    assert finish(tenant, session).status_code == 204
 
 
 def test_models_and_samplers_created_beside_the_end_of_their_session_end_with_it(
-    journalled: tidegate.TinkerServer, model: Path
+    tenant: Tenant, model: Path
 ) -> None:
-    tenant = Tenant(journalled.url, "tml-anybody")
-    with tenant.http, ThreadPoolExecutor(8) as threads:
+    def sample(session: str) -> httpx.Response:
+        body = {"sampling_session_seq_id": 0, "base_model": str(model)}
+        return tenant.http.post("create_sampling_session", json=body | {"session_id": session})
 
-        def sample(session: str) -> httpx.Response:
-            body = {"sampling_session_seq_id": 0, "base_model": str(model)}
-            return tenant.http.post("create_sampling_session", json=body | {"session_id": session})
-
+    with ThreadPoolExecutor(8) as threads:
         for _ in range(20):
-            session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
-            sent = [threads.submit(create, tenant, model, session, number) for number in (0, 1)]
+            session = tenant.new_session()
+            sent = [threads.submit(tenant.create, session, number, model) for number in (0, 1)]
             sent.append(threads.submit(sample, session))
-            end = threads.submit(tenant.http.post, f"sessions/{session}/finish", json={})
-            sent += [threads.submit(create, tenant, model, session, number) for number in (1, 2)]
+            end = threads.submit(finish, tenant, session)
+            sent += [threads.submit(tenant.create, session, number, model) for number in (1, 2)]
             assert end.result().status_code == 204
             assert {each.result().status_code for each in sent} <= {200, 404, 410, 429}
             assert tenant.http.get(f"samplers/{session}:sample:0").status_code == 404
-        session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
-        for number in range(4):
-            answer = create(tenant, model, session, number)
-            assert answer.status_code == 200, answer.text
-            assert "error" not in tenant.result(answer.json())
-        assert tenant.http.get("training_runs").json()["cursor"]["total_count"] == 4
-        assert tenant.http.post(f"sessions/{session}/finish", json={}).status_code == 204
+    session = tenant.new_session()
+    for number in range(4):
+        answer = tenant.create(session, number, model)
+        assert answer.status_code == 200, answer.text
+        assert "error" not in tenant.result(answer.json())
+    assert tenant.http.get("training_runs").json()["cursor"]["total_count"] == 4
+    assert finish(tenant, session).status_code == 204
 
 
 def test_a_sequence_that_is_too_long_to_train_on_is_refused_and_later_ones_are_not(
-    journalled: tidegate.TinkerServer, model: Path
+    tenant: Tenant, model: Path
 ) -> None:
-    tenant = Tenant(journalled.url, "tml-anybody")
-    with tenant.http:
-        model_id = tenant.new_model(model)
-        long = tenant.forward_backward(model_id, 1, [21] * 9, length=9).json()
-        why = "data[0] has 9 tokens, and a sequence may have 8: shorten it, or start the server"
-        assert why in tenant.result(long)["error"]
-        exact = tenant.forward_backward(model_id, 2, [21] * 8, length=8).json()
-        assert tenant.result(exact)["metrics"]["loss:sum"] > 0
+    model_id = tenant.new_model(model)
+    long = tenant.forward_backward(model_id, 1, [21] * 9).json()
+    why = "data[0] has 9 tokens, and a sequence may have 8: shorten it, or start the server"
+    assert why in tenant.result(long)["error"]
+    exact = tenant.forward_backward(model_id, 2, [21] * 8).json()
+    assert tenant.result(exact)["metrics"]["loss:sum"] > 0
 
 
 HUGE = 2**64
@@ -217,53 +185,49 @@ HUGE = 2**64
     ],
 )
 def test_numbers_that_nothing_can_have_are_refused(
-    journalled: tidegate.TinkerServer,
+    tenant: Tenant,
     model: Path,
     path: str,
     body: dict[str, Any],
     status: int,
     why: str,
 ) -> None:
-    tenant = Tenant(journalled.url, "tml-anybody")
-    with tenant.http:
-        session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
-        usual: dict[str, Any] = {"session_id": session, "base_model": str(model)}
-        if path == "create_model":
-            usual |= {"model_seq_id": 0, "lora_config": {"rank": 4}}
-        answer = tenant.refusal(path, **(usual | body))
-        assert (answer[0], why in answer[1]) == (status, True), answer
+    session = tenant.new_session()
+    usual: dict[str, Any] = {"session_id": session, "base_model": str(model)}
+    if path == "create_model":
+        usual |= {"model_seq_id": 0, "lora_config": {"rank": 4}}
+    answer = tenant.refusal(path, **(usual | body))
+    assert (answer[0], why in answer[1]) == (status, True), answer
 
 
 def test_numbers_of_a_models_requests_are_refused_in_their_turn_and_training_continues(
-    journalled: tidegate.TinkerServer, model: Path
+    tenant: Tenant, model: Path
 ) -> None:
-    tenant = Tenant(journalled.url, "tml-anybody")
-    with tenant.http:
-        model_id = tenant.new_model(model)
-        for seq_id in (0, -1, 10**9 + 1, HUGE):
-            answer = tenant.refusal("save_weights", model_id=model_id, seq_id=seq_id)
-            assert answer[0] == 400, answer
-        assert tenant.refusal("save_weights", model_id=model_id, seq_id=2049)[0] == 429
-        sent: list[tuple[str, dict[str, Any], str]] = [
-            ("save_weights", {"ttl_seconds": 10**12}, "ttl_seconds must be in [0, 315360000]"),
-            ("save_weights", {"ttl_seconds": -1}, "ttl_seconds must be in"),
-            ("save_weights", {"ttl_seconds": HUGE}, "ttl_seconds must be in"),
-            ("optim_step", {"adam_params": {"beta2": 2}}, "beta2 must be in [0, 1), got 2"),
-            ("optim_step", {"optimizer_params": {"type": "x", "n": HUGE}}, "optimizer 'x' is"),
-            ("save_weights_for_sampler", {"sampling_session_seq_id": -1}, "must be in [0, 9999"),
-            ("save_weights_for_sampler", {"sampling_session_seq_id": HUGE}, "must be in [0, 9999"),
-        ]
-        for seq_id, (path, body, why) in enumerate(sent, 1):
-            future = tenant.post(path, model_id=model_id, seq_id=seq_id, **body)
-            result = tenant.result(future)
-            assert (result["category"], why in result["error"]) == ("user", True), result
-        saved = tenant.post("save_weights", model_id=model_id, seq_id=8, path="a", ttl_seconds=99)
-        path = tenant.result(saved)["path"].removeprefix("tinker://")
-        run_id, _, name = path.partition("/")
-        ttl = f"training_runs/{run_id}/checkpoints/{name}/ttl"
-        assert tenant.http.put(ttl, json={"ttl_seconds": 10**12}).status_code == 422
-        assert tenant.http.get("checkpoints").status_code == 200
-        assert tenant.http.get("training_runs/%00/checkpoints").status_code == 404
+    model_id = tenant.new_model(model)
+    for seq_id in (0, -1, 10**9 + 1, HUGE):
+        answer = tenant.refusal("save_weights", model_id=model_id, seq_id=seq_id)
+        assert answer[0] == 400, answer
+    assert tenant.refusal("save_weights", model_id=model_id, seq_id=2049)[0] == 429
+    sent: list[tuple[str, dict[str, Any], str]] = [
+        ("save_weights", {"ttl_seconds": 10**12}, "ttl_seconds must be in [0, 315360000]"),
+        ("save_weights", {"ttl_seconds": -1}, "ttl_seconds must be in"),
+        ("save_weights", {"ttl_seconds": HUGE}, "ttl_seconds must be in"),
+        ("optim_step", {"adam_params": {"beta2": 2}}, "beta2 must be in [0, 1), got 2"),
+        ("optim_step", {"optimizer_params": {"type": "x", "n": HUGE}}, "optimizer 'x' is"),
+        ("save_weights_for_sampler", {"sampling_session_seq_id": -1}, "must be in [0, 9999"),
+        ("save_weights_for_sampler", {"sampling_session_seq_id": HUGE}, "must be in [0, 9999"),
+    ]
+    for seq_id, (path, body, why) in enumerate(sent, 1):
+        future = tenant.post(path, model_id=model_id, seq_id=seq_id, **body)
+        result = tenant.result(future)
+        assert (result["category"], why in result["error"]) == ("user", True), result
+    saved = tenant.post("save_weights", model_id=model_id, seq_id=8, path="a", ttl_seconds=99)
+    path = tenant.result(saved)["path"].removeprefix("tinker://")
+    run_id, _, name = path.partition("/")
+    ttl = f"training_runs/{run_id}/checkpoints/{name}/ttl"
+    assert tenant.http.put(ttl, json={"ttl_seconds": 10**12}).status_code == 422
+    assert tenant.http.get("checkpoints").status_code == 200
+    assert tenant.http.get("training_runs/%00/checkpoints").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -276,15 +240,11 @@ def test_numbers_of_a_models_requests_are_refused_in_their_turn_and_training_con
     ],
 )
 def test_numbers_of_a_sample_are_bounded_or_refused(
-    journalled: tidegate.TinkerServer, model: Path, sampling: dict[str, Any], why: str
+    tenant: Tenant, model: Path, sampling: dict[str, Any], why: str
 ) -> None:
-    tenant = Tenant(journalled.url, "tml-anybody")
-    with tenant.http:
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": [20, 21]}]}
-        body = {"sampling_session_id": tenant.new_sampler(model), "seq_id": 0, "prompt": prompt}
-        sent = tenant.post("asample", sampling_params=sampling, **body)
-        assert why in tenant.result(sent).get("error", "")
-        assert bool(why) == ("error" in tenant.result(sent))
+    sent = tenant.sample(tenant.new_sampler(model), sampling_params=sampling)
+    assert why in tenant.result(sent).get("error", "")
+    assert bool(why) == ("error" in tenant.result(sent))
 
 
 def test_limits_below_one_are_refused() -> None:

@@ -15,10 +15,7 @@ from tidegate.errors import ConfigError
 
 pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
-pytestmark = [
-    pytest.mark.wire,
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-]
+pytestmark = pytest.mark.wire
 
 PROMPT = [20, 21, 22, 23]
 
@@ -50,28 +47,9 @@ def server(model: Path, judge: Path, state: Path) -> Iterator[tidegate.TinkerSer
         yield server
 
 
-@pytest.fixture
-def tenant(server: tidegate.TinkerServer) -> Iterator[Tenant]:
-    tenant = Tenant(server.url, "tml-anybody")
-    with tenant.http:
-        yield tenant
-
-
-def new_sampler(tenant: Tenant, session: str, number: int, base_model: str) -> str:
-    body = {"session_id": session, "sampling_session_seq_id": number, "base_model": base_model}
-    sampler_id: str = tenant.post("create_sampling_session", **body)["sampling_session_id"]
-    return sampler_id
-
-
 def sampled(tenant: Tenant, sampler: str, seq_id: int = 0, **more: Any) -> dict[str, Any]:
-    body = {
-        "sampling_session_id": sampler,
-        "seq_id": seq_id,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        "sampling_params": {"max_tokens": 3, "stop": []},
-        "prompt_logprobs": True,
-    }
-    return tenant.result(tenant.post("asample", **(body | more)))
+    future = tenant.sample(sampler, seq_id, tokens=PROMPT, prompt_logprobs=True, **more)
+    return tenant.result(future)
 
 
 def logprobs_of(directory: Path) -> list[float]:
@@ -90,9 +68,9 @@ def test_each_base_model_samples_with_its_own_weights_and_only_one_is_trained(
         ("org/policy", True),
         ("org/judge", False),
     ]
-    session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
+    session = tenant.new_session()
     for number, (name, directory) in enumerate({"org/policy": model, "org/judge": judge}.items()):
-        sampler = new_sampler(tenant, session, number, name)
+        sampler = tenant.new_sampler(name, session, number)
         assert tenant.http.get(f"samplers/{sampler}").json()["base_model"] == name
         result = sampled(tenant, sampler)
         assert result["prompt_logprobs"][1:] == pytest.approx(logprobs_of(directory), abs=1e-4)
@@ -108,16 +86,9 @@ def test_each_base_model_samples_with_its_own_weights_and_only_one_is_trained(
 
 
 def test_a_sample_of_another_base_model_is_cancelled_as_any(tenant: Tenant) -> None:
-    session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
-    sampler = new_sampler(tenant, session, 0, "org/judge")
-    body = {
-        "sampling_session_id": sampler,
-        "seq_id": 0,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        "sampling_params": {"stop": []},
-        "num_samples": 64,
-    }
-    future = tenant.post("asample", **body)
+    session = tenant.new_session()
+    sampler = tenant.new_sampler("org/judge", session, 0)
+    future = tenant.sample(sampler, sampling_params={"max_tokens": None}, num_samples=64)
     request = {"request_id": future["request_id"]}
     assert tenant.http.post("cancel_future", json=request).status_code == 204
     assert tenant.result(future)["error"] == "the request was cancelled"
@@ -131,12 +102,13 @@ def test_stable_reinforce_is_the_loss_that_the_server_was_told_to_compute(
     note = "loss_fn='stable_reinforce' is computed as 'ppo' on this server"
     assert note in opened["info_message"]
     model_id = tenant.new_model(model)
-    losses = [
-        tenant.result(tenant.policy_gradient(model_id, seq_id, loss).json())["metrics"]
+    outputs = [
+        tenant.forward_backward(model_id, seq_id, [21, 22, 23, 24], loss).json()
         for seq_id, loss in enumerate(("ppo", "stable_reinforce"), 1)
     ]
+    losses = [tenant.result(each)["metrics"] for each in outputs]
     assert losses[0] == losses[1]
-    sampler = new_sampler(tenant, opened["session_id"], 0, "org/policy")
+    sampler = tenant.new_sampler("org/policy", opened["session_id"], 0)
     assert len(sampled(tenant, sampler, record_stability_info=True)["sequences"]) == 1
 
 
@@ -160,11 +132,7 @@ def test_a_sampler_of_another_base_model_outlives_its_server(
 ) -> None:
     sampler = ""
     for _ in range(2):
-        with serve(model, judge, tmp_path) as server:
-            tenant = Tenant(server.url, "tml-anybody")
-            with tenant.http:
-                if not sampler:
-                    session = tenant.post("create_session", tags=[], sdk_version="0")["session_id"]
-                    sampler = new_sampler(tenant, session, 0, str(judge))
-                found = sampled(tenant, sampler)["prompt_logprobs"][1:]
-                assert found == pytest.approx(logprobs_of(judge), abs=1e-4)
+        with serve(model, judge, tmp_path) as server, Tenant(server.url, "tml-anybody") as tenant:
+            sampler = sampler or tenant.new_sampler(judge)
+            found = sampled(tenant, sampler)["prompt_logprobs"][1:]
+            assert found == pytest.approx(logprobs_of(judge), abs=1e-4)

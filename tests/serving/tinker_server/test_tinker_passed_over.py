@@ -28,8 +28,7 @@ TARGETS = [21, 22, 23, 24]
 
 @pytest.fixture
 def tenant(mortal: MortalServer) -> Iterator[Tenant]:
-    tenant = Tenant(mortal.url, "tml-anybody")
-    with tenant.http:
+    with Tenant(mortal.url, "tml-anybody") as tenant:
         yield tenant
 
 
@@ -187,11 +186,7 @@ def test_a_sparse_tensor_is_refused_by_its_size_with_zeros(
     tensor.shape.extend([4, 300_000_000])
     tensor.sparse_csr.values = tensor.sparse_csr.col_indices = b""
     tensor.sparse_csr.crow_indices = np.zeros(5, "<i8").tobytes()
-    sent = tenant.http.post(
-        "forward_backward",
-        content=request.SerializeToString(),
-        headers={"content-type": "application/x-protobuf"},
-    ).json()
+    sent = tenant.send(request).json()
     restart(mortal)
     why = "the request's sparse tensors have 1200000000 values with their zeros, and may have"
     assert why in tenant.result(sent)["error"]

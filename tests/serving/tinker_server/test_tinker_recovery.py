@@ -26,9 +26,6 @@ pytestmark = [
     pytest.mark.wire,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    # Of the SDK, which leaves its own connections open.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 PROGRAM = Path(__file__).with_name("mortal_server.py")

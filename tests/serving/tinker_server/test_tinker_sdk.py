@@ -8,13 +8,7 @@ import pytest
 
 tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
-pytestmark = [
-    pytest.mark.wire,
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    # Of the SDK, which leaves its own connections open.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.wire
 
 SENTENCE = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
 

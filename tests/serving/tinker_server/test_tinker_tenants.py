@@ -15,9 +15,6 @@ tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK
 pytestmark = [
     pytest.mark.wire,
     pytest.mark.timeout(600),
-    # Of the SDK, which leaves its own connections open.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 PROMPT = [20, 21, 22, 23]

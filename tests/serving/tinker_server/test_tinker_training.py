@@ -14,8 +14,6 @@ from tidegate.serving.tinker.losses import LOSSES, LossTerms
 from tidegate.serving.tinker.peft_training import PeftTraining, micro_batches
 from tidegate.serving.tinker.training import AdamStep, Datum, LoraSpec, LossBatch, UserError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-
 IDS = np.arange(20, 30)
 ZEROS = np.zeros(9)
 STEP = AdamStep(learning_rate=0.05)
