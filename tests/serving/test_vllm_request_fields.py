@@ -17,6 +17,7 @@ from tidegate.serving.openai.requests import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
+    Sampling,
     TokenSampling,
     generate_options,
     refuse_fields,
@@ -164,6 +165,20 @@ def test_every_field_of_vllms_requests_does_what_the_documentation_says(
             ), (kind, name)
 
 
+@pytest.mark.parametrize("kinds", [SERVER, GATEWAY], ids=["vllm", "gateway"])
+def test_a_field_that_would_change_the_output_is_refused_by_name_unless_its_value_is_harmless(
+    kinds: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]],
+) -> None:
+    for kind, (model, _, least) in kinds.items():
+        refused: dict[str, tuple[Any, ...]] = model.REFUSED  # type: ignore[attr-defined]
+        for name, harmless in refused.items():
+            asked = msgspec.convert({**least, name: value_of(name, model)}, model)
+            assert refused_field(asked) == name, (kind, name)
+            for value in (None, *harmless):
+                served = msgspec.convert({**least, name: value}, model)
+                assert refused_field(served) is None, (kind, name, value)
+
+
 def test_all_documented_fields_are_vllms_or_refused() -> None:
     known = {*COMPLETION, *CHAT, *BATCH_CHAT, *GENERATE, *SAMPLING_PARAMS, *UNSERVED, *NEMO_GYM}
     assert documented().keys() <= known | {"return_weight_versions"}  # an extension of ours
@@ -205,3 +220,20 @@ def test_parallel_tool_calls_are_honoured_at_the_gateway() -> None:
     assert refused_field(msgspec.convert(asked, GatewayChat)) is None
     asked["tool_choice"] = "required"
     assert refused_field(msgspec.convert(asked, GatewayChat)) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lark"),
+    [
+        ({"regex": "a/b"}, r"start: /a\/b/"),
+        ({"regex": r"a\/b"}, r"start: /a\/b/"),
+        ({"regex": r"a\\/b"}, r"start: /a\\\/b/"),
+        ({"regex": r"\d[^\w.]\\d\s"}, r"start: /[0-9][^[0-9A-Za-z_].]\\d\s/"),
+        ({"choice": ["yes", 'a "b"']}, r'start: "yes" | "a \"b\""'),
+    ],
+    ids=["a slash", "an escaped one", "one after an escaped backslash", "ASCII", "choices"],
+)
+def test_what_is_wanted_becomes_a_grammar_that_ends_where_it_ends(
+    wanted: dict[str, Any], lark: str
+) -> None:
+    assert Sampling(structured_outputs=wanted).grammar == lark

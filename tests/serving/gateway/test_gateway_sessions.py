@@ -313,9 +313,3 @@ async def test_an_agent_whose_prompt_no_context_holds_fails_by_a_full_context(
         await gateway.episode(agent)(talk.episode, "task")
     assert raised.value.tokens < len(talk.model.encoder.encode(text))  # a lower bound
     assert not talk.episode.num_tokens
-
-
-def test_an_address_that_is_taken_is_named(gateway: Gateway) -> None:
-    port = int(gateway.url.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
-        Gateway(port=port)

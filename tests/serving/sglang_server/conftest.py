@@ -32,8 +32,7 @@ def server(directory: Path, model: Path) -> Iterator[tidegate.VLLMServer]:
 
 @pytest.fixture
 def client(server: tidegate.VLLMServer) -> Iterator[Client]:
-    client = Client(server)
-    with client.http:
+    with Client(server) as client:
         yield client
         client.post("/continue_generation", {})
         client.wait_until(lambda: client.num_running() == 0)

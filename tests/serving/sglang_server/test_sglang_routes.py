@@ -382,16 +382,6 @@ def test_log_probs_of_a_prompt_begin_anywhere_and_are_in_every_event_of_a_stream
         assert len(meta["input_top_logprobs"]) == len(PROMPT[start:])
 
 
-def test_generate_wants_the_api_key_as_sglangs_does(model: Path) -> None:
-    import httpx
-
-    with tidegate.vllm_server(model=model, api_key="open sesame, please") as server:
-        path = f"{server.url}/generate"
-        assert httpx.post(path, json=GREEDY, timeout=60).status_code == 401
-        headers = {"Authorization": "Bearer open sesame, please"}
-        assert httpx.post(path, json=GREEDY, headers=headers, timeout=60).status_code == 200
-
-
 # ---------------------------------------------------------------- Tidegate over Tidegate
 
 

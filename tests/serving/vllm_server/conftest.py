@@ -32,9 +32,7 @@ def server(model: Path) -> Iterator[tidegate.VLLMServer]:
 
 @pytest.fixture
 def client(server: tidegate.VLLMServer) -> Iterator[Client]:
-    with Client(server).http as http:
-        client = Client(server)
-        client.http = http
+    with Client(server) as client:
         yield client
         client.post("/resume")
         client.wait_until(lambda: client.num_running() == 0)

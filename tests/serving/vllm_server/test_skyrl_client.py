@@ -14,7 +14,7 @@ import torch
 import tidegate
 from tests.models import make_model, make_model_directory
 from tests.orchestrator.episodes.chat_templates import add_chat_template, chat_tokenizer
-from tests.serving.vllm_server.vllm_serving import PROMPT
+from tests.serving.vllm_server.vllm_serving import PROMPT, logprobs_of
 
 PYTHON = os.environ.get("TIDEGATE_SKYRL_PYTHON", "")
 
@@ -99,9 +99,7 @@ def assert_sampled_from(
         import peft
 
         reference = peft.PeftModel.from_pretrained(reference, str(adapter))
-    ids = torch.tensor([[*PROMPT, *(token for token, _ in sampled)]])
-    with torch.no_grad():
-        rows = torch.log_softmax(reference(ids).logits[0].float(), -1)[len(PROMPT) - 1 :]
+    rows = logprobs_of(reference, [*PROMPT, *(token for token, _ in sampled)])[len(PROMPT) - 1 :]
     for row, (token, logprob) in zip(rows, sampled, strict=False):
         assert token == row.argmax().item()
         assert logprob == pytest.approx(row[token].item(), abs=1e-3)

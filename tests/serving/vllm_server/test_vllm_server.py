@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import tidegate
 from tests.forked_programs import children
-from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, Client
+from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, Client, logprobs_of
 from tidegate.errors import EngineLost
 from tidegate.orchestrator.episodes.model_files import (
     LONG_CHARACTERS,
@@ -121,21 +120,18 @@ def test_metrics_have_the_names_that_monitors_read(client: Client) -> None:
     families = list(text_string_to_metric_families(text))
     assert len(families) > 8
     assert all(family.documentation for family in families)
+    (line,) = [name for name in values if name.startswith("tidegate_event_loop_longest_block_s")]
+    assert float(values[line]) >= 0
 
 
 # ---------------------------------------------------------------- tokens in, tokens out
 
 
 def test_log_probs_are_those_of_the_model(client: Client, model: Path) -> None:
-    import transformers
-
     sampling = {"max_tokens": 6, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
     answer = client.generate(token_ids=PROMPT, sampling_params=sampling, request_id="A")
     (choice,) = answer["choices"]
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
-    ids = torch.tensor([PROMPT + choice["token_ids"]])
-    with torch.no_grad():
-        expected = torch.log_softmax(reference(ids).logits[0].float(), -1)
+    expected = logprobs_of(model, PROMPT + choice["token_ids"])
     for place, reported in enumerate(choice["logprobs"]["content"], len(PROMPT) - 1):
         assert reported["logprob"] == pytest.approx(
             expected[place, reported["token_id"]].item(), abs=1e-4

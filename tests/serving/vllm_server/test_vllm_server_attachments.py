@@ -37,9 +37,7 @@ def test_answers_have_experts_of_all_positions_but_the_last_and_each_tokens_kept
 ) -> None:
     model = make_model_directory(tmp_path / "moe", "qwen3_moe")
     settings: Any = {"attachments": ["routed_experts", "kept_tokens"]}
-    with tidegate.vllm_server(model=model, **settings) as server, Client(server).http as http:
-        client = Client(server)
-        client.http = http
+    with tidegate.vllm_server(model=model, **settings) as server, Client(server) as client:
         [choice] = client.generate(token_ids=PROMPT, sampling_params=SAMPLING)["choices"]
         parts = stream(client, {"token_ids": PROMPT, "sampling_params": SAMPLING})
         body = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "top_k": 4}
@@ -49,7 +47,9 @@ def test_answers_have_experts_of_all_positions_but_the_last_and_each_tokens_kept
         asked = {"token_ids": PROMPT, "sampling_params": greedy}
         [npy] = client.generate(**asked)["choices"]
         [later_rollout] = client.generate(**asked | {"sampling_params": later})["choices"]
-        raw = http.post("/skyrl/v1/generate", json=asked | {"sampling_params": later}).content
+        raw = client.http.post(
+            "/skyrl/v1/generate", json=asked | {"sampling_params": later}
+        ).content
 
     tokens = len(PROMPT) + 6
     for each in (choice, completion):
@@ -79,10 +79,8 @@ def test_answers_have_experts_of_all_positions_but_the_last_and_each_tokens_kept
     assert np.array_equal(data.reshape(envelope["shape"]), experts_of(later_rollout))
 
 
-def test_skyrls_route_says_which_flag_is_missing(tmp_path: Path) -> None:
-    model = make_model_directory(tmp_path / "dense")
-    with tidegate.vllm_server(model=model) as server, Client(server).http as http:
-        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
-        refusal = http.post("/skyrl/v1/generate", json=body)
-    assert refusal.status_code == 501
-    assert "start it with --enable-return-routed-experts" in refusal.text
+def test_skyrls_route_says_which_flag_is_missing(client: Client) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+    refusal = client.refusal("/skyrl/v1/generate", body)
+    assert refusal["code"] == 501
+    assert "start it with --enable-return-routed-experts" in refusal["message"]

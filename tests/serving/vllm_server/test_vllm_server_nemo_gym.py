@@ -113,11 +113,3 @@ def test_a_prefix_that_cannot_be_honoured_is_refused(client: Client, token: int)
     assert refused["message"] == f"Token id {token} is out of vocabulary"
     refused = client.refusal(f"{CHAT}/batch", body | {"messages": [QUESTION]})
     assert refused["param"] == "required_prefix_token_ids"
-
-
-def test_an_answer_to_a_prompt_that_is_too_long_names_the_context_length(client: Client) -> None:
-    # Its server distinguishes a full context from other refusals by this text.
-    long = [{"role": "user", "content": "word " * 2000}]
-    refused = client.refusal(CHAT, {"messages": long, **CAPTURE})
-    assert refused["code"] == 400
-    assert "context length" in refused["message"]

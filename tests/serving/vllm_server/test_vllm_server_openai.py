@@ -71,27 +71,6 @@ def test_openais_client_streams_a_conversation(open_ai: openai.OpenAI) -> None:
     assert (said, ids) == (choice.message.content, choice.token_ids)
 
 
-def test_a_schema_is_kept_to(open_ai: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    answer = open_ai.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "?"}],
-        max_tokens=60,
-        temperature=0,
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "ok", "schema": schema},
-        },
-    )
-    said = answer.choices[0].message.content or ""
-    assert re.match(r'\s*\{\s*"ok"', said)  # a model of random weights may never get to its end
-
-
 # ---------------------------------------------------------------- what vLLM's docs ask
 # The requests of its folder examples/online_serving, in our words.
 
@@ -126,16 +105,6 @@ def test_the_completion_example_streams_as_many_tokens_as_openai_gives_unasked(
     assert all(chunk.model == model for chunk in chunks)
     whole: Any = open_ai.completions.create(**asked, extra_body={"ignore_eos": True})
     assert whole.usage.completion_tokens == 16
-
-
-def test_the_chat_example_continues_with_a_conversation_of_several_turns(
-    open_ai: openai.OpenAI, client: Client
-) -> None:
-    answer = open_ai.chat.completions.create(model="tiny", messages=CONVERSATION, max_tokens=4)
-    assert answer.choices[0].message.role == "assistant"
-    reported = client.post("/tokenize", {"messages": CONVERSATION})
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == reported["count"]
 
 
 def test_a_rendered_conversation_is_a_request_that_gives_the_chats_tokens(client: Client) -> None:
@@ -367,23 +336,6 @@ def test_the_structured_outputs_examples_are_kept_to(
     )
     assert re.fullmatch(fits, answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
-
-
-def test_any_json_object_may_be_asked_for(open_ai: openai.OpenAI) -> None:
-    answer = open_ai.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "?"}],
-        max_tokens=8,
-        response_format={"type": "json_object"},
-    )
-    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
-
-
-def test_the_example_of_tokens_in_and_out_needs_no_text(client: Client) -> None:
-    ids = client.post("/tokenize", {"messages": CONVERSATION})["tokens"]
-    sampling = {"max_tokens": 24, "temperature": 0.2, "detokenize": False}
-    reported = client.generate(model="tiny", token_ids=ids, sampling_params=sampling, stream=False)
-    assert 0 < len(reported["choices"][0]["token_ids"]) <= 24
 
 
 def test_the_pause_example_stops_a_stream_until_it_is_resumed(

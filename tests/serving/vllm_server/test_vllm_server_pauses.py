@@ -123,14 +123,6 @@ def test_requests_are_aborted_by_the_ids_that_answers_have(
     assert client.refusal("/abort_requests")["message"].startswith("Invalid JSON format")
 
 
-def test_a_client_that_disconnects_ends_its_request(
-    client: Client, server: tidegate.VLLMServer
-) -> None:
-    with client.http.stream("POST", "/inference/v1/generate", json=LONG | {"stream": True}) as one:
-        next(one.iter_bytes())
-    client.wait_until(lambda: client.num_running() == 0)
-
-
 # ---------------------------------------------------------------- caches and sleep
 
 

@@ -11,16 +11,10 @@ import tidegate
 from tests.serving.vllm_server.vllm_serving import PROMPT, Client
 from tidegate.errors import ModelError
 from tidegate.serving.openai.model_info import read_sampling_defaults
-from tidegate.serving.openai.requests import HONOURED_IN_CHATS, UNSERVED
 
 pytestmark = pytest.mark.wire
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-PATHS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": PROMPT},
-    "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/chat/completions/batch": {"messages": [MESSAGES]},
-}
 
 
 def ids(client: Client, **fields: Any) -> list[list[int]]:
@@ -40,11 +34,6 @@ def test_a_seed_of_minus_one_is_none_so_requests_of_a_group_differ(client: Clien
     assert len({tuple(each["choices"][0]["token_ids"]) for each in generated}) > 1
 
 
-def test_a_request_with_a_seed_says_the_same_again(client: Client) -> None:
-    assert ids(client, seed=7) == ids(client, seed=7)
-    assert ids(client, seed=7) != ids(client, seed=8)
-
-
 def test_each_prompt_of_a_request_begins_with_the_requests_seed(client: Client) -> None:
     one, two = ids(client, prompt=[PROMPT, PROMPT], seed=7)
     assert one == two == ids(client, seed=7)[0]
@@ -58,39 +47,7 @@ def test_each_prompt_of_a_request_begins_with_the_requests_seed(client: Client) 
     assert talks[0]["token_ids"] == talks[1]["token_ids"]
 
 
-# ---------------------------------------------------------------- what is not served
-
-ASKED: dict[str, Any] = {
-    "use_beam_search": True,
-    "best_of": 4,
-    "length_penalty": 2.0,
-    "logits_processors": ["m.P"],
-    "prompt_embeds": "AAAA",
-    "thinking_token_budget": 16,
-    "chat_template_kwargs": {"a": 1},
-    "continue_final_message": True,
-    "priority": 1,
-}
-
-
-@pytest.mark.parametrize("name", UNSERVED)
-def test_a_field_that_would_change_the_output_is_refused_by_name(client: Client, name: str) -> None:
-    asked = ASKED.get(name, {"x": 1})
-    for path, body in PATHS.items():
-        if name in HONOURED_IN_CHATS and "chat" in path:
-            continue
-        reported = client.refusal(path, {**body, "max_tokens": 1, name: asked})
-        assert (reported["code"], reported["param"]) == (400, name)
-        assert name in reported["message"]
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, name: asked}}
-    assert client.refusal("/inference/v1/generate", body)["param"] == name
-
-
-@pytest.mark.parametrize("name", UNSERVED)
-def test_a_field_that_changes_nothing_is_passed_over(client: Client, name: str) -> None:
-    for value in (None, *UNSERVED[name]):
-        for path, body in PATHS.items():
-            client.post(path, {**body, "max_tokens": 1, name: value})
+# ---------------------------------------------------------------- other fields
 
 
 def test_a_completion_keeps_to_a_response_format(client: Client) -> None:

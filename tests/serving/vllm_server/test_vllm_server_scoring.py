@@ -1,16 +1,14 @@
 """``echo`` with ``logprobs`` on /v1/completions: scores of given texts, as evaluation tools ask."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import torch
 
 import tidegate
-from tests.serving.vllm_server.vllm_serving import PROMPT, Client
+from tests.serving.vllm_server.vllm_serving import PROMPT, Client, logprobs_of
 
 pytestmark = pytest.mark.wire
 
@@ -24,14 +22,8 @@ def reference(model: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(model)
 
 
-def expected_logprobs(reference: Any, ids: list[int]) -> torch.Tensor:
-    """Log-probs of all tokens after each position. [len(ids), vocabulary]"""
-    with torch.no_grad():
-        return torch.log_softmax(reference(torch.tensor([ids])).logits[0].float(), -1)
-
-
 def assert_scores_are_the_models(reference: Any, choice: Any, ids: list[int], top: int) -> None:
-    reported, expected = choice["logprobs"], expected_logprobs(reference, ids)
+    reported, expected = choice["logprobs"], logprobs_of(reference, ids)
     assert reported["token_logprobs"][0] is None
     assert reported["top_logprobs"][0] is None
     for place, token in enumerate(ids[1:]):
@@ -90,18 +82,3 @@ def test_a_streamed_echo_reports_the_prompts_scores_once(
     for name in ("tokens", "token_logprobs", "text_offset"):
         reported = itertools.chain.from_iterable(getattr(part, name) for part in parts)
         assert list(reported) == getattr(whole, name)
-
-
-def test_logprobs_true_is_read_as_one(client: Client) -> None:
-    def answer(logprobs: object) -> Any:
-        body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "logprobs": logprobs}
-        return client.post("/v1/completions", body)["choices"][0]["logprobs"]
-
-    assert json.dumps(answer(True)) == json.dumps(answer(1))
-    assert json.dumps(answer(False)) == json.dumps(answer(0))
-
-
-def test_an_echo_in_many_choices_is_refused_if_its_log_probs_are_too_many(client: Client) -> None:
-    body = {"prompt": [3] * 1000, "echo": True, "logprobs": 2, "n": 1024, "max_tokens": 0}
-    refused = client.refusal("/v1/completions", body)
-    assert (refused["code"], refused["param"]) == (400, "logprobs")

@@ -14,15 +14,18 @@ from safetensors.torch import load_file, save_file
 import tidegate
 from tests.held_credit import paused, turns_continue_until
 from tests.models import make_model, make_model_directory
-from tests.serving.vllm_server.vllm_serving import LONG, Client
-from tidegate.errors import ConfigError
+from tests.serving.vllm_server.vllm_serving import (
+    CONTEXT_TOKENS_MAX,
+    LONG,
+    PROMPT,
+    Client,
+    difference,
+)
 from tidegate.serving.control.receivers import broadcast, gloo_group
 from tidegate.transport.messages import FinishWeightUpdate
 
 pytestmark = pytest.mark.wire
 
-CONTEXT_TOKENS_MAX = 1024
-PROMPT = [30, 41, 52, 63]
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 
@@ -51,8 +54,7 @@ def server(
 
 @pytest.fixture
 def client(server: tidegate.VLLMServer, models: list[Path]) -> Iterator[Client]:
-    client = Client(server)
-    with client.http:
+    with Client(server) as client:
         yield client
         client.post("/resume")
         client.post("/collective_rpc", {"method": "reload_weights"})
@@ -69,18 +71,7 @@ def say(client: Client, **fields: Any) -> list[tuple[int, float]]:
 
 def expect(client: Client, model: Path) -> None:
     """The log-probs are those of the model in this directory."""
-    assert differs(say(client), model) < 1e-4
-
-
-def differs(said: list[tuple[int, float]], model: Path, *, start: int = 0) -> float:
-    import transformers
-
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
-    ids = torch.tensor([PROMPT + [token for token, _ in said]])
-    with torch.no_grad():
-        logprobs = torch.log_softmax(reference(ids).logits[0].float(), -1)
-    rows = list(enumerate(said))[start:]
-    return max(abs(logprobs[len(PROMPT) - 1 + n, i].item() - p) for n, (i, p) in rows)
+    assert difference(say(client), model, PROMPT) < 1e-4
 
 
 def send(client: Client, info: Mapping[str, Any], label: str | None = None) -> None:
@@ -120,9 +111,9 @@ def test_a_request_that_is_kept_continues_under_the_new_weights(
     assert (old["version"], new["version"]) == ("default", "new")
     assert (old["start"], old["end"], new["end"]) == (0, new["start"], CONTEXT_TOKENS_MAX - 4)
     said = [(one["token_id"], one["logprob"]) for one in choice["logprobs"]["content"]]
-    assert differs(said[: old["end"]], models[0]) < 1e-3
+    assert difference(said[: old["end"]], models[0], PROMPT) < 1e-3
     # With the cache cleared the new weights have read all of it; else they continue from old KV.
-    is_recomputed = differs(said, models[1], start=new["start"]) < 1e-3
+    is_recomputed = difference(said, models[1], PROMPT, new["start"]) < 1e-3
     assert is_recomputed == (clears != "false")
 
 
@@ -153,6 +144,21 @@ def test_a_trainer_of_nccl_or_ipc_gets_an_error_that_names_this_servers_transfer
         reported = client.refusal("/init_weight_transfer_engine", {"init_info": init_info})
         assert (reported["code"], reported["param"]) == (400, "init_info")
         assert "--weight-transfer nccl or ipc" in reported["message"]
+
+
+def test_prime_rls_orchestrator_has_a_directory_read_under_a_pause(
+    client: Client, models: list[Path]
+) -> None:
+    """The calls of src/prime_rl/utils/client.py there, restated."""
+    assert client.get("/liveness") == {"status": "ok"}
+    assert client.http.post("/init_broadcaster", json={"host": "x", "port": 1}).status_code == 404
+    client.post("/pause", mode="keep", clear_cache="false")
+    assert client.post("/update_weights", {"weight_dir": str(models[1])}) == {"status": "ok"}
+    client.post("/resume")
+    expect(client, models[1])
+    refused = client.refusal("/update_weights", {"weight_dir": "/etc"})
+    assert "No such file or directory" in refused["message"]
+    assert client.refusal("/update_weights", {"weight_dir": None})["code"] == 400
 
 
 def test_updates_need_no_pause(
@@ -292,11 +298,17 @@ def test_an_adapter_is_a_model_of_its_own(
 ) -> None:
     import peft
 
-    base = make_model("qwen3", seed=0, max_position_embeddings=CONTEXT_TOKENS_MAX)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    peft.get_peft_model(base, config).save_pretrained(str(tmp_path))
+    def saved(step: int) -> str:
+        torch.manual_seed(step)
+        base = make_model("qwen3", seed=0, max_position_embeddings=CONTEXT_TOKENS_MAX)
+        projections = ["q_proj", "down_proj"]
+        config = peft.LoraConfig(r=4, target_modules=projections, init_lora_weights=False)
+        path = str(tmp_path / f"adapter_{step}")
+        peft.get_peft_model(base, config).save_pretrained(path)
+        return path
+
     plain = say(client)
-    load = {"lora_name": "night", "lora_path": str(tmp_path)}
+    load = {"lora_name": "night", "lora_path": saved(0)}
     assert client.refusal("/v1/completions", {"prompt": "x", "model": "night"})["code"] == 404
     answer = client.http.post("/v1/load_lora_adapter", json=load)
     assert answer.text == "Success: LoRA adapter 'night' added successfully."
@@ -318,17 +330,24 @@ def test_an_adapter_is_a_model_of_its_own(
     assert scored() != sampled
     assert [token for token, _ in say(client)] == [token for token, _ in plain]
     assert client.get("/weight_info") == {"weight_version": "default"}
+    again = {"lora_name": "night", "lora_path": saved(1)}  # at each step, as prime-rl does
+    assert client.post("/load_lora_adapter", again)["status"] == "ok"
+    assert say(client, model="night") not in (night, plain)
     gone = client.http.post("/v1/unload_lora_adapter", json={"lora_name": "night"})
     assert gone.status_code == 200
     assert client.refusal("/v1/unload_lora_adapter", {"lora_name": "night"})["code"] == 404
     missing = {"lora_name": "x", "lora_path": str(tmp_path / "no")}
-    assert client.refusal("/v1/load_lora_adapter", missing)["code"] == 404
+    for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+        assert client.refusal(path, missing)["code"] == 404  # prime-rl asks again
 
 
 def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
     tensors = load_file(models[1] / "model.safetensors")
-    with tidegate.vllm_server(model=models[0], weight_transfer="gloo") as server:
-        client, port = Client(server), _free_port()
+    with (
+        tidegate.vllm_server(model=models[0], weight_transfer="gloo") as server,
+        Client(server) as client,
+    ):
+        port = _free_port()
         groups: list[Any] = []
         meeting = threading.Thread(target=lambda: groups.append(gloo_group("127.0.0.1", port, 0)))
         meeting.start()
@@ -350,13 +369,6 @@ def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
         sending.join(60)
         expect(client, models[1])
         client.post("/shutdown_weight_transfer_engine")
-        client.http.close()
-
-
-@pytest.mark.parametrize("port", [-1, 65_536])
-def test_a_port_that_cant_be_is_refused(models: list[Path], port: int) -> None:
-    with pytest.raises(ConfigError, match="a port must be 0 to 65535"):
-        tidegate.vllm_server(model=models[0], port=port)
 
 
 def test_a_server_ends_while_it_waits_for_a_trainer_that_never_comes(models: list[Path]) -> None:
@@ -419,6 +431,5 @@ async def test_a_run_generates_on_this_server_as_on_vllm_and_publishes_to_it(
             ledger = rollouts.statistics().evaluation_ledger
             assert ledger.generated > 0
             assert ledger.error == 0
-        client = Client(server)
-        with client.http:
+        with Client(server) as client:
             expect(client, models[1])

@@ -1,11 +1,14 @@
-"""Client of the server in tests: httpx with timeouts, and threads where two talk at once."""
+"""Client of the server in tests: httpx with timeouts, and threads where two talk at once; and what
+transformers computes."""
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import httpx
+import torch
 
 import tidegate
 
@@ -20,12 +23,38 @@ LONG = {"token_ids": [3, 4, 5], "sampling_params": {"ignore_eos": True, "logprob
 """Fills the context."""
 
 
+def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
+    """Log-probs of all tokens after each position, by a model of transformers or its directory.
+    [len(ids), vocabulary]"""
+    if isinstance(model, Path):
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+
+
+def difference(
+    said: Sequence[tuple[int, float]], model: Any, prompt: list[int], start: int = 0
+) -> float:
+    """Largest difference of sampled tokens' log-probs, from ``start`` on, to those of a model."""
+    expected = logprobs_of(model, [*prompt, *(token for token, _ in said)])[len(prompt) - 1 :]
+    rows = list(zip(expected, said, strict=False))[start:]
+    return max(abs(row[token].item() - logprob) for row, (token, logprob) in rows)
+
+
 class Client:
-    """One client of the server."""
+    """One client of the server; use it in ``with``."""
 
     def __init__(self, server: tidegate.VLLMServer) -> None:
         headers = {"Authorization": f"Bearer {server.control_token}"}
         self.http = httpx.Client(base_url=server.url, timeout=TIMEOUT_S, headers=headers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
 
     def get(self, path: str, **params: Any) -> Any:
         answer = self.http.get(path, params=params)
@@ -82,8 +111,8 @@ class BackgroundRequest:
         self._answer: httpx.Response | None = None
 
         def ask() -> None:
-            with Client(server).http as http:
-                self._answer = http.post(path, json=body, params=params)
+            with Client(server) as client:
+                self._answer = client.http.post(path, json=body, params=params)
 
         self._thread = threading.Thread(target=ask)
         self._thread.start()
