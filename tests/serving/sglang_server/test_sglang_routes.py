@@ -147,23 +147,13 @@ def test_a_request_whose_prompt_is_scored_is_aborted_without_a_token(
     assert client.num_running() == 0
 
 
-def test_one_rid_names_one_prompt_of_a_request(client: Client) -> None:
-    body = {"input_ids": [PROMPT, PROMPT], "rid": ["r", "r"]}
-    assert "Duplicate request ID detected: r" in refused(client, "/generate", body)
-
-
-def test_health_generate_fails_under_a_pause(client: Client) -> None:
-    assert client.http.get("/health_generate").status_code == 200
-    client.post("/pause_generation", {"mode": "retract"})
-    assert client.http.get("/health_generate").status_code == 503
-    assert client.http.get("/health").status_code == 200
-
-
 def test_a_pause_outlasts_the_release_of_memory(client: Client) -> None:
     client.post("/pause_generation", {"mode": "retract"})
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         assert client.post(path, {"tags": ["weights", "cuda_graph"]}) is None
     assert client.get("/is_paused") == {"is_paused": True}
+    assert client.http.get("/health_generate").status_code == 503
+    assert client.http.get("/health").status_code == 200
     client.post("/continue_generation", {})
     assert client.post("/release_memory_occupation") is None
     assert client.http.get("/health_generate").status_code == 503
@@ -357,6 +347,7 @@ def test_a_group_that_is_being_joined_cannot_be_joined_by_another_request(
         ({"input_ids": [PROMPT, 3]}, "lists of token ids"),
         ({"lora_path": "no"}, "does not exist"),
         ({"text": "x"}, "Either text or input_ids"),
+        ({"input_ids": [PROMPT] * 2, "rid": ["r"] * 2}, "Duplicate request ID detected: r"),
     ],
 )
 def test_what_a_request_cannot_have_is_refused_by_name(

@@ -14,11 +14,10 @@ from tidegate.observability.records.trajectories import count_trajectories, read
 
 tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
-from tests.serving.tinker_server.test_tinker_recovery import (  # noqa: E402  (they need the SDK)
-    SENTENCE,
+from tests.serving.tinker_server.sdk_calls import SENTENCE, new_client, train  # noqa: E402
+from tests.serving.tinker_server.test_tinker_recovery import (  # noqa: E402
     START_TIMEOUT_S,
     MortalServer,
-    train,
 )
 
 pytestmark = [
@@ -60,10 +59,7 @@ def test_snapshots_and_inflight_samples_of_several_models_are_audited(
         ) as server,
         tinker.ServiceClient(base_url=server.url, api_key="tml-anybody") as service,
     ):
-        clients = [
-            service.create_lora_training_client(base_model=str(model), rank=4, seed=seed).result()
-            for seed in range(2)
-        ]
+        clients = [new_client(service, model, seed=seed) for seed in range(2)]
         futures = sample(service.create_sampling_client(base_model=str(model)).result())
         for _ in range(3):
             for client in clients:
@@ -77,6 +73,13 @@ def test_snapshots_and_inflight_samples_of_several_models_are_audited(
     assert report.tokens == sum(lengths)
     assert report.spans_mixed > 0
     assert {("0", 3), ("1", 3), ("inflight", 3)} <= sampled_adapters(run)
+
+
+def wait_for_trajectories(directory: Path, count: int) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while count_trajectories(directory) < count:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -95,17 +98,14 @@ def test_samples_before_and_after_a_kill_are_audited_by_their_own_versions(
 ) -> None:
     run = tmp_path / "run"
     service = tinker.ServiceClient(base_url=recorded.url, api_key="tml-anybody")
-    client = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    client = new_client(service, model)
     train(client, steps=1)
     first = client.save_weights_and_get_sampling_client().result()
     train(client, steps=1)
     inflight = client.save_weights_and_get_sampling_client(kind="inflight").result()
     for future in [*sample(inflight), *sample(first)]:
         future.result()
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while count_trajectories(run) < 4:  # 2 sequences of 2 samplers
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_for_trajectories(run, 4)  # 2 sequences of 2 samplers
     recorded.kill()
     recorded.start()
     # The new engines count versions anew: the adapters' first ones have other weights now.
@@ -114,10 +114,7 @@ def test_samples_before_and_after_a_kill_are_audited_by_their_own_versions(
     futures = [*sample(second), *sample(first), *sample(inflight)]
     for future in futures:
         future.result()
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while count_trajectories(run / "part-1") < 6:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_for_trajectories(run / "part-1", 6)
     service.close("success").result()
     recorded.kill()
 

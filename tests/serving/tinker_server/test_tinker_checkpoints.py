@@ -4,19 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import tidegate
 
 tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
-pytestmark = pytest.mark.wire
+from tests.serving.tinker_server.sdk_calls import new_client, train  # noqa: E402
 
-DATUM = tinker.Datum(
-    model_input=tinker.ModelInput.from_ints(list(range(20, 29))),
-    loss_fn_inputs={"target_tokens": np.arange(21, 30)},
-)
+pytestmark = pytest.mark.wire
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +32,9 @@ def rest_client(service: Any) -> Any:
 
 
 def trained_client(service: Any, model: Path, steps: int = 3) -> Any:
-    client = service.create_lora_training_client(base_model=str(model), rank=4).result()
-    for _ in range(steps):
-        loss_after_step(client)
+    client = new_client(service, model)
+    train(client, steps)
     return client
-
-
-def loss_after_step(client: Any) -> float:
-    output = client.forward_backward([DATUM], "cross_entropy")
-    client.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
-    loss: float = output.result().metrics["loss:sum"]
-    return loss
 
 
 def test_training_continues_from_a_checkpoint_as_if_it_had_not_stopped(
@@ -55,12 +43,12 @@ def test_training_continues_from_a_checkpoint_as_if_it_had_not_stopped(
     client = trained_client(service, model)
     path = client.save_state("third").result().path
     assert path == f"tinker://{client.model_id}/weights/third"
-    expected = [loss_after_step(client) for _ in range(3)]
+    expected = train(client, 3)
     resumed = service.create_training_client_from_state_with_optimizer(path).result()
     assert resumed.get_info().lora_rank == 4
-    assert [loss_after_step(resumed) for _ in range(3)] == expected
+    assert train(resumed, 3) == expected
     fresh = service.create_training_client_from_state(path).result()
-    losses = [loss_after_step(fresh) for _ in range(3)]
+    losses = train(fresh, 3)
     assert losses[0] == expected[0]
     assert losses != expected  # Adam began anew
 
@@ -72,9 +60,9 @@ def test_a_checkpoint_is_loaded_as_the_first_request_of_a_model_only(
     path = client.save_state("loaded").result().path
     with pytest.raises(tinker.RequestFailedError, match="LoadWeights is not permitted after other"):
         client.load_state(path).result()
-    other = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    other = new_client(service, model)
     other.load_state_with_optimizer(path).result()
-    assert loss_after_step(other) == loss_after_step(client)
+    assert train(other) == train(client)
     sampler_path = client.save_weights_for_sampler("loaded").result().path
     with pytest.raises(tinker.BadRequestError, match="has no optimizer state to train on"):
         service.create_training_client_from_state(sampler_path).result()
@@ -83,12 +71,12 @@ def test_a_checkpoint_is_loaded_as_the_first_request_of_a_model_only(
 def test_a_checkpoint_is_replaced_only_if_its_client_says_so(service: Any, model: Path) -> None:
     client = trained_client(service, model, steps=1)
     path = client.save_state("same").result().path
-    loss_after_step(client)
+    train(client)
     with pytest.raises(tinker.RequestFailedError, match="exists, and checkpoints do not change"):
         client.save_state("same").result()
     assert client.save_state("same", overwrite=True).result().path == path
     resumed = service.create_training_client_from_state_with_optimizer(path).result()
-    assert loss_after_step(resumed) == loss_after_step(client)
+    assert train(resumed) == train(client)
 
 
 def test_runs_and_checkpoints_are_listed_with_what_the_sdk_shows_of_them(
@@ -150,6 +138,6 @@ def test_a_deleted_or_expired_checkpoint_is_gone_and_its_name_is_free(
 
 @pytest.mark.parametrize("name", ["../escape", "a/b", ".hidden", "x" * 129])
 def test_a_name_that_is_no_plain_name_is_refused(service: Any, model: Path, name: str) -> None:
-    client = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    client = new_client(service, model)
     with pytest.raises(tinker.RequestFailedError, match="a checkpoint's name is 1 to 128 letters"):
         client.save_state(name).result()

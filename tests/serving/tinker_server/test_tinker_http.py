@@ -147,6 +147,10 @@ def test_requests_that_cannot_be_read_or_have_no_owner_are_refused(
     garbage = {"content": b"\xff", "headers": {"content-type": "application/x-protobuf"}}
     assert alice.http.post("forward_backward", **garbage).status_code == 400  # type: ignore[arg-type]
     assert alice.refusal("retrieve_future", request_id="unknown")[0] == 410
+    assert alice.refusal("forward_backward", model_id="x", seq_id=1, forward_backward_input={}) == (
+        415,
+        "training requests must be protobuf: use the SDK of release 0.24.1 or later",
+    )
 
 
 @pytest.mark.slow
@@ -166,14 +170,6 @@ def test_the_oldest_release_of_the_sdk_trains_samples_and_saves(
     )
     assert ran.returncode == 0, ran.stderr
     assert float(ran.stdout) < 1e-4
-
-
-def test_a_training_request_in_json_is_refused_with_what_to_use(alice: Tenant, model: Path) -> None:
-    body = {"model_id": alice.new_model(model), "seq_id": 1, "forward_backward_input": {}}
-    assert alice.refusal("forward_backward", **body) == (
-        415,
-        "training requests must be protobuf: use the SDK of release 0.24.1 or later",
-    )
 
 
 def test_a_server_that_others_reach_needs_keys_that_the_sdk_accepts(model: Path) -> None:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.serving.tinker import journal
 from tidegate.serving.tinker.journal import (
-    FailureRecorded,
     ModelCreated,
     ModelJournal,
     RequestAccepted,
@@ -100,17 +98,6 @@ def test_a_whole_record_of_an_unknown_kind_is_passed_over(tmp_path: Path) -> Non
     assert recovered_seq_ids(tmp_path) == [1]
 
 
-def test_a_failure_is_read_with_its_request(tmp_path: Path) -> None:
-    written = new_journal(tmp_path)
-    written.append(request(1))
-    failed = FailureRecorded(seq_id=1, message="out of memory", loses_gradient=True)
-    written.append_failure(failed)
-    recovered = read_model(tmp_path)
-    assert recovered is not None
-    assert recovered.failures == {1: failed}
-    assert [each.seq_id for each in recovered.requests] == [1]
-
-
 def test_a_request_is_repeated_until_it_has_ended_three_starts(tmp_path: Path) -> None:
     def start(seq_id: int) -> bool:
         return new_journal(tmp_path).begin_attempt(seq_id)
@@ -156,21 +143,6 @@ def test_a_snapshot_that_fails_leaves_the_journal_as_it_was(tmp_path: Path) -> N
         written.begin_segment(2, 1, [], fail)
     written.append(request(2))
     assert recovered_seq_ids(tmp_path) == [1, 2]
-
-
-def test_a_journal_is_long_after_some_requests_or_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal, "SNAPSHOT_REQUESTS", 2)
-    written = new_journal(tmp_path)
-    written.append(request(1))
-    assert not written.is_long
-    written.append(request(2))
-    assert written.is_long
-    monkeypatch.setattr(journal, "SNAPSHOT_REQUESTS", 9)
-    assert not written.is_long
-    monkeypatch.setattr(journal, "SNAPSHOT_BYTES", 9)
-    assert written.is_long
 
 
 def test_a_directory_without_a_whole_first_record_is_no_models(tmp_path: Path) -> None:

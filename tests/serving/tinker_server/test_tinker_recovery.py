@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 import tidegate
 from tidegate.errors import ConfigError
 
 tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
+
+from tests.serving.tinker_server.sdk_calls import SENTENCE, datum, new_client, train  # noqa: E402
 
 pytestmark = [
     pytest.mark.wire,
@@ -31,12 +32,6 @@ pytestmark = [
 PROGRAM = Path(__file__).with_name("mortal_server.py")
 ROOT = Path(__file__).parents[3]
 START_TIMEOUT_S = 120
-
-SENTENCE = list(range(20, 30))
-DATUM = tinker.Datum(
-    model_input=tinker.ModelInput.from_ints(SENTENCE[:-1]),
-    loss_fn_inputs={"target_tokens": np.asarray(SENTENCE[1:])},
-)
 
 
 class MortalServer:
@@ -103,24 +98,11 @@ class MortalServer:
         self._reserved.close()
 
 
-def train(client: Any, steps: int) -> list[float]:
-    """Train, with the next steps sent before the results of the last ones are read."""
-    outputs = []
-    for _ in range(steps):
-        outputs.append(client.forward_backward([DATUM], "cross_entropy"))
-        last = client.optim_step(tinker.AdamParams(learning_rate=0.02))
-    last.result()
-    return [output.result().metrics["loss:sum"] for output in outputs]
-
-
 def test_training_continues_over_kills_as_if_there_were_none(
     mortal: MortalServer, model: Path
 ) -> None:
     service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
-    first, second = (
-        service.create_lora_training_client(base_model=str(model), rank=4, seed=7).result()
-        for _ in range(2)
-    )
+    first, second = (new_client(service, model, seed=7) for _ in range(2))
     expected = train(first, steps=16)
 
     def strike() -> None:
@@ -150,7 +132,7 @@ def test_samplers_and_checkpoints_are_those_of_before_a_kill(
         found: list[float] = sampler.compute_logprobs(prompt).result()[1:]
         return found
 
-    client = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    client = new_client(service, model)
     train(client, steps=1)
     snapshot = client.save_weights_and_get_sampling_client().result()
     train(client, steps=1)
@@ -168,7 +150,7 @@ def test_samplers_and_checkpoints_are_those_of_before_a_kill(
     with pytest.raises(tinker.RequestFailedError, match="exists, and checkpoints do not change"):
         client.save_state("kept").result()
     resumed = service.create_training_client_from_state(path).result()
-    output = resumed.forward([DATUM], "cross_entropy").result()
+    output = resumed.forward([datum()], "cross_entropy").result()
     assert output.loss_fn_outputs[0]["logprobs"].data == pytest.approx(before[1], abs=1e-4)
     service.close("success").result()
 
@@ -206,12 +188,8 @@ def scenario(
     die_in("after session record")
     service = again(lambda: tinker.ServiceClient(base_url=url, api_key="tml-anybody"))
 
-    def new_client(seed: int) -> Any:
-        created = service.create_lora_training_client(base_model=str(model), rank=4, seed=seed)
-        return created.result()
-
     die_in("before model record", "after model record")
-    client = again(lambda: new_client(seed=7))
+    client = again(lambda: new_client(service, model, seed=7))
     losses = []
     for phase in ("request record", "snapshot", "forward-backward", "optimizer step"):
         die_in(f"after {phase}")
@@ -229,7 +207,7 @@ def scenario(
     logprobs = [each.compute_logprobs(prompt).result() for each in (snapshot, inflight)]
     resumed = again(lambda: service.create_training_client_from_state_with_optimizer(path).result())
     losses += train(resumed, steps=2)
-    loaded = again(lambda: new_client(seed=8))
+    loaded = again(lambda: new_client(service, model, seed=8))
     die_in("after checkpoint's link")
     loaded.load_state_with_optimizer(path).result()
     losses += train(loaded, steps=2)
@@ -264,11 +242,11 @@ def test_a_restart_neither_needs_nor_restores_a_checkpoint_that_was_deleted(
 ) -> None:
     service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
     rest_client = tinker.RestClient(base_url=mortal.url, api_key="tml-anybody")
-    first = service.create_lora_training_client(base_model=str(model), rank=4, seed=7).result()
+    first = new_client(service, model, seed=7)
     train(first, steps=1)
     path = first.save_state("kept").result().path
     sampler_path = first.save_weights_for_sampler("sampled").result().path
-    second = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    second = new_client(service, model)
     second.load_state_with_optimizer(path).result()
     for each in (path, sampler_path):
         rest_client.delete_checkpoint_from_tinker_path(each).result()
@@ -286,7 +264,7 @@ def test_inflight_weights_keep_their_number_of_steps_over_a_kill(
     mortal: MortalServer, model: Path
 ) -> None:
     service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
-    client = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    client = new_client(service, model)
     for _ in range(2):
         train(client, steps=1)
         sampler = client.save_weights_and_get_sampling_client(kind="inflight").result()

@@ -8,27 +8,9 @@ import pytest
 
 tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
 
+from tests.serving.tinker_server.sdk_calls import SENTENCE, datum, new_client, train  # noqa: E402
+
 pytestmark = pytest.mark.wire
-
-SENTENCE = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
-
-
-def datum(token_ids: list[int], **inputs: Any) -> Any:
-    """One sequence, each token of which predicts the next."""
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(token_ids[:-1]),
-        loss_fn_inputs={"target_tokens": np.asarray(token_ids[1:]), **inputs},
-    )
-
-
-def new_client(service: Any, model: Path, **lora: Any) -> Any:
-    return service.create_lora_training_client(base_model=str(model), rank=4, **lora).result()
-
-
-def train(client: Any, token_ids: list[int] = SENTENCE, steps: int = 1) -> None:
-    for _ in range(steps):
-        client.forward_backward([datum(token_ids)], "cross_entropy")
-        client.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
 
 
 def forward_logprobs(client: Any, token_ids: list[int]) -> list[float]:
@@ -39,12 +21,7 @@ def forward_logprobs(client: Any, token_ids: list[int]) -> list[float]:
 
 def test_a_model_learns_a_sentence_and_its_sampler_says_it(service: Any, model: Path) -> None:
     client = service.create_lora_training_client(base_model=str(model), rank=8, seed=1).result()
-    losses = []
-    for _ in range(30):
-        output = client.forward_backward([datum(SENTENCE)], "cross_entropy")
-        step = client.optim_step(tinker.AdamParams(learning_rate=0.02))
-        losses.append(output.result().metrics["loss:sum"])
-        assert step.result().metrics["grad_norm"] > 0
+    losses = train(client, steps=30)
     assert losses[-1] < 0.1 * losses[0]
 
     sampler = client.save_weights_and_get_sampling_client().result()
@@ -60,7 +37,7 @@ def test_logprobs_of_samples_prompts_and_forward_passes_are_the_same(
     service: Any, model: Path
 ) -> None:
     client = new_client(service, model)
-    train(client)
+    train(client, learning_rate=0.05)
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt = tinker.ModelInput.from_ints(SENTENCE[:4])
     answer = sampler.sample(
@@ -89,7 +66,7 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_gets_newer_ones(
     service: Any, model: Path
 ) -> None:
     client = new_client(service, model)
-    train(client)
+    train(client, learning_rate=0.05)
     snapshot = client.save_weights_and_get_sampling_client().result()
     inflight = client.save_weights_and_get_sampling_client(kind="inflight").result()
     prompt = tinker.ModelInput.from_ints(SENTENCE)
@@ -97,7 +74,7 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_gets_newer_ones(
     # Which of the prompt's KV is cached decides the last bits.
     assert inflight.compute_logprobs(prompt).result()[1:] == pytest.approx(first, abs=1e-5)
 
-    train(client)
+    train(client, learning_rate=0.05)
     newer = client.save_weights_and_get_sampling_client(kind="inflight").result()
     second = newer.compute_logprobs(prompt).result()[1:]
     assert second == pytest.approx(forward_logprobs(client, SENTENCE), abs=1e-4)
@@ -110,41 +87,17 @@ def test_saved_sampler_weights_are_sampled_by_their_path_and_do_not_change(
     service: Any, model: Path
 ) -> None:
     client = new_client(service, model)
-    train(client)
+    train(client, learning_rate=0.05)
     path = client.save_weights_for_sampler("first").result().path
     assert path == f"tinker://{client.model_id}/sampler_weights/first"
     expected = forward_logprobs(client, SENTENCE)
-    train(client)
+    train(client, learning_rate=0.05)
     with pytest.raises(tinker.RequestFailedError, match="first exists, and checkpoints do not"):
         client.save_weights_for_sampler("first").result()
     sampler = service.create_sampling_client(model_path=path).result()
     found = sampler.compute_logprobs(tinker.ModelInput.from_ints(SENTENCE)).result()
     assert found[1:] == pytest.approx(expected, abs=1e-4)
     assert sampler.get_base_model() == str(model)
-
-
-def test_models_trained_side_by_side_end_as_each_would_alone(service: Any, model: Path) -> None:
-    def losses(together: bool) -> list[list[float]]:
-        clients = [new_client(service, model, seed=seed) for seed in (1, 2)]
-        sentences = [SENTENCE, SENTENCE[::-1]]
-        found: list[list[float]] = [[], []]
-        for number, client in enumerate(clients):
-            for _ in range(5):
-                others = clients if together else [client]
-                futures = [
-                    each.forward_backward([datum(sentences[clients.index(each)])], "cross_entropy")
-                    for each in others
-                ]
-                for each, future in zip(others, futures, strict=True):
-                    each.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
-                    loss = future.result().metrics["loss:sum"]
-                    found[clients.index(each)].append(loss)
-            if together:
-                break
-            assert number < 2
-        return found
-
-    assert losses(together=True) == losses(together=False)
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
@@ -195,7 +148,7 @@ def test_what_is_not_served_is_refused_by_name_and_training_continues(
     dimuon = tinker.types.optimizer.DimuonParams(learning_rate=0.1)
     with pytest.raises(tinker.RequestFailedError, match="'dimuon' is not served here"):
         client.optim_step(dimuon).result()
-    train(client)
+    train(client, learning_rate=0.05)
 
     with pytest.raises(tinker.BadRequestError, match="'other/model' is not served here"):
         service.create_lora_training_client(base_model="other/model").result()
