@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ class WeightUpdates:
                 piece = pieces[0]
                 if isinstance(path := piece.get("path"), str):
                     piece = {**piece, "path": str(self._permitted(path))}
-                await in_daemon_thread(self._receive, session, piece)
+                await in_daemon_thread(self._add, session, partial(self._receiver.receive, piece))
                 session.is_whole |= "path" in piece and piece.get("names") is None
             except BaseException:
                 self._forget()
@@ -168,9 +169,6 @@ class WeightUpdates:
         self._session = None
         self._receiver.finished()
 
-    def _receive(self, session: _Session, info: Mapping[str, Any]) -> None:
-        self._add(session, lambda: self._receiver.receive(info))
-
     def _add(self, session: _Session, receive: "Callable[[], dict[str, torch.Tensor]]") -> None:
         tensors = self._fitted(receive())
         session.tensors |= tensors
@@ -193,13 +191,8 @@ class WeightUpdates:
         async with self._one_at_a_time:
             session = _Session(is_whole=True)
             where = Path(self._info.path) if path is None else self._permitted(path)
-            await asyncio.to_thread(self._read, session, where)
+            await asyncio.to_thread(self._add, session, partial(read_tensors, where))
             await self._publish_tensors(session, label)
-
-    def _read(self, session: _Session, path: Path) -> None:
-        session.tensors = self._fitted(read_tensors(path))
-        if self._run.settings.weights.weight_checksums:
-            session.checksums = self._checksums_of(session.tensors)
 
     def _checksums_of(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
         """Return checksums by name; a tied model's head has none, because it is the embedding."""

@@ -439,9 +439,11 @@ class Completer:
         )
 
     def _output_limits(self, checked: CheckedRequest) -> list[int]:
-        limits = limits_of(self._fleet)
         tokens_max = self._tokens_default if checked.tokens_max is None else checked.tokens_max
-        return [_output_limit(prompt, tokens_max, limits) for prompt in checked.prompts]
+        context = limits_of(self._fleet).context_tokens_max
+        left = [context - len(prompt.token_ids) for prompt in checked.prompts]
+        # Cut off at the end of the context, as by vLLM.
+        return left if tokens_max is None else [min(each, int(tokens_max)) for each in left]
 
     def refuse_large(self, requests: Sequence[CheckedRequest]) -> None:
         """Raise ApiError if the answers of requests together could take too much memory."""
@@ -571,9 +573,3 @@ def _refuse_unknown(token_ids: Sequence[int], limits: Limits) -> None:
     unknown = next((i for i in token_ids if not 0 <= i < limits.vocab_size), None)
     if unknown is not None:
         raise ApiError(400, f"Token id {unknown} is out of vocabulary")
-
-
-def _output_limit(prompt: Prompt, tokens_max: float | None, limits: Limits) -> int:
-    """Return the limit of output tokens, cut off at the end of the context as vLLM does."""
-    left = limits.context_tokens_max - len(prompt.token_ids)
-    return left if tokens_max is None else min(left, int(tokens_max))

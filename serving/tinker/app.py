@@ -42,7 +42,6 @@ from tidegate.serving.tinker.journal import (
     SessionOpened,
 )
 from tidegate.serving.tinker.parts import TinkerParts
-from tidegate.serving.tinker.protobuf import SampleResult
 from tidegate.serving.tinker.samplers import Sampler, SavedAdapter
 from tidegate.serving.tinker.sessions import TinkerSession
 from tidegate.serving.tinker.training import LoraSpec, UserError
@@ -458,11 +457,7 @@ async def _sampled(
     other = sampler.other_model
     runner = parts.runner if other is None else parts.other_runners[other]
     result = await runner.sample(request_id, sampler, request)
-    return RequestSuccess(partial(_sample_body, result), has_protobuf=True)
-
-
-def _sample_body(result: SampleResult, is_protobuf: bool) -> bytes:
-    return result.protobuf() if is_protobuf else msgspec.json.encode(result.fields())
+    return RequestSuccess(result.encode, has_protobuf=True)
 
 
 # ---------------------------------------------------------------- results

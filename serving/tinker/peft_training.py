@@ -77,7 +77,11 @@ class PeftTraining:
         if getattr(base.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             base.set_attn_implementation("eager")  # transformers 5.17's default leaves the cap out
         base.requires_grad_(False)
-        linear = {n.rpartition(".")[2] for n, m in base.named_modules() if _is_linear(m)}
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in base.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
         self._attention = [name for name in ATTENTION if name in linear]
         self._mlp = [name for name in MLP if name in linear]
         self._base_name = str(model)
@@ -152,7 +156,7 @@ class PeftTraining:
         """Compute a loss, and unless ``forward_only`` add its gradient to the adapter's."""
         loss = loss_function(batch.loss_fn)
         self._check(loss, batch)
-        self._activate(self._models[model_id])
+        self._peft.set_adapter(self._models[model_id].name)
         results: list[DatumResult | None] = [None] * len(batch.data)
         loss_sum = 0.0
         with torch.set_grad_enabled(not forward_only):
@@ -162,7 +166,9 @@ class PeftTraining:
                 total = torch.zeros((), device=self._device)
                 for place, datum, own in zip(places, data, logprobs, strict=True):
                     inputs = {
-                        k: self._float(v) for k, v in datum.loss_inputs.items() if k != TARGETS
+                        name: torch.from_numpy(values).to(self._device, torch.float32)
+                        for name, values in datum.loss_inputs.items()
+                        if name != TARGETS
                     }
                     losses = loss.token_losses(LossTerms(own, inputs, batch.loss_config))
                     total = total + losses.sum()
@@ -275,12 +281,6 @@ class PeftTraining:
         """Forget the gradients since the last step."""
         self._models[model_id].optimizer.zero_grad(set_to_none=True)
 
-    def _activate(self, model: _Model) -> None:
-        self._peft.set_adapter(model.name)
-
-    def _float(self, values: "np.typing.NDArray[Any]") -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device, torch.float32)
-
     # ------------------------------------------------------------ files
 
     def save(self, model_id: str, directory: Path) -> None:
@@ -332,10 +332,6 @@ def micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         batch.append(place)
     if batch:
         yield batch
-
-
-def _is_linear(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear)
 
 
 def _numpy(values: torch.Tensor) -> "np.typing.NDArray[np.float32]":

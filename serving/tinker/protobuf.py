@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
@@ -261,8 +262,10 @@ class SampleResult:
     """[prompt tokens], NaN where not scored."""
     top_prompt: TopTokens | None = None
 
-    def protobuf(self) -> bytes:
-        """Encode a ``SampleResponse``."""
+    def encode(self, is_protobuf: bool) -> bytes:
+        """Encode a ``SampleResponse``, as protobuf or as JSON."""
+        if not is_protobuf:
+            return msgspec.json.encode(self._fields())
         response = pb.SampleResponse()
         for sample in self.samples:
             sequence = response.sequences.add(
@@ -279,8 +282,7 @@ class SampleResult:
         encoded: bytes = response.SerializeToString()
         return encoded
 
-    def fields(self) -> dict[str, Any]:
-        """Return a ``SampleResponse`` as JSON values, with the weight versions of the tokens."""
+    def _fields(self) -> dict[str, Any]:
         prompt = self.prompt_logprobs
         return {
             "type": "sample",

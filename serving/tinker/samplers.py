@@ -6,7 +6,6 @@ recently used ones.
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +128,9 @@ class EngineAdapters:
         self.steps = {key: step for key, step in self.steps.items() if key[0] != name}
 
     async def _publish(self, name: str, loaded: LoadedAdapter, step: int) -> int:
-        write = functools.partial(_write, self.run, loaded)
+        def write(buffer: int, keep: Collection[int]) -> list[UpdateWeights]:
+            return write_adapter(self.run, buffer, loaded, keep)
+
         version = await self.manager.publish(name, loaded, write)
         self.steps[name, version] = step
         return version
@@ -144,9 +145,3 @@ class EngineAdapters:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
-
-
-def _write(
-    run: "Run", loaded: LoadedAdapter, buffer: int, keep: Collection[int]
-) -> list[UpdateWeights]:
-    return write_adapter(run, buffer, loaded, keep)
