@@ -219,40 +219,30 @@ async def test_a_right_request_is_answered_with_headers_that_keep_pages_out() ->
     assert b"cross-origin-resource-policy: same-origin" in answer
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [({"host": "evil.example"}, 403), ({"origin": "http://evil.example"}, 403),
-     ({"content_type": "text/plain"}, 415)],
-)  # fmt: skip
-async def test_the_guard_answers_in_place_of_the_application(
-    headers: dict[str, str], status: int
-) -> None:
+async def test_the_guard_answers_in_place_of_the_application() -> None:
     async with served() as port:
-        assert status_of(await say(port, request(b"{}", **headers))) == status
+        for headers, status in (
+            ({"host": "evil.example"}, 403),
+            ({"origin": "http://evil.example"}, 403),
+            ({"content_type": "text/plain"}, 415),
+        ):
+            assert status_of(await say(port, request(b"{}", **headers))) == status
 
 
-async def test_headers_without_end_are_cut_off_and_others_are_served() -> None:
-    line = b"x: " + b"y" * 1000 + b"\r\n"
-    async with served() as port:
-        sent = http_server.HEAD_BYTES_MAX * 8
-        begun = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
-        answer = await say(port, begun, *[line] * (sent // len(line)))
-        assert status_of(answer) in (0, 431)  # 0: reset before it was read
-        assert status_of(await say(port, request(b"{}"))) == 200
-
-
-async def test_one_header_line_trailers_and_chunk_sizes_without_end_are_cut_off() -> None:
+async def test_what_has_no_end_outside_a_body_is_cut_off_and_others_are_served() -> None:
     most = http_server.HEAD_BYTES_MAX
     begun = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
     chunked = begun + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with served() as port:
         for parts in (
+            [begun, *[b"x: " + b"y" * 1000 + b"\r\n"] * (most // 125)],
             [begun + b"x: ", *[b"y" * 1000] * (most // 500)],
             [b"GET /", *[b"y" * 1000] * (most // 500)],
             [chunked + b"0\r\n", *[b"t: " + b"y" * 997 + b"\r\n"] * (most // 500)],
             [chunked + b"1;", *[b"e" * 1000] * (most // 500)],
             [b"\r\n" * most * 4],
         ):
+            # 0: reset before the answer was read.
             assert status_of(await say(port, *parts)) in (0, 400, 431, 413)
         assert status_of(await say(port, request(b"{}"))) == 200
 

@@ -1,6 +1,8 @@
 """A model's training requests start in the order of their numbers, each once."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tidegate.serving.http.errors import ApiError
 from tidegate.serving.tinker import request_order
@@ -15,26 +17,22 @@ def arrive(order: RequestOrder[int], seq_id: int) -> int | None:
     return order.arrived(seq_id, digest(seq_id), seq_id)
 
 
-def test_requests_that_overtake_each_other_start_in_the_order_of_their_numbers() -> None:
-    order = RequestOrder[int](1)
-    assert [arrive(order, seq_id) for seq_id in (3, 2, 1)] == [None, None, 1]
-    assert [order.finished(), order.finished(), order.finished()] == [2, 3, None]
-
-
-def test_a_request_waits_for_the_one_that_runs() -> None:
-    order = RequestOrder[int](1)
-    assert arrive(order, 1) == 1
-    assert arrive(order, 2) is None
-    assert order.finished() == 2
-
-
-def test_a_request_waits_for_a_number_that_has_not_come() -> None:
-    order = RequestOrder[int](1)
-    assert arrive(order, 1) == 1
-    assert arrive(order, 3) is None
-    assert order.finished() is None
-    assert arrive(order, 2) == 2
-    assert order.finished() == 3
+@given(arrivals=st.permutations(range(1, 8)), ends=st.lists(st.booleans(), min_size=7, max_size=7))
+def test_requests_start_in_the_order_of_their_numbers_one_at_a_time(
+    arrivals: list[int], ends: list[bool]
+) -> None:
+    order, started = RequestOrder[int](1), list[int]()
+    for seq_id, has_ended in zip(arrivals, ends, strict=True):
+        was_running = order.is_running
+        if (next_id := arrive(order, seq_id)) is not None:
+            assert not was_running
+            started.append(next_id)
+        if has_ended and order.is_running and (next_id := order.finished()) is not None:
+            started.append(next_id)
+    while order.is_running:
+        if (next_id := order.finished()) is not None:
+            started.append(next_id)
+    assert started == list(range(1, 8))
 
 
 def test_a_request_sent_again_is_known_whether_it_waits_runs_or_has_ended() -> None:
