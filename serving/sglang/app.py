@@ -103,15 +103,13 @@ async def continue_generation(parts: ServerParts, http: HttpRequest) -> Answer:
     return {"message": "Generation continued successfully.", "status": "ok"}
 
 
-async def _flush_cache(parts: ServerParts, http: HttpRequest) -> Answer:
+@on("POST", "/flush_cache", is_control=True)
+@on("GET", "/flush_cache", is_control=True)
+async def flush_cache(parts: ServerParts, http: HttpRequest) -> Answer:
     """Drop the prefix caches; 400 if running requests keep a part of them."""
     if await parts.pauses.reset_prefix_cache(recomputes_running=parts.pauses.has_dropped_kv):
         return PlainTextResponse(FLUSHED)
     return PlainTextResponse(NOT_FLUSHED, 400)
-
-
-on("GET", "/flush_cache", is_control=True)(_flush_cache)
-on("POST", "/flush_cache", is_control=True)(_flush_cache)
 
 
 async def _tags(http: HttpRequest) -> list[MemoryTag]:
@@ -123,7 +121,9 @@ async def _tags(http: HttpRequest) -> list[MemoryTag]:
     return [tag for tag in MEMORY_TAGS if tags is None or tag in tags]
 
 
-async def _release_memory(parts: ServerParts, http: HttpRequest) -> Answer:
+@on("POST", "/release_memory_occupation", is_control=True)
+@on("GET", "/release_memory_occupation", is_control=True)
+async def release_memory(parts: ServerParts, http: HttpRequest) -> Answer:
     """Release memory of idle or paused engines, which generate again once all is resumed."""
     tags = await _tags(http)
     if len(parts.requests) and not parts.pauses.is_paused:
@@ -133,16 +133,13 @@ async def _release_memory(parts: ServerParts, http: HttpRequest) -> Answer:
     return as_json(None)
 
 
-async def _resume_memory(parts: ServerParts, http: HttpRequest) -> Answer:
+@on("POST", "/resume_memory_occupation", is_control=True)
+@on("GET", "/resume_memory_occupation", is_control=True)
+async def resume_memory(parts: ServerParts, http: HttpRequest) -> Answer:
     """Take memory again; a pause of generation stays in effect."""
     if tags := await _tags(http):
         await parts.pauses.wake(tags, resumes=parts.pauses.mode is None)
     return as_json(None)
-
-
-for _method in ("GET", "POST"):
-    on(_method, "/release_memory_occupation", is_control=True)(_release_memory)
-    on(_method, "/resume_memory_occupation", is_control=True)(_resume_memory)
 
 
 # ---------------------------------------------------------------- weights and adapters
@@ -291,7 +288,9 @@ async def unload_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
 # ---------------------------------------------------------------- facts
 
 
-async def _model_info(parts: ServerParts, http: HttpRequest) -> Answer:
+@on("GET", "/get_model_info")
+@on("GET", "/model_info")
+async def model_info(parts: ServerParts, http: HttpRequest) -> Answer:
     """Report the model and the version of its live weights."""
     config = msgspec.json.decode((parts.info.path / "config.json").read_bytes())
     return {
@@ -312,17 +311,11 @@ async def _model_info(parts: ServerParts, http: HttpRequest) -> Answer:
     }
 
 
-on("GET", "/model_info")(_model_info)
-on("GET", "/get_model_info")(_model_info)
-
-
-async def _weight_version(parts: ServerParts, http: HttpRequest) -> Answer:
+@on("GET", "/weight_version")
+@on("GET", "/get_weight_version")
+async def weight_version(parts: ServerParts, http: HttpRequest) -> Answer:
     """Report the version of the live weights."""
     return {"weight_version": parts.weights.labels.newest}
-
-
-on("GET", "/get_weight_version")(_weight_version)
-on("GET", "/weight_version")(_weight_version)
 
 
 @on("GET", "/v1/loads")

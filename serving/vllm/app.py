@@ -46,9 +46,7 @@ from tidegate.serving.openai.responses import ResponsesForm, ResponsesRequest
 from tidegate.transport.messages import PAUSE_MODES, PauseMode
 
 if TYPE_CHECKING:
-    from tidegate.orchestrator.core.core import Core
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-    from tidegate.orchestrator.fleet.fleet import Fleet
 
 PATHS = Paths()
 """All paths of the API."""
@@ -166,26 +164,19 @@ HELP = {
 """What each metric is, for its HELP line."""
 
 
-def metrics_text(
-    counts: RequestCounts,
-    core: "Core",
-    fleet: "Fleet",
-    *,
-    model: str,
-    is_sleeping: bool,
-    longest_block_s: float = 0.0,
-) -> str:
+def metrics_text(parts: ServerParts) -> str:
     """Write the body of ``/metrics``."""
-    about = f'model_name="{model}"'
-    turns = core.turns
+    about = f'model_name="{parts.info.name}"'
+    counts, fleet, turns = parts.requests.counts, parts.fleet, parts.core.turns
+    is_awake = not parts.pauses.is_sleeping
     sent = [(len(e.submissions), e.max_running_turns) for e in turns.engines.values()]
     running = sum(min(pair) for pair in sent)
     waiting = sum(submitted for submitted, _ in sent) - running + len(turns.waiting)
-    generated = core.evaluation_ledger.generated
+    generated = parts.core.evaluation_ledger.generated
     lines = [
         *_metric("num_requests_running", "gauge", {about: running}),
         *_metric("num_requests_waiting", "gauge", {about: waiting}),
-        *_metric("engine_sleep_state", "gauge", {f'{about},sleep_state="awake"': not is_sleeping}),
+        *_metric("engine_sleep_state", "gauge", {f'{about},sleep_state="awake"': is_awake}),
         *_metric("prefix_cache_queries_total", "counter", {about: fleet.context_tokens}),
         *_metric("prefix_cache_hits_total", "counter", {about: fleet.cached_context_tokens}),
         *_metric("prompt_tokens_total", "counter", {about: counts.prompt_tokens}),
@@ -199,7 +190,7 @@ def metrics_text(
         "# HELP tidegate_event_loop_longest_block_seconds Longest time for which the event loop "
         "was blocked.",
         "# TYPE tidegate_event_loop_longest_block_seconds gauge",
-        f"tidegate_event_loop_longest_block_seconds{{{about}}} {longest_block_s}",
+        f"tidegate_event_loop_longest_block_seconds{{{about}}} {parts.longest_block_s()}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -460,6 +451,8 @@ async def model(parts: ServerParts, http: HttpRequest) -> Answer:
     return found  # type: ignore[no-any-return]
 
 
+@on("GET", "/get_server_info")
+@on("GET", "/server_info")
 async def server_info(parts: ServerParts, http: HttpRequest) -> Answer:
     """Report the parts of vLLM's and SGLang's configurations that clients read."""
     config = _config(parts)
@@ -470,10 +463,6 @@ async def server_info(parts: ServerParts, http: HttpRequest) -> Answer:
         "vllm_env": {},
         "system_env": {"tidegate": importlib.metadata.version("tidegate")},
     }
-
-
-on("GET", "/server_info")(server_info)
-on("GET", "/get_server_info")(server_info)
 
 
 def _sglang_args(parts: ServerParts) -> dict[str, Any]:
@@ -531,16 +520,8 @@ def _config(parts: ServerParts) -> dict[str, Any]:
 @on("GET", "/metrics", is_open=True)
 async def metrics(parts: ServerParts, http: HttpRequest) -> Answer:
     """Report metrics as Prometheus text."""
-    is_sleeping = parts.pauses.is_sleeping
-    text = metrics_text(
-        parts.requests.counts,
-        parts.core,
-        parts.fleet,
-        model=parts.info.name,
-        is_sleeping=is_sleeping,
-        longest_block_s=parts.longest_block_s(),
-    )
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    media_type = "text/plain; version=0.0.4; charset=utf-8"
+    return Response(metrics_text(parts), media_type=media_type)
 
 
 @on("GET", "/load")
