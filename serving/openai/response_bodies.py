@@ -81,7 +81,7 @@ class BegunRequest:
     def rest(self) -> list[Output]:
         """Return the unread rest of each output; an empty output if there is no choice."""
         if not self.readers:
-            return [Output(self.first_index, [], [], [], "", *self.finish_reasons)]
+            return [Output(self.first_index, [], [], [], "", self.finish_reasons[0])]
         return [reader.rest() for reader in self.readers]
 
     def count(self) -> None:
@@ -206,7 +206,7 @@ class ResponseBodies(OutputsAnswer, Generic[RequestT]):
 
     def __init__(self, begun: BegunRequest, request: RequestT) -> None:
         super().__init__(begun)
-        self._request = request
+        self._request: RequestT = request
         self._begun = begun
         self._id, self._created_s = begun.request.request_id, begun.request.created_s
         self._token_texts: dict[int, TokenTexts] = {}
