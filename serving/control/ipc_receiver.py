@@ -1,8 +1,7 @@
 """Receiver of weights from a trainer on the same GPU: opens CUDA IPC handles of its memory.
 
 vLLM's and SkyRL's trainers send the handles pickled, and vLLM unpickles any class if so configured.
-:mod:`safe_unpickler` reads them instead, and each is checked before memory is opened. Independent
-of engines and versions.
+:mod:`safe_unpickler` reads them instead, and each is checked before memory is opened.
 """
 
 import base64

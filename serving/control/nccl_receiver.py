@@ -2,8 +2,7 @@
 
 The server's process is one rank of the trainer's communicator. Both join it by NCCL's unique id of
 128 bytes, which vLLM's trainers pass in one of two ways: pickled in the TCPStore of their
-StatelessProcessGroup, or in ``init_info``. Independent of engines and versions: the server
-publishes the received tensors to its engines like any other weights.
+StatelessProcessGroup, or in ``init_info``.
 """
 
 import base64

@@ -1,8 +1,7 @@
 """Receivers of new weights, from files or from a trainer's process over gloo.
 
 :class:`WeightUpdates` calls a receiver from a thread, because its methods block. A receiver returns
-one copy of the weights, whatever the number of engines: the run brings it to all of them. The other
-receivers are in :mod:`nccl_receiver` and :mod:`ipc_receiver`. Independent of engines and versions.
+one copy of the weights, whatever the number of engines: the run brings it to all of them.
 """
 
 import datetime

@@ -1,7 +1,6 @@
 """ASGI application of the gateway: OpenAI's and Anthropic's paths, sessions and rewards.
 
-Keys and sessions are checked in :mod:`sessions`. Each choice of a request is a turn of a row of the
-session's rollout.
+Each choice of a request is a turn of a row of the session's rollout.
 """
 
 import asyncio

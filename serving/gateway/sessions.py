@@ -1,7 +1,6 @@
 """Sessions of the gateway: each gives one agent access to its rollout, through an API key.
 
-The gateway opens and ends a session with each episode of its run; :mod:`app` finds sessions by
-their keys. Kept in memory only; independent of HTTP.
+Kept in memory only; independent of HTTP, so that it imports without a server's packages.
 """
 
 import asyncio

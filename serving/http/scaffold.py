@@ -1,8 +1,4 @@
-"""ASGI scaffold of a JSON API: routes, access, error answers and JSON bodies.
-
-:func:`api_app` makes the application; handlers read requests and write answers with the functions
-below.
-"""
+"""ASGI scaffold of a JSON API: paths, access, error answers and JSON bodies."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass

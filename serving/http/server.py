@@ -5,8 +5,6 @@
 * :func:`read_body`, :func:`unless_gone`, :class:`OwnedStream` and :func:`off_loop` are for
     handlers: with them, neither a large request nor a client that disconnects blocks the event loop
     or an engine.
-
-Applications bring their own routes and keys.
 """
 
 import asyncio

@@ -1,9 +1,4 @@
-"""New output of a choice since the last read: tokens, log-probs, text, and how the choice ended.
-
-An :class:`OutputReader` reads this output from an :class:`ActiveChoice`, for response bodies,
-streamed or not. :class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop token
-or stop string.
-"""
+"""New output of a choice since the last read: tokens, log-probs, text, and how the choice ended."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

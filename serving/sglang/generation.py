@@ -1,8 +1,4 @@
-"""SGLang's ``/generate``: begins a request's outputs, and writes their answer.
-
-:class:`Completer` turns prompts into choices; this module adds SGLang's checks and writes SGLang's
-bodies.
-"""
+"""SGLang's ``/generate``: begins a request's outputs, and writes their answer."""
 
 import contextlib
 import itertools

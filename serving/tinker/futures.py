@@ -1,7 +1,6 @@
 """Results of requests that are carried out after they were answered with a ``request_id``.
 
-``retrieve_future`` waits here for a result; every other handler of :mod:`app` that starts work
-begins an entry. Waiting uses an asyncio event: nothing polls.
+``retrieve_future`` waits here for a result, by an asyncio event: nothing polls.
 """
 
 import asyncio

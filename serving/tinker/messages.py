@@ -1,8 +1,7 @@
 """Bodies of the Tinker API's JSON requests, under the SDK's names; unknown fields are refused.
 
-:mod:`app`, :mod:`listings`, :mod:`sampling` and :mod:`training_requests` decode bodies into these
-msgspec structures. Fields that the server does not serve are here too, so that :mod:`app` refuses
-them by name. ``type`` repeats the path.
+Fields that the server does not serve are here too, so that they are refused by name. ``type``
+repeats the path.
 """
 
 from typing import Annotated, Any

@@ -1,8 +1,7 @@
 """Models in training: each one's requests in order, carried out by the backend in its own thread.
 
-:mod:`training_requests` submits requests in the order of :mod:`request_order`; their results go to
-the table of :mod:`futures`. All methods but the backend's run on the server's event loop. A *model*
-is a LoRA adapter with its optimizer, as in the API.
+All methods but the backend's run on the server's event loop. A *model* is a LoRA adapter with its
+optimizer, as in the API.
 """
 
 import asyncio

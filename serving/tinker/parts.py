@@ -1,8 +1,4 @@
-"""Parts of the Tinker server, as its handlers and requests of models get them.
-
-The server makes one :class:`TinkerParts` from the modules of this folder (``models.py``,
-``sampling.py``, ``checkpoints.py``, ``sessions.py``, …) and the run's engines.
-"""
+"""Parts of the Tinker server, as its handlers and requests of models get them."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,9 +1,7 @@
 """Reference training backend: torch and PEFT, several LoRA adapters on one resident base model.
 
-The server constructs :class:`PeftTraining` and calls it from its training thread. Runs on a CPU, or
-on a GPU that torch sees. Letters in shapes: B sequences of a micro-batch, T positions of the
-longest, V vocabulary, K targets of one position. Implements the interface of ``training.py``, with
-the losses of ``losses.py``.
+Runs on a CPU, or on a GPU that torch sees. Letters in shapes: B sequences of a micro-batch, T
+positions of the longest, V vocabulary, K targets of one position.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Sans-IO order of one model's training requests: by ``seq_id``, each once, one at a time.
 
 The SDK numbers a model's requests from 1, sends several at once, and sends a request again when an
-answer is lost. :mod:`models` passes each arrival and each end to :class:`RequestOrder`, which
-returns the requests to start.
+answer is lost.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Sessions of the Tinker API.
 
 A client opens a session, sends heartbeats while it runs, and makes models and samplers within it.
-:mod:`app` finds a request's session here; :mod:`recovery` restores sessions. Holds the objects of
-:mod:`models` and :mod:`samplers`.
 """
 
 from dataclasses import dataclass, field

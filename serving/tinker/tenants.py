@@ -1,8 +1,7 @@
 """Tenants of the Tinker server, and the API keys that they show.
 
-:mod:`server` makes :class:`Tenants` from the API keys, and :mod:`app` finds each request's tenant
-in it. A tenant owns sessions, models, samplers, results and checkpoints, and uses no others. Keys
-are compared in constant time, by the standard library's ``hmac``.
+A tenant owns sessions, models, samplers, results and checkpoints, and uses no others. Keys are
+compared in constant time.
 """
 
 import hmac
