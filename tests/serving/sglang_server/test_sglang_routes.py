@@ -21,7 +21,7 @@ from tests.engine.external.adapter_runs import train
 from tests.engine.external.test_real_sglang import solve
 from tests.held_credit import paused, turns_continue_until
 from tests.models import make_model_directory
-from tests.serving.vllm_server.vllm_serving import PROMPT, BackgroundRequest, Client
+from tests.serving.vllm_server.vllm_serving import PROMPT, BackgroundRequest, CallInPickle, Client
 from tidegate.serving.control.safe_unpickler import OPERATIONS_MAX
 from tidegate.transport.weight_channels.collective import join_custom_group, open_store
 
@@ -170,17 +170,7 @@ def by_value(tensors: dict[str, torch.Tensor]) -> str:
     return base64.b64encode(pickle.dumps(list(tensors.items()))).decode()
 
 
-class Reduced:
-    """An object that a pickle makes by calling a function."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self._made_by = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self._made_by
-
-
-def hostile_storages() -> Iterator[tuple["Reduced", str]]:
+def hostile_storages() -> Iterator[tuple[CallInPickle, str]]:
     """Storages by value that ``torch.load`` would read, or take much memory for."""
     good = torch.ones(3)._typed_storage().__reduce__()[1][0]  # type: ignore[no-untyped-call]
     compressed = io.BytesIO()
@@ -196,7 +186,7 @@ def hostile_storages() -> Iterator[tuple["Reduced", str]]:
         (compressed.getvalue(), "can't be read"),
         (b"", "can't be read"),
     ):
-        yield Reduced(torch.storage._load_from_bytes, data), why
+        yield CallInPickle(torch.storage._load_from_bytes, data), why
 
 
 def in_shared_memory(tensors: dict[str, torch.Tensor]) -> str:
@@ -207,10 +197,10 @@ def in_shared_memory(tensors: dict[str, torch.Tensor]) -> str:
         SHARED.append(Path(f"/dev/shm{handle}"))
         SHARED[-1].write_bytes(tensor.numpy().tobytes())
         kind, storage = torch.UntypedStorage, reductions.rebuild_storage_filename
-        found = Reduced(storage, kind, b"manager", handle.encode(), tensor.nbytes)
-        typed = Reduced(reductions.rebuild_typed_storage, found, tensor.dtype)
+        found = CallInPickle(storage, kind, b"manager", handle.encode(), tensor.nbytes)
+        typed = CallInPickle(reductions.rebuild_typed_storage, found, tensor.dtype)
         metadata = (0, tensor.size(), tensor.stride(), False)
-        pairs.append((name, Reduced(reductions.rebuild_tensor, torch.Tensor, typed, metadata)))
+        pairs.append((name, CallInPickle(reductions.rebuild_tensor, torch.Tensor, typed, metadata)))
     return base64.b64encode(pickle.dumps(pairs)).decode()
 
 
@@ -252,7 +242,7 @@ def test_tensors_outside_an_update_are_published_at_once(client: Client) -> None
 
 
 def test_pickles_of_anything_else_are_refused_and_call_nothing(client: Client) -> None:
-    evil = Reduced(print, "called")
+    evil = CallInPickle(print, "called")
     for value in (evil, [("x", 1)], {"flattened_tensor": torch.ones(2)}, [("x", torch.ones(2))]):
         pickled = base64.b64encode(pickle.dumps(value)).decode()
         body = {"serialized_named_tensors": [pickled]}
@@ -270,7 +260,7 @@ def test_pickles_of_anything_else_are_refused_and_call_nothing(client: Client) -
     assert "one rank" in refused(client, "/update_weights_from_tensor", two)
     path = b"/torch_1_2_3/../../etc/passwd"
     kind, storage = torch.UntypedStorage, reductions.rebuild_storage_filename
-    elsewhere = pickle.dumps(Reduced(storage, kind, b"", path, 8))
+    elsewhere = pickle.dumps(CallInPickle(storage, kind, b"", path, 8))
     body = {"serialized_named_tensors": [base64.b64encode(elsewhere).decode()]}
     assert "shared memory" in refused(client, "/update_weights_from_tensor", body)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from tests.serving.vllm_server.vllm_serving import CallInPickle
 from tidegate.serving.control import ipc_receiver
 from tidegate.serving.control.ipc_receiver import IpcUpdateReceiver, read_handles
 from tidegate.serving.http.errors import ApiError, UpdateError
@@ -60,25 +61,15 @@ def test_handles_that_torch_makes_are_read() -> None:
     assert read_handles(sent({UUID: (rebuild_cuda_tensor, handle())})) == {UUID: one}
 
 
-class Ran:
-    """Would run as it is unpickled."""
-
-    def __init__(self, call: Any, *arguments: Any) -> None:
-        self.called = (call, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.called
-
-
 @pytest.mark.parametrize(
     "facts",
     [
-        Ran(os.mkdir, "it_was_run"),
-        [{UUID: Ran(os.mkdir, "it_was_run")}],
-        [{UUID: handle(memory=Ran(bytes, 10))}],
-        [{UUID: handle(dtype=Ran(getattr, 5, "real"))}],
-        Ran(torch.Tensor, 2**40),
-        Ran(torch.zeros, 2**40),
+        CallInPickle(os.mkdir, "it_was_run"),
+        [{UUID: CallInPickle(os.mkdir, "it_was_run")}],
+        [{UUID: handle(memory=CallInPickle(bytes, 10))}],
+        [{UUID: handle(dtype=CallInPickle(getattr, 5, "real"))}],
+        CallInPickle(torch.Tensor, 2**40),
+        CallInPickle(torch.zeros, 2**40),
         torch.nn.Module,
     ],
 )

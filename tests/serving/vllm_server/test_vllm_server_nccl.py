@@ -22,6 +22,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.nccl_double import built
+from tests.serving.vllm_server.vllm_serving import CallInPickle
 from tidegate.serving.control.nccl_receiver import (
     NcclUpdateReceiver,
     read_rendezvous,
@@ -213,13 +214,6 @@ def test_what_is_packed_together_exceeds_the_buffer_by_one_tensor_at_most() -> N
     assert list(packs([], len, 10)) == []
 
 
-class Ran:
-    """Would run as it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("it_was_run",)
-
-
 def test_an_id_is_read_out_of_a_pickle_and_nothing_in_it_is_run(
     identity: ncclUniqueId,
     monkeypatch: pytest.MonkeyPatch,
@@ -227,7 +221,14 @@ def test_an_id_is_read_out_of_a_pickle_and_nothing_in_it_is_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_unique_id(pickled(identity, monkeypatch)) == bytes(identity)
-    for wrong in [Ran(), b"short", 5, {"ncclUniqueId": 1}, ctypes.c_int(3), ncclUniqueId]:
+    for wrong in [
+        CallInPickle(os.mkdir, "it_was_run"),
+        b"short",
+        5,
+        {"ncclUniqueId": 1},
+        ctypes.c_int(3),
+        ncclUniqueId,
+    ]:
         with pytest.raises(UpdateError, match="ncclUniqueId"):
             read_unique_id(pickle.dumps(wrong))
     for bytes_ in [b"", b"garbage", pickle.dumps(identity)[:-20]]:

@@ -102,6 +102,16 @@ class Client:
         return request
 
 
+class CallInPickle:
+    """An object that a pickle makes by calling a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._made_by = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._made_by
+
+
 class BackgroundRequest:
     """A request whose answer is waited for elsewhere."""
 
