@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -72,44 +72,30 @@ ASKED: dict[str, Any] = {
 """A value that changes the output, if 2 and true do not."""
 
 BY_OTHER_DEFAULT = {"add_generation_prompt": False, "skip_special_tokens": False}
-BOOLEAN_FIELDS = {
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "echo",
-    "add_special_tokens",
-    "stream",
-}
-BOOLEAN_FIELDS |= {
-    "continue_final_message",
-    "return_prompt_text",
-    "use_beam_search",
-    "watermarking",
-}
-BOOLEAN_FIELDS |= {"return_token_ids", "return_tokens_as_token_ids"}
 
 
-def value_of(name: str, kind: type) -> Any:
+def value_of(name: str, kind: type[msgspec.Struct]) -> Any:
     if name in ASKED:
         return ASKED[name]
     if name in BY_OTHER_DEFAULT:
         return BY_OTHER_DEFAULT[name]
-    if name in BOOLEAN_FIELDS or (
-        name == "logprobs" and issubclass(kind, ChatRequest | GatewayChat)
-    ):
-        return True
-    return 2
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    return True if bool in get_args(types.get(name)) else 2
 
 
 GatewayChat = gateway_requests.GatewayChatRequest
 
-SERVER: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]] = {
+Kinds = dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]]
+"""Kinds of requests: their models, vLLM's fields of them, and the least body."""
+
+SERVER: Kinds = {
     "completions": (CompletionRequest, COMPLETION, {"prompt": [1]}),
     "chats": (ChatRequest, CHAT, {"messages": MESSAGES}),
     "chats in batches": (BatchChatRequest, BATCH_CHAT, {"messages": [MESSAGES]}),
     "tokens": (GenerateRequest, GENERATE, {"token_ids": [1], "sampling_params": {}}),
     "sampling_params": (TokenSampling, SAMPLING_PARAMS, {}),
 }
-GATEWAY: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]] = {
+GATEWAY: Kinds = {
     "completions": (gateway_requests.GatewayCompletionRequest, COMPLETION, {"prompt": [1]}),
     "chats": (GatewayChat, CHAT, {"messages": MESSAGES}),
 }
@@ -141,7 +127,7 @@ def refused_field(request: msgspec.Struct) -> str | None:
 
 @pytest.mark.parametrize("kinds", [SERVER, GATEWAY], ids=["vllm", "gateway"])
 def test_every_field_of_vllms_requests_does_what_the_documentation_says(
-    kinds: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]],
+    kinds: Kinds,
 ) -> None:
     effects = documented()
     columns = list(hook("reference").REQUESTS.values())
@@ -167,7 +153,7 @@ def test_every_field_of_vllms_requests_does_what_the_documentation_says(
 
 @pytest.mark.parametrize("kinds", [SERVER, GATEWAY], ids=["vllm", "gateway"])
 def test_a_field_that_would_change_the_output_is_refused_by_name_unless_its_value_is_harmless(
-    kinds: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]],
+    kinds: Kinds,
 ) -> None:
     for kind, (model, _, least) in kinds.items():
         refused: dict[str, tuple[Any, ...]] = model.REFUSED  # type: ignore[attr-defined]
