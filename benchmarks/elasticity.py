@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import tidegate
 from benchmarks.table import Row, compared, show
 from tidegate.policies.elasticity import Elastic
-from tidegate.simulation.engine.launcher import SimulatedEngines
+from tidegate.simulation.engine.engine import SimulatedEngines
 from tidegate.simulation.engine.scripted import ScriptedHost
 from tidegate.simulation.run.serve import ServeInTests
 from tidegate.simulation.run.virtual_time import VirtualTime

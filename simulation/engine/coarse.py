@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 from typing_extensions import override
 
-from tidegate.simulation.engine.engine import EngineHost, SimulatedEngine
+from tidegate.simulation.engine.engine import SimulatedEngine
 from tidegate.simulation.engine.spec import CONTEXT_TOKENS_MAX, SimulatedEngineSpec
 from tidegate.simulation.engine.turns import SimulatedTurn, SimulatedTurns, StepRows, StepWork
 from tidegate.transport.messages import (
@@ -137,7 +137,6 @@ class CoarseEngine(SimulatedEngine):
                 self._end_multi_step_early(self._work)
 
     def _end_multi_step_early(self, work: StepWork) -> None:
-        """Drop the steps that have not begun."""
         elapsed_s = self._loop.time() - self._begins_s
         steps_begun = max(0, math.ceil(elapsed_s / self._token_s - TIME_TOLERANCE_STEPS))
         if steps_begun < work.steps and self._timer is not None:
@@ -196,9 +195,3 @@ class CoarseEngine(SimulatedEngine):
             self._work = None
             self._serve(msgspec.structs.replace(update, kv_policy="keep"), content)
             self._advance()
-
-
-class CoarseHost(EngineHost):
-    """Host of a coarse-grained engine; its spec is a :class:`CoarseEngineSpec`."""
-
-    engine_class = CoarseEngine

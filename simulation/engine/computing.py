@@ -197,7 +197,6 @@ class ComputingHost:
         self._build(engine, settings)
 
     def _build(self, engine: ComputingEngine, settings: RunSettings) -> None:
-        """Open the model, and build the engine as ``engine/worker.py`` does."""
         model = open_model(settings.model, "auto", is_deterministic=settings.engine.deterministic)
         block_tokens = block_tokens_default(
             token_bytes=model.kv_token_bytes(), state_bytes=model.state_bytes()

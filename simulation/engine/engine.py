@@ -2,23 +2,31 @@
 
 The process's work takes only virtual time. Like a real engine, it reads its messages between steps,
 stages weights while it decodes, keeps steps until they are acknowledged, and answers in the same
-order. The host starts one process after another, and injects their faults.
+order. The host starts one process after another, and injects their faults;
+:class:`SimulatedEngines` has the hosts of a run.
 """
 
+import itertools
 import math
 import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
+from tidegate.orchestrator.fleet.processes import engine_number
 from tidegate.simulation.checks.coverage import CoverageMark
-from tidegate.simulation.engine.adapters import SimulatedAdapters
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.spec import SimulatedEngineSpec, hello_of
-from tidegate.simulation.engine.staging import SimulatedStaging, check_refusal
 from tidegate.simulation.engine.turns import DEADLY_TOKEN, SimulatedTurns, StepRows, StepWork
+from tidegate.simulation.engine.weights import (
+    SimulatedAdapters,
+    SimulatedSleep,
+    SimulatedStaging,
+    check_refusal,
+)
 from tidegate.simulation.engine.wire import SimulatedLink
 from tidegate.simulation.faults.faults import LONGEST_FAULT_S, Fault, FaultKind
 from tidegate.transport.messages import (
@@ -52,13 +60,6 @@ from tidegate.transport.messages import (
     encode,
 )
 from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
-from tidegate.transport.sleep_messages import (
-    MEMORY_TAGS,
-    Asleep,
-    Awake,
-    MemoryTag,
-    SleepRequestFailed,
-)
 from tidegate.transport.streams import SendWindow
 
 WELCOME_TIMEOUT_S = 1.0
@@ -69,9 +70,6 @@ HELLO_INTERVAL_S = 0.5
 
 COMPLAINTS_MAX = 3
 """Number of complaints about the same oldest unacknowledged step at which an engine ends."""
-
-SLEEPING_BYTES = 1 << 30
-"""Bytes that each kind of memory reports as returned."""
 
 SLOWNESS = 20.0
 """Factor by which the steps of a slow engine take longer."""
@@ -105,13 +103,18 @@ class SimulatedEngine:
         self._link = link
         self._loop = context.loop
         self._spec = spec
-        self.staging = SimulatedStaging(context, spec, on_copied=self._on_copied)
+        self.staging = SimulatedStaging(context, spec, self._on_copied)
         self._ground_truth = context.ground_truth
         self._coverage = context.coverage
         self._owner = owner
         self.turns = self.turns_class(hello.engine, spec, context, chance)
         self.adapters = SimulatedAdapters(
-            hello.engine, self.turns, self.staging, spec, context, on_loaded=self._advance
+            hello.engine,
+            self.turns,
+            self.staging,
+            context,
+            versions_max=spec.adapters_max,
+            on_loaded=self._advance,
         )
         self._scores: dict[int, tuple[float, ScoreTokens]] = {}
         """Open score requests by number, each with the virtual time at which its answer is
@@ -274,14 +277,13 @@ class SimulatedEngine:
                 first_seq=self._window.first_seq,
                 next_seq=self._window.next_seq(),
                 turns=array("I", self.handles).tobytes(),
-                adapters=self.adapters.live,
+                adapters=self.adapters.versions.live_adapters,
                 asleep=self.sleep.asleep,
                 needs_weights=self.sleep.needs_weights,
             )
         )
 
     def _handle_repeated_welcome(self, welcome: Welcome) -> None:
-        """Handle the answer to a repeated hello: resend all unacknowledged steps."""
         self._hello_repeated_at_s = None
         self._heard_at_s = self._loop.time()
         self._window.set_credit(welcome.credit_steps)
@@ -296,7 +298,6 @@ class SimulatedEngine:
         self._hello_due = True
 
     def _send_replies_and_swap(self) -> None:
-        """Send the due answers, ended turns first, and swap weights if a swap is due."""
         if self.turns.has_ended and not self._window.is_open:
             return
         self._send_steps(self.turns.take_ended(), self._loop.time())
@@ -341,7 +342,6 @@ class SimulatedEngine:
             self._schedule(work)
 
     def _schedule(self, work: StepWork) -> None:
-        """Set the timer for the end of a step."""
         busy_s = self._spec.busy_s(len(work.chunks), work.prefilled_tokens)
         self._loop.call_later(busy_s * self.slowness, self._end_step)
 
@@ -496,78 +496,11 @@ class SimulatedEngine:
         )
 
 
-class SimulatedSleep:
-    """Answers requests to sleep and wake as a real engine does; frees no memory."""
-
-    def __init__(self, turns: SimulatedTurns, staging: SimulatedStaging) -> None:
-        self._turns = turns
-        self._staging = staging
-        self._asleep: set[MemoryTag] = set()
-        self._are_weights_gone = False
-        self._are_initial_weights = True
-        self.needs_weights = False
-        """Whether the weights are lost and only a weight update can restore them."""
-        self.pending: Sleep | None = None
-        """Sleep request that is pending until the engine can sleep; None if there is none."""
-        self.refusals_due = 0
-        """Number of coming wake requests to refuse for lack of memory."""
-
-    @property
-    def asleep(self) -> list[MemoryTag]:
-        """Kinds of memory that are asleep, in the order of ``MEMORY_TAGS``."""
-        return [tag for tag in MEMORY_TAGS if tag in self._asleep]
-
-    def sleep_if_possible(self) -> list[Message]:
-        """Carry out the pending sleep request if that is possible now, and return its answer."""
-        pending, gate = self.pending, self._turns.gate
-        if pending is None:
-            return []
-        if not gate.is_pause_requested:
-            self.pending = None
-            return [SleepRequestFailed(request_id=pending.request_id, message="no pause is on")]
-        is_quiet = gate.is_pause_in_effect(len(self._turns.running)) and not self._staging.is_busy
-        if not is_quiet or gate.is_swap_requested:
-            return []
-        self.pending = None
-        if "kv_cache" in pending.tags:
-            self._turns.forget_kv()
-        if "weights" in pending.tags:
-            self._staging.abandon()
-            self._are_weights_gone |= pending.level == 2
-        returned = SLEEPING_BYTES * len(set(pending.tags) - self._asleep)
-        self._asleep.update(pending.tags)
-        self._hold()
-        return [Asleep(request_id=pending.request_id, tags=self.asleep, freed_bytes=returned)]
-
-    def wake(self, message: Wake) -> Message:
-        """Wake the named kinds of memory, or refuse if a refusal is due; return the answer."""
-        if self.refusals_due:
-            self.refusals_due -= 1
-            why = "out of memory, as its author wants it"
-            return SleepRequestFailed(request_id=message.request_id, message=why)
-        if "weights" in message.tags and "weights" in self._asleep:
-            self.needs_weights = self._are_weights_gone and not self._are_initial_weights
-            self._are_weights_gone = False
-        self._asleep.difference_update(message.tags)
-        self._hold()
-        return Awake(
-            request_id=message.request_id, tags=self.asleep, needs_weights=self.needs_weights
-        )
-
-    def swapped(self) -> None:
-        """Record that other weights were swapped in, which wakes the weights' memory."""
-        self._asleep.discard("weights")
-        self.needs_weights = self._are_weights_gone = self._are_initial_weights = False
-        self._hold()
-
-    def _hold(self) -> None:
-        self._turns.gate.is_held = bool(self._asleep) or self.needs_weights
+Host = TypeVar("Host", bound="EngineHost")
 
 
 class EngineHost:
     """Starts the processes of one engine name one after another, and injects its faults."""
-
-    engine_class: type[SimulatedEngine] = SimulatedEngine
 
     def __init__(
         self,
@@ -577,6 +510,7 @@ class EngineHost:
         context: SimulationContext,
         latency_s: float,
         chance: random.Random,
+        engine_class: type[SimulatedEngine] = SimulatedEngine,
         on_exit: Callable[[str, str], None] = lambda engine, why: None,
         on_drain: Callable[[str, float], None] = lambda engine, within_s: None,
     ) -> None:
@@ -588,6 +522,7 @@ class EngineHost:
         self._loop = context.loop
         self._on_exit = on_exit
         self._on_drain = on_drain
+        self._engine_class = engine_class
         self.must_end_idle = False
         """Whether the engine must have handed back its turns when it gets ``Shutdown``, because
         nothing but drains was planned for it."""
@@ -720,7 +655,7 @@ class EngineHost:
         if self._is_stopped or (self.engine is not None and self.engine.is_alive):
             return
         self._epoch += 1
-        self.engine = self.engine_class(
+        self.engine = self._engine_class(
             hello_of(self.name, self._epoch, self._spec),
             self._spec,
             context=self._context,
@@ -729,3 +664,67 @@ class EngineHost:
             owner=self,
         )
         self.engine.start()
+
+
+class SimulatedEngines(Generic[Host]):
+    """Launcher of a simulated run's engines; their hosts start them again when they crash."""
+
+    def __init__(
+        self, hosts: dict[str, Host], make_host: Callable[[str], Host], *, start_s: float
+    ) -> None:
+        """``make_host`` makes the host of an added engine, which serves after ``start_s``."""
+        self.hosts = hosts
+        """Hosts of all engines so far, by name."""
+        self._make_host = make_host
+        self._start_s = start_s
+        self._retired: set[str] = set()
+        self.may_restart = True
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether all engines have ended, and none starts again."""
+        return not self.names
+
+    def start(self) -> None:
+        """Start the first engines."""
+        for host in self.hosts.values():
+            host.start()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the engines that run or will start again, by number."""
+        here = (name for name in self.hosts.keys() - self._retired if not self._is_gone(name))
+        return sorted(here, key=engine_number)
+
+    def _is_gone(self, name: str) -> bool:
+        return name in self.hosts and self.hosts[name].is_gone
+
+    def add(self, count: int) -> list[str]:
+        """Start more engines; return their names: the lowest unused numbers."""
+        unused = (n for n in map("engine-{}".format, itertools.count()) if n not in self.names)
+        names = list(itertools.islice((n for n in unused if not self._is_gone(n)), count))
+        for name in names:
+            if name not in self.hosts:
+                self.hosts[name] = self._make_host(name)
+            self._retired.discard(name)
+            self.hosts[name].begin_again(self._start_s)
+        return names
+
+    def retire(self, name: str) -> None:
+        """Start no further process of an engine that was asked to leave."""
+        if name in self.hosts:
+            self._retired.add(name)
+            self.hosts[name].retire()
+
+    def lost(self, name: str) -> None:
+        """Do nothing: the host starts the engine again, or not."""
+
+    def kill(self, name: str) -> None:
+        """Do nothing: an engine that hangs does so for as long as its faults say."""
+
+    def kill_all(self) -> None:
+        """Kill all processes, and start no other ones."""
+        for host in self.hosts.values():
+            host.stop()
+
+    stop = kill_all

@@ -313,7 +313,6 @@ class SimulatedTurns:
         return list(by_weights.values())
 
     def _weights_of(self, turn: SimulatedTurn) -> TurnWeights:
-        """Return the weights that compute a turn's next positions."""
         return turn.own_weights or TurnWeights(version=self.version, content=self.content)
 
     def _sample(self, turn: SimulatedTurn, rows: StepRows, weights: TurnWeights) -> None:
@@ -405,7 +404,6 @@ class SimulatedTurns:
 def _rows_of(
     by_weights: dict[tuple[str, int | None], StepRows], weights: TurnWeights | None
 ) -> StepRows:
-    """Return the rows of a step message of these weights, a new one for the first row."""
     key = ("", None) if weights is None else (weights.adapter, weights.version)
     if key not in by_weights:
         by_weights[key] = StepRows(adapter=key[0], version=key[1])

@@ -47,7 +47,6 @@ class _Forms:
 
     @property
     def rollouts(self) -> float:
-        """Rollouts per batch."""
         return self.candidate.groups_per_batch * self.workload.group_size
 
     @cached_property
@@ -170,7 +169,6 @@ class _Forms:
 
     @cached_property
     def _longest(self) -> list[int]:
-        """Tokens of each group's longest rollout, in ascending order."""
         return sorted(max(group) for group in self.workload.groups)
 
     def _token_s(self, batch_s: float) -> float:

@@ -16,8 +16,9 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.simulation.checks.ground_truth import GroundTruth
-from tidegate.simulation.engine.coarse import CoarseEngineSpec, CoarseHost
+from tidegate.simulation.engine.coarse import CoarseEngine, CoarseEngineSpec
 from tidegate.simulation.engine.context import SimulationContext
+from tidegate.simulation.engine.engine import EngineHost
 from tidegate.simulation.engine.wire import CarriedFrame, FrameLog
 from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
 from tidegate.simulation.run.simulation import empty_model_files
@@ -50,7 +51,14 @@ def coarse_context(loop: asyncio.AbstractEventLoop) -> SimulationContext:
 def start_engine(name: str, spec: CoarseEngineSpec, context: SimulationContext, seed: int) -> None:
     """Start an engine without faults."""
     chance = random.Random(f"{seed}/{name}")
-    CoarseHost(name, spec, context=context, latency_s=WIRE_S, chance=chance).start()
+    EngineHost(
+        name,
+        spec,
+        context=context,
+        latency_s=WIRE_S,
+        chance=chance,
+        engine_class=CoarseEngine,
+    ).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +68,6 @@ class _PlanPrompt:
 
 @dataclass(slots=True)
 class _BatchTotals:
-    """Sums over the batches since the warm-up."""
-
     at_s: float = 0.0
     """Loop time of the last publish, in seconds."""
     tokens: int = 0
@@ -89,8 +95,6 @@ def simulate(
 
 
 class _Simulation:
-    """One simulated run, with a trainer that measures it."""
-
     def __init__(
         self, workload: PlanWorkload, candidate: PlanCandidate, virtual_time: VirtualTime, seed: int
     ) -> None:
@@ -115,7 +119,6 @@ class _Simulation:
         )
 
     async def run(self, versions: int) -> Prediction:
-        """Run engines, scheduler and trainer until the trainer ends, and return its figures."""
         for number in range(self._candidate.engines):
             spec = CoarseEngineSpec(costs=self._workload.costs)
             start_engine(f"engine-{number:03}", spec, self._context, self._seed)
@@ -151,7 +154,6 @@ class _Simulation:
         return float(episode.index % 2)
 
     async def _train(self, versions: int) -> Prediction:
-        """Take batches, train on each for the time of its tokens, publish, and measure."""
         speed = self._workload.trainer_tokens_per_s * self._candidate.trainers
         warm_up = self._candidate.max_staleness + WARM_UP_VERSIONS_MIN
         start = self._totals

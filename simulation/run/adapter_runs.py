@@ -469,15 +469,14 @@ class AdapterRunReport(ProcessesReport):
     """Number of tasks trained, over all adapters."""
 
 
-class AdapterRun(RunOfProcesses):
+class AdapterRun(RunOfProcesses[AdapterRunReport]):
     """Run of one scenario that trains adapters, from its first process to its last."""
 
     core_class = IsolationCheckedCore
     commits_s = (0.0001, 0.02, 0.2)  # so that some processes end before a release is committed
 
     def __init__(self, scenario: Scenario, drawn_by: str | None = None) -> None:
-        self.report = AdapterRunReport(scenario=scenario, drawn_by=drawn_by)
-        super().__init__(scenario, self.report)
+        super().__init__(scenario, AdapterRunReport(scenario=scenario, drawn_by=drawn_by))
         self.scenario = scenario
         self._contents = 0
         self._base_episodes = SimulatedEpisodes(
@@ -488,11 +487,6 @@ class AdapterRun(RunOfProcesses):
         self._trainers = {each.name: each for each in trainers}
         self._engines: set[str] = set()
         """Engines that have joined the present process."""
-
-    def run(self) -> AdapterRunReport:
-        """Run the scenario to its end or its first failure."""
-        self._run()
-        return self.report
 
     def _results(self) -> tuple[object, ...]:
         trained = (each.checkpoint.trained for each in self._trainers.values())
@@ -560,7 +554,6 @@ class AdapterRun(RunOfProcesses):
                     task.cancel()
 
     async def _use_base(self, scheduler: Scheduler) -> None:
-        """Evaluate the run's own weights and pause all engines, now and then."""
         chance = self.scenario.chance("base", self.report.processes)
         for task in range(BASE_EVALUATIONS_MAX):
             await asyncio.sleep(chance.expovariate(2.0))
@@ -597,7 +590,6 @@ class AdapterRun(RunOfProcesses):
                         self._trainers[sampling.adapter].served.check_submit(engine)
 
     def _count_served(self, event: ev.Event) -> None:
-        """Record which versions engines serve after an event."""
         match event:
             case ev.EngineJoined(engine=engine, adapters=adapters):
                 self._engines.add(engine)
@@ -624,8 +616,3 @@ class AdapterRun(RunOfProcesses):
 def simulate_adapters(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> AdapterRunReport:
     """Run the adapter scenario of one seed, and report the outcome."""
     return AdapterRun(draw_adapter_scenario(seed, kinds), "--seeds 0 --adapter-runs 1").run()
-
-
-def run_adapters(scenario: Scenario) -> AdapterRunReport:
-    """Run one scenario that trains adapters and report the outcome."""
-    return AdapterRun(scenario).run()

@@ -6,7 +6,7 @@ checkpoints.
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -43,22 +43,25 @@ class TrainedTask:
     process: int
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Trainer's checkpoint, as far as a resume needs it."""
+@dataclass(slots=True, kw_only=True)
+class TrainerState:
+    """State of the trainer, as far as its checkpoint has it."""
 
     trained: tuple[TrainedTask, ...] = ()
     """Trained tasks, in the order of training."""
     batches: int = 0
-    last_group: int = -1
     offer: int = 0
     """Index of the task iterator in use: 0 or 1."""
     taken_before: frozenset[int] = frozenset()
     """With iterator 1: the tasks that were taken from iterator 0 before the change."""
     discarded_tokens: int = 0
     """Number of sampled tokens in the rows that the trainer has discarded."""
-    uses: tuple[tuple[int, int], ...] = ()
-    """(group id, number of the trainer's uses of it) of each group trained."""
+    uses: Counter[int] = field(default_factory=Counter)
+    """Group -> number of the trainer's uses of it, undone ones not included."""
+
+    def copy(self) -> "TrainerState":
+        """Return a copy that shares nothing that changes."""
+        return replace(self, uses=self.uses.copy())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,13 +90,14 @@ BatchRows = tuple[tuple[int, tuple[int, ...]], ...]
 """(group id, rollout ids of its rows) of each group of a batch, in order."""
 
 
-class CrashRestartRun(RunOfProcesses):
+class CrashRestartRun(RunOfProcesses[CrashRestartReport]):
     """Run of one scenario that trains the run's weights, from its first process to its last."""
 
     def __init__(self, scenario: Scenario, drawn_by: str | None = None) -> None:
-        self.report = CrashRestartReport(scenario=scenario, drawn_by=drawn_by)
-        super().__init__(scenario, self.report)
-        self._checkpoint = Checkpoint()
+        super().__init__(scenario, CrashRestartReport(scenario=scenario, drawn_by=drawn_by))
+        self._checkpoint = TrainerState()
+        self._now = self._checkpoint.copy()
+        """State of the trainer in the current process."""
         self._checkpoint_batches = self._chance.choice((1, 1, 2, 4))
         chance = self._scenario.chance("offers")
         tasks = self._scenario.tasks
@@ -115,8 +119,6 @@ class CrashRestartRun(RunOfProcesses):
         """:attr:`_trained_by_version` for the versions that an engine has served."""
         self._received_rows: dict[int, BatchRows] = {}
         """Batch number -> the rows that the trainer received last under that number."""
-        self._uses: Counter[int] = Counter()
-        """Group -> number of times that the trainer has received it, undone ones not included."""
         self._reused_versions: dict[int, list[tuple[int, int]]] = {}
         """Batch -> (oldest, newest version) of each of its groups that was trained before."""
         self._first_lost_version: int | None = None
@@ -136,19 +138,8 @@ class CrashRestartRun(RunOfProcesses):
         self._batch_timeout_s: float | None = waits.choice((None, None, 0.03, 0.3))
         self._batch_poll_delay_s: float = waits.choice((0.0, 0.0, 0.01, 0.1))
         self._batch_poll_chance = waits
-        self._offer_index = 0
-        """Index of the task iterator in use: 0 or 1."""
-        self._taken_before: frozenset[int] = frozenset()
-        """Value of :attr:`Checkpoint.taken_before` for the next checkpoint."""
-        self._trained: tuple[TrainedTask, ...] = ()
-        """Tasks trained by the current process, and before its checkpoint."""
         self._unnamed: list[int] = []
         """Batches trained by the current process that no publish has named."""
-
-    def run(self) -> CrashRestartReport:
-        """Run the scenario to its end or its first failure."""
-        self._run()
-        return self.report
 
     def _begin_process(self) -> None:
         self._stopped.clear()
@@ -218,10 +209,11 @@ class CrashRestartRun(RunOfProcesses):
         self._received_rows[number] = rows
         self._reused_versions[number] = []
         for group in batch.groups:
-            self._uses[group.group_id] += 1
-            assert group.use == self._uses[group.group_id] <= self._scenario.max_uses, (
+            uses = self._now.uses
+            uses[group.group_id] += 1
+            assert group.use == uses[group.group_id] <= self._scenario.max_uses, (
                 f"batch {number} has use {group.use} of group {group.group_id}, but the trainer "
-                f"receives it for the {self._uses[group.group_id]}th time"
+                f"receives it for the {uses[group.group_id]}th time"
             )
             if group.use > 1:
                 self.report.reused_groups += 1
@@ -239,7 +231,7 @@ class CrashRestartRun(RunOfProcesses):
     def _check_lineage(self, version: int) -> None:
         """Check that a version that sampled a token is an ancestor of the trainer's weights."""
         sampled_by = self._served_trained.get(version, ())
-        trained = self._trained[: len(sampled_by)]
+        trained = self._now.trained[: len(sampled_by)]
         assert sampled_by == trained, (
             f"v{version} was trained on {sampled_by}, but the trainer's weights on {trained}"
         )
@@ -256,80 +248,51 @@ class CrashRestartRun(RunOfProcesses):
     # ------------------------------------------------------------ the trainer
 
     async def _train(self, scheduler: Scheduler) -> None:
-        self._trained, batches = self._checkpoint.trained, self._checkpoint.batches
-        discarded_tokens = self._checkpoint.discarded_tokens
-        self._last_groups[batches] = self._checkpoint.last_group
-        self._uses = Counter(dict(self._checkpoint.uses))
+        self._now = self._checkpoint.copy()
         self._may_reselect = False
         await scheduler.wait_for_engines(1)
         if self.report.processes > 1:
             await asyncio.sleep(self._chance.choice((0.0, 0.0, 0.5)))  # loads its checkpoint
             await self._publish(scheduler)
-        self._offer_index = self._checkpoint.offer
-        self._taken_before = self._checkpoint.taken_before
         self._begun_tasks.clear()
-        self._offer(scheduler, self._offer_index)
+        self._offer(scheduler)
         async with asyncio.TaskGroup() as background:
-            batches, discarded_tokens = await self._train_on_all(
-                scheduler, background, batches, discarded_tokens
-            )
-        self._checkpoint = self._checkpoint_of(batches, discarded_tokens)
-        self.report.discarded_tokens = discarded_tokens
+            await self._train_on_all(scheduler, background)
+        self._checkpoint = self._now.copy()
+        self.report.discarded_tokens = discarded_tokens = self._now.discarded_tokens
         counted = scheduler.core.ledger.discarded[DISCARD_REASON]
         assert counted == discarded_tokens, (
             f"{counted} tokens are counted as discarded, but the trainer discarded "
             f"{discarded_tokens}"
         )
 
-    def _checkpoint_of(self, batches: int, discarded_tokens: int) -> Checkpoint:
-        return Checkpoint(
-            self._trained,
-            batches,
-            self._last_groups[batches],
-            self._offer_index,
-            self._taken_before,
-            discarded_tokens,
-            tuple(self._uses.items()),
-        )
-
     def _start_second_iterator(self, scheduler: Scheduler) -> None:
-        """Stop the first iterator of tasks, and offer the second."""
-        self._offer_index, self._taken_before = 1, self._taken_of_first(scheduler)
-        self._offer(scheduler, 1)
+        self._now.offer, self._now.taken_before = 1, self._taken_of_first(scheduler)
+        self._offer(scheduler)
 
-    async def _train_on_all(
-        self,
-        scheduler: Scheduler,
-        background: asyncio.TaskGroup,
-        batches: int,
-        discarded_tokens: int,
-    ) -> tuple[int, int]:
-        """Train until no tasks are left; return the numbers of trained batches and of discarded
-        tokens."""
+    async def _train_on_all(self, scheduler: Scheduler, background: asyncio.TaskGroup) -> None:
+        """Train until no tasks are left."""
         scenario = self._scenario
-        has_two_iterators = self._first_tasks < scenario.tasks
         requested: asyncio.Task[ev.HandOver | PublishNeeded | None] | None = None
         while True:
-            if (
-                has_two_iterators
-                and self._offer_index == 0
-                and batches >= self._first_iterator_batches
-                and requested is None
-            ):
+            is_first_of_two = self._first_tasks < scenario.tasks and self._now.offer == 0
+            is_over = self._now.batches >= self._first_iterator_batches
+            if is_first_of_two and is_over and requested is None:
                 self._start_second_iterator(scheduler)
+                is_first_of_two = False
             batch = await (self._request_batch(scheduler) if requested is None else requested)
             if isinstance(batch, PublishNeeded):
                 if requested is None:
                     await self._publish(scheduler)
                 requested = None  # the request was made before the newest publish
                 continue
-            if batch is None and has_two_iterators and self._offer_index == 0:
+            if batch is None and is_first_of_two:
                 requested = None
                 self._start_second_iterator(scheduler)
                 continue
             if batch is None:
-                return batches, discarded_tokens
-            assert batch.number == batches + 1
+                return
+            assert batch.number == self._now.batches + 1
             self._check_handed_again(batch)
             if scenario.look_ahead:
                 requested = background.create_task(
@@ -337,25 +300,25 @@ class CrashRestartRun(RunOfProcesses):
                 )
             check_staleness(batch, scheduler.core.trainer_version, scenario.staleness_bound)
             await asyncio.sleep(scenario.train_s)
-            batches = batch.number
+            batches, process = batch.number, self.report.processes
             self._unnamed.append(batches)
-            process = self.report.processes
-            self._trained += tuple(TrainedTask(task, process) for task in tasks_of(batch))
-            discarded_tokens += await discard_rows(
+            trained = tuple(TrainedTask(task, process) for task in tasks_of(batch))
+            self._now.trained += trained
+            self._now.batches = batches
+            self._now.discarded_tokens += await discard_rows(
                 scheduler.trainer, batch, scenario.discarded_rows, self._chance
             )
-            is_saved = batches % self._checkpoint_batches == 0
-            if is_saved:
-                self._checkpoint = self._checkpoint_of(batches, discarded_tokens)
+            if is_saved := batches % self._checkpoint_batches == 0:
+                self._checkpoint = self._now.copy()
             if batches % scenario.batches_per_version == 0:
                 await self._publish(scheduler)
             if is_saved and self._chance.random() < 0.5:
-                await scheduler.trainer.mark_checkpointed(batches, self._offer_index)
+                await scheduler.trainer.mark_checkpointed(batches, self._now.offer)
 
-    def _offer(self, scheduler: Scheduler, offer: int) -> None:
-        """Offer one of the trainer's two iterators of tasks, from its beginning."""
-        first = range(self._first_tasks)
-        tasks = first if offer == 0 else range(self._first_tasks, self._scenario.tasks)
+    def _offer(self, scheduler: Scheduler) -> None:
+        """Offer the trainer's present iterator of tasks, from its beginning."""
+        is_first, first, end = self._now.offer == 0, self._first_tasks, self._scenario.tasks
+        tasks = range(first) if is_first else range(first, end)
         scheduler.offer(
             AsyncTasks(tasks) if self._scenario.are_tasks_async else tasks, self._episode
         )
@@ -369,7 +332,6 @@ class CrashRestartRun(RunOfProcesses):
         return frozenset(task for task in taken if task < self._first_tasks)
 
     async def _request_batch(self, scheduler: Scheduler) -> ev.HandOver | PublishNeeded | None:
-        """Return the next batch; ask again after a timeout."""
         while True:
             try:
                 async with asyncio.timeout(self._batch_timeout_s):
@@ -382,10 +344,8 @@ class CrashRestartRun(RunOfProcesses):
                 return error
 
     async def _publish(self, scheduler: Scheduler) -> None:
-        names, trainer = (
-            self._scenario.look_ahead or self._scenario.names_batches,
-            scheduler.trainer,
-        )
+        names = self._scenario.look_ahead or self._scenario.names_batches
+        trainer = scheduler.trainer
         batches = trainer.batches_of_publish(tuple(self._unnamed) if names else None)
         reserved = await scheduler.control.reserve(has_deltas=self._scenario.patches)
         trainer.name_batches(batches)
@@ -396,7 +356,7 @@ class CrashRestartRun(RunOfProcesses):
         )
         await asyncio.sleep(self._scenario.write_s)
         self._buffer.end(update)
-        self._trained_by_version[version] = self._trained
+        self._trained_by_version[version] = self._now.trained
         change: Change = replace_all
         if base_version is not None and self._buffer.is_patch(update):
             change = partial(patch_elements, base_version)
@@ -415,8 +375,3 @@ def simulate_crash_restarts(
     drawn = draw_scenario(seed, kinds - TRAINER_FAULTS)
     scenario = msgspec.structs.replace(drawn, processes_max=PROCESSES_MAX)
     return CrashRestartRun(scenario, "--seeds 0 --crash-restart-runs 1").run()
-
-
-def run_crash_restarts(scenario: Scenario) -> CrashRestartReport:
-    """Run one scenario with crash-restarts and report the outcome."""
-    return CrashRestartRun(scenario).run()

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -138,15 +138,17 @@ class ProcessesReport(RunReport):
     """Number of processes that the run has had."""
 
 
-class RunOfProcesses(SimulatedCluster):
+Report = TypeVar("Report", bound=ProcessesReport)
+
+
+class RunOfProcesses(SimulatedCluster[Report]):
     """Run of one scenario, from its first process to its last."""
 
-    _report: ProcessesReport
     core_class: type[CheckedCore] = CheckedCore
     commits_s: tuple[float, ...] = (0.0001, 0.002, 0.02)
     """Mean times of a journal commit, in seconds; a run draws one of them."""
 
-    def __init__(self, scenario: Scenario, report: ProcessesReport) -> None:
+    def __init__(self, scenario: Scenario, report: Report) -> None:
         super().__init__(scenario, report)
         self._chance = scenario.chance("lives")
         self._buffer = self._context.buffer
@@ -162,7 +164,7 @@ class RunOfProcesses(SimulatedCluster):
         try:
             async with asyncio.timeout(longest_run_s):
                 while not self._done:
-                    self._report.processes += 1
+                    self.report.processes += 1
                     await self._run_process(store)
                     if not self._done:
                         await self._stay_down()
@@ -203,7 +205,7 @@ class RunOfProcesses(SimulatedCluster):
     async def _run_process(self, store: SimulatedStore) -> None:
         loop, failed = self._loop, self._failed
         self._begin_process()
-        resume = self._resume_event() if self._report.processes > 1 else None
+        resume = self._resume_event() if self.report.processes > 1 else None
         core = self._core(store, resume)
         journal = RunJournal(store, core, HEADER, is_threaded=False)
         journal.restore_position(store)
@@ -213,7 +215,7 @@ class RunOfProcesses(SimulatedCluster):
         serving = loop.create_task(scheduler.run(), name="scheduler")
         trainer = loop.create_task(self._train(scheduler), name="trainer")
         crash_after_s = None
-        if self._report.processes < self._scenario.processes_max:
+        if self.report.processes < self._scenario.processes_max:
             crash_after_s = self._chance.choice((0.1, 0.5, 2.0)) * self._chance.expovariate(1.0)
         try:
             await asyncio.wait(
@@ -254,7 +256,6 @@ class RunOfProcesses(SimulatedCluster):
         return restored
 
     def _replayed_core(self, store: SimulatedStore) -> CheckedCore:
-        """Return a core made from the last snapshot and the events after the snapshot."""
         snapshot = store.snapshot()
         core = self._loaded_core(None if snapshot is None else snapshot.body)
         for _, record in store.read():
@@ -278,7 +279,6 @@ class RunOfProcesses(SimulatedCluster):
         )
 
     async def _stay_down(self) -> None:
-        """Break the engines' connections and wait, without an orchestrator."""
         down_s = 0.05 + 0.3 * self._chance.expovariate(1.0)
         self._context.router.forget()
         for host in self._hosts:
@@ -298,7 +298,6 @@ def _check_equal(replayed: Core, loaded: Core, when: str) -> None:
 
 
 async def _cancel_all(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel the tasks that are not done, and wait until they have ended."""
     for task in tasks:
         if not task.done():
             task.cancel()

@@ -34,7 +34,7 @@ from tidegate.orchestrator.trainer.run import Run, RunParts, cause_of
 from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
 from tidegate.simulation.checks.ground_truth import GroundTruth
 from tidegate.simulation.engine.context import SimulationContext
-from tidegate.simulation.engine.launcher import SimulatedEngines
+from tidegate.simulation.engine.engine import SimulatedEngines
 from tidegate.simulation.engine.scripted import (
     Says,
     ScriptedEngine,

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tokenizers import Tokenizer, models
 
@@ -27,8 +27,7 @@ from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.invariants import CheckedCore, InvariantChecker
 from tidegate.simulation.checks.model import STOP_TOKEN
 from tidegate.simulation.engine.context import SimulationContext
-from tidegate.simulation.engine.engine import EngineHost
-from tidegate.simulation.engine.launcher import SimulatedEngines
+from tidegate.simulation.engine.engine import EngineHost, SimulatedEngines
 from tidegate.simulation.engine.spec import HASHING_COSTS, SimulatedEngineSpec
 from tidegate.simulation.engine.wire import FrameLog
 from tidegate.simulation.faults.faults import ALL_FAULTS, FaultKind, name_faults
@@ -92,6 +91,9 @@ class RunReport:
         return f"tidegate simulate --first-seed {self.seed} {self.drawn_by}"
 
 
+Report = TypeVar("Report", bound=RunReport)
+
+
 @contextlib.contextmanager
 def _silent_log() -> Iterator[None]:
     """Silence the log, which would report each engine that is lost on purpose."""
@@ -111,14 +113,12 @@ def empty_model_files() -> ModelFiles:
     return ModelFiles(Path("simulated"), tokenizer, (STOP_TOKEN,))
 
 
-class SimulatedCluster(ABC):
+class SimulatedCluster(ABC, Generic[Report]):
     """Clock, wire and engines of one scenario; a kind of run adds orchestrators and trainers."""
 
-    def __init__(
-        self, scenario: Scenario, report: RunReport, *, tick_s: float | None = None
-    ) -> None:
+    def __init__(self, scenario: Scenario, report: Report, *, tick_s: float | None = None) -> None:
         self._scenario = scenario
-        self._report = report
+        self.report = report
         self._time = VirtualTime(tick_s=tick_s)
         self._loop = self._time.loop
         self._context = SimulationContext(self._loop, FrameLog())
@@ -129,7 +129,6 @@ class SimulatedCluster(ABC):
         """Scheduler of the orchestrator that runs now."""
 
     def _make_hosts(self) -> list[EngineHost]:
-        """Make the scenario's engines with their planned faults, without starting them."""
         scenario = self._scenario
         spec = SimulatedEngineSpec(
             costs=replace(HASHING_COSTS, slots=scenario.max_running_turns, step_s=scenario.step_s),
@@ -168,13 +167,12 @@ class SimulatedCluster(ABC):
             self._scheduler.engines.ended(engine, why)
 
     def _drain(self, engine: str, within_s: float) -> None:
-        """Have a run's engine leave, if it is connected."""
         if self._scheduler is not None and engine in self._scheduler.fleet.engines:
             self._scheduler.engines.drains.begin(engine, within_s)
 
-    def _run(self) -> None:
-        """Run the scenario to its end or its first failure, and fill in the report."""
-        report, frame_log = self._report, self._context.frame_log
+    def run(self) -> Report:
+        """Run the scenario to its end or its first failure, and return the report."""
+        report, frame_log = self.report, self._context.frame_log
         self._loop.set_exception_handler(
             lambda _, context: self._fail(
                 context.get("exception", AssertionError(context.get("message")))
@@ -196,6 +194,7 @@ class SimulatedCluster(ABC):
             planned = (f"planned: {fault}" for fault in self._scenario.faults)
             head = (f"scenario: {self._scenario.to_json()}", *planned)
             report.story = (*head, *self._activities(), *map(str, frame_log.last))
+        return report
 
     def _fail(self, error: BaseException) -> None:
         """Fail the run with ``error``, even if the code that raised the error also catches it."""
@@ -203,7 +202,6 @@ class SimulatedCluster(ABC):
             self._failed.set_exception(error)
 
     def _make_scheduler(self, **options: Any) -> Scheduler:
-        """Make the real scheduler over the simulated wire."""
         init, router = InitWeights(channel="shm"), self._context.router
         settings = self._scenario.settings
         return Scheduler(settings, empty_model_files(), router, init, recorder=None, **options)
@@ -246,12 +244,12 @@ def run_scenario(scenario: Scenario) -> SimulationReport:
     return Simulation(scenario).run()
 
 
-class Simulation(SimulatedCluster):
+class Simulation(SimulatedCluster[SimulationReport]):
     """One scenario, from its start to its end or its first failure."""
 
     def __init__(self, scenario: Scenario, drawn_by: str | None = None) -> None:
-        self.report = SimulationReport(scenario=scenario, drawn_by=drawn_by)
-        super().__init__(scenario, self.report, tick_s=TICK_S)
+        report = SimulationReport(scenario=scenario, drawn_by=drawn_by)
+        super().__init__(scenario, report, tick_s=TICK_S)
         self._checker = checker = InvariantChecker(
             scenario, self._context.ground_truth, self._context.coverage
         )
@@ -265,11 +263,6 @@ class Simulation(SimulatedCluster):
             scenario, self._context, episodes.play, checker.begin_training
         )
         self._pending: list[str] = []
-
-    def run(self) -> SimulationReport:
-        """Run the scenario and report the outcome."""
-        self._run()
-        return self.report
 
     async def _main(self) -> None:
         loop = self._loop
@@ -294,7 +287,6 @@ class Simulation(SimulatedCluster):
         self._checker.check_end(scheduler.core, trainer.taken_tasks, trainer.received_groups)
 
     def _new_scheduler(self) -> Scheduler:
-        """Make the real scheduler with a core whose invariants are checked."""
         core = CheckedCore(self._scenario.settings.rules())
         core.on_event = functools.partial(self._check_event, core)
         core.on_failure = self._fail
@@ -348,7 +340,6 @@ class SimulationDeadlock(AssertionError):
 
 
 def _failure_of(error: Exception) -> Failure:
-    """Convert an error of a simulated run to a failure."""
     if isinstance(error, NothingLeftToHappen | TimeoutError):
         return Failure(kind="stuck", message=str(error))
     while isinstance(error, ExceptionGroup):

@@ -21,8 +21,8 @@ import msgspec
 from tidegate.errors import ConfigError
 from tidegate.simulation.checks.coverage import ADAPTER_MARKS, ELASTIC_MARKS, CoverageMark
 from tidegate.simulation.faults.scenario import Scenario, read_scenario
-from tidegate.simulation.run.adapter_runs import AdapterRunReport, run_adapters
-from tidegate.simulation.run.crash_restart import CrashRestartReport, run_crash_restarts
+from tidegate.simulation.run.adapter_runs import AdapterRun, AdapterRunReport
+from tidegate.simulation.run.crash_restart import CrashRestartReport, CrashRestartRun
 from tidegate.simulation.run.simulation import SimulationReport, run_scenario
 
 CHUNK_SEEDS = 20
@@ -158,8 +158,9 @@ def run_any(scenario: Scenario) -> Report:
     """Run a scenario: with adapters if it has some, as a crash-restart run if it allows several
     processes, else as a plain run."""
     if scenario.adapters:
-        return run_adapters(scenario)
-    return run_crash_restarts(scenario) if scenario.processes_max > 1 else run_scenario(scenario)
+        return AdapterRun(scenario).run()
+    is_restarted = scenario.processes_max > 1
+    return CrashRestartRun(scenario).run() if is_restarted else run_scenario(scenario)
 
 
 def shrink(report: Report, *, runs_max: int = RUNS_MAX) -> Report:

@@ -40,7 +40,7 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.engine.context import SimulationContext
-from tidegate.simulation.engine.staging import check_refusal
+from tidegate.simulation.engine.weights import check_refusal
 from tidegate.simulation.faults.scenario import Scenario
 from tidegate.transport.messages import PAUSE_MODES
 from tidegate.transport.sleep_messages import MEMORY_TAGS, SleepLevel
@@ -72,12 +72,14 @@ PARTIAL_WAKE_SHARE = 0.5
 """Share of sleeps after which only the weights are woken before a publish, the rest after it."""
 
 
-class _BatchOutcome(Enum):
-    """Outcome of a request for a batch."""
+class _NoBatch(Enum):
+    """Outcome of a request that brought no batch."""
 
-    BATCH = auto()
     PUBLISH_FIRST = auto()
     NO_MORE = auto()
+
+
+_Outcome = ev.HandOver | _NoBatch
 
 
 async def receive(
@@ -136,13 +138,9 @@ class SimulatedTrainer:
         self._sync_tasks = iter(self._remaining_tasks())
         self._is_asleep = False
         """Whether engines were put to sleep and are not completely awake again."""
-        self._current_batch: ev.HandOver | None = None
-        """Batch that the trainer trains on next, or has trained on last."""
-        self._received_batch: ev.HandOver | None = None
-        """Batch received last, possibly ahead of training."""
-        self._requested: asyncio.Queue[tuple[_BatchOutcome, ev.HandOver | None]] = asyncio.Queue()
+        self._requested: asyncio.Queue[_Outcome] = asyncio.Queue()
         """Outcomes of requests made ahead, in order."""
-        self._postponed: deque[tuple[_BatchOutcome, ev.HandOver | None]] = deque()
+        self._postponed: deque[_Outcome] = deque()
         """Outcomes that were taken from the queue early, in order."""
         self._lookahead_slots = asyncio.Semaphore(scenario.look_ahead)
         """Number of batches that may still be requested ahead."""
@@ -173,9 +171,8 @@ class SimulatedTrainer:
                 self._context.coverage.add(CoverageMark.LOOKED_AHEAD)
                 lookahead = background.create_task(self._look_ahead(scheduler), name="look-ahead")
             while await self._has_more(outcome := await self._next_outcome(scheduler), scheduler):
-                if outcome is _BatchOutcome.BATCH:
-                    assert self._current_batch is not None
-                    await self._train(scheduler, self._current_batch)
+                if isinstance(outcome, ev.HandOver):
+                    await self._train(scheduler, outcome)
                 if self._must_publish(outcome):
                     self._unpublished = 0
                     await self._publish_and_evaluate(scheduler, background)
@@ -199,9 +196,9 @@ class SimulatedTrainer:
         self._unnamed.append(batch.number)
         await self._pause_and_train(scheduler)
 
-    async def _has_more(self, outcome: _BatchOutcome, scheduler: Scheduler) -> bool:
+    async def _has_more(self, outcome: _Outcome, scheduler: Scheduler) -> bool:
         """Return whether batches may follow; offer another iterator if tasks are left."""
-        if outcome is not _BatchOutcome.NO_MORE:
+        if outcome is not _NoBatch.NO_MORE:
             return True
         if self._exhausted_iterators < self._offered_iterators:
             return True  # the request was made before the newest offer
@@ -225,7 +222,7 @@ class SimulatedTrainer:
         self._offered_iterators += 1
         scheduler.offer(self._task_iterator(), self._episode)
 
-    def _must_publish(self, outcome: _BatchOutcome) -> bool:
+    def _must_publish(self, outcome: _Outcome) -> bool:
         """Return whether to publish now.
 
         With a look-ahead, a refusal (``PUBLISH_FIRST``) may be older than the newest publish. If
@@ -233,41 +230,41 @@ class SimulatedTrainer:
         requested once more. A second refusal causes a publish.
         """
         if (
-            outcome is _BatchOutcome.PUBLISH_FIRST
+            outcome is _NoBatch.PUBLISH_FIRST
             and self._scenario.look_ahead
             and not self._unpublished
         ):
             self._is_repeated_refusal = not self._is_repeated_refusal
             return not self._is_repeated_refusal
-        if outcome is _BatchOutcome.BATCH:
+        if isinstance(outcome, ev.HandOver):
             self._is_repeated_refusal = False
         is_due = self._unpublished >= self._scenario.batches_per_publish
-        return outcome is _BatchOutcome.PUBLISH_FIRST or is_due
+        return outcome is _NoBatch.PUBLISH_FIRST or is_due
 
-    async def _next_outcome(self, scheduler: Scheduler) -> _BatchOutcome:
+    async def _next_outcome(self, scheduler: Scheduler) -> _Outcome:
         if not self._scenario.look_ahead:
             return await self._next_batch(scheduler)
         self.activity = "waiting for a batch requested ahead"
         self._may_request.set()
-        outcome, self._current_batch = await self._next_requested()
-        if outcome is _BatchOutcome.BATCH:
+        outcome = await self._next_requested()
+        if isinstance(outcome, ev.HandOver):
             self._lookahead_slots.release()
         return outcome
 
-    async def _next_requested(self) -> tuple[_BatchOutcome, ev.HandOver | None]:
+    async def _next_requested(self) -> _Outcome:
         """Return the outcome of the oldest request ahead; sometimes of the next one first."""
         if self._postponed:
             return self._postponed.popleft()
         first = await self._requested.get()
         is_chosen = self._chance.random() < self._scenario.out_of_order
-        if first[0] is not _BatchOutcome.BATCH or not is_chosen or self._scenario.look_ahead < 2:
+        if isinstance(first, _NoBatch) or not is_chosen or self._scenario.look_ahead < 2:
             return first
         try:
             async with asyncio.timeout(OUT_OF_ORDER_WAIT_S):
                 second = await self._requested.get()
         except TimeoutError:
             return first
-        if second[0] is not _BatchOutcome.BATCH:
+        if isinstance(second, _NoBatch):
             self._postponed.append(second)
             return first
         self._context.coverage.add(CoverageMark.OUT_OF_ORDER)
@@ -279,14 +276,13 @@ class SimulatedTrainer:
         train step."""
         while True:
             await self._lookahead_slots.acquire()
-            while (outcome := await self._next_batch(scheduler)) is not _BatchOutcome.BATCH:
+            while isinstance(outcome := await self._next_batch(scheduler), _NoBatch):
                 self._may_request.clear()
-                self._requested.put_nowait((outcome, None))
+                self._requested.put_nowait(outcome)
                 await self._may_request.wait()
-            self._requested.put_nowait((outcome, self._received_batch))
+            self._requested.put_nowait(outcome)
 
     async def _pause_and_train(self, scheduler: Scheduler) -> None:
-        """Train, with engines paused or asleep for a share of the steps."""
         pauses = self._chance.random() < self._scenario.pausing
         if pauses:
             mode = self._chance.choice(PAUSE_MODES)
@@ -314,7 +310,6 @@ class SimulatedTrainer:
             await scheduler.control.pause(None)
 
     async def _wake_or_publish_first(self, scheduler: Scheduler) -> None:
-        """Wake the engines, or only their weights before the next publish."""
         if self._chance.random() < PARTIAL_WAKE_SHARE:
             self.activity = "waking the engines' weights"
             await scheduler.control.wake(["weights"])
@@ -323,7 +318,6 @@ class SimulatedTrainer:
             await self._wake(scheduler)
 
     async def _wake(self, scheduler: Scheduler) -> None:
-        """Wake the engines; publish first if an engine has discarded its weights."""
         while self._is_asleep:
             self.activity = "waking engines"
             try:
@@ -332,7 +326,7 @@ class SimulatedTrainer:
             except SleepFailed:
                 await self._publish(scheduler)
 
-    async def _next_batch(self, scheduler: Scheduler) -> _BatchOutcome:
+    async def _next_batch(self, scheduler: Scheduler) -> _Outcome:
         if not self._scenario.look_ahead:
             self.activity = "waiting for a batch"
         timeout_s, timeouts = self._scenario.batch_timeout_s, 0
@@ -344,7 +338,7 @@ class SimulatedTrainer:
                     )
             except PublishNeeded:
                 self._context.coverage.add(CoverageMark.PUBLISH_NEEDED)
-                return _BatchOutcome.PUBLISH_FIRST
+                return _NoBatch.PUBLISH_FIRST
             except TimeoutError:
                 self._context.coverage.add(CoverageMark.STOPPED_WAITING)
                 timeouts += 1
@@ -357,16 +351,12 @@ class SimulatedTrainer:
                 continue
             if batch is None:
                 self._exhausted_iterators = self._offered_iterators
-                return _BatchOutcome.NO_MORE
-            self._received_batch = batch
-            if not self._scenario.look_ahead:
-                self._current_batch = batch
+                return _NoBatch.NO_MORE
             self.received_groups += [group.group_id for group in batch.groups]
             await self._discard_rows(scheduler, batch)
-            return _BatchOutcome.BATCH
+            return batch
 
     async def _discard_rows(self, scheduler: Scheduler, batch: ev.HandOver) -> None:
-        """Discard some rows of a batch, as a trainer with its own limits does."""
         rows = range(sum(len(group.kept) for group in batch.groups))
         chance, share = self._discard_chance, self._scenario.discarded_rows
         if share and (discarded := [row for row in rows if chance.random() < share]):

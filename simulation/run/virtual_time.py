@@ -153,7 +153,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _format_task(task: "asyncio.Task[Any]") -> str:
-    """The task's name, and the innermost functions that it waits in."""
     coroutine: Any = task.get_coro()
     frames: list[str] = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
