@@ -81,7 +81,6 @@ class ShardedScenario:
 
     @classmethod
     def from_seed(cls, seed: int) -> "ShardedScenario":
-        """Draw a scenario, with any of the faults."""
         chance = random.Random(f"{seed}/sharded")
 
         def share(most: float) -> float:
@@ -127,7 +126,6 @@ class _SimulatedRun:
 
     @property
     def published_step(self) -> int:
-        """Step of the newest released version."""
         return self.step_of_version[self._released]
 
     async def _publish(self, ask: wire.PrepareParts, collect: CollectParts) -> int:
@@ -181,7 +179,6 @@ class _SimulatedRun:
     # ------------------------------------------------------------ requests, as in service.py
 
     def join(self, peer: bytes, rank: int) -> None:
-        """Welcome the process of a rank."""
         now_s = asyncio.get_running_loop().time()
         if self.registry.join(peer, rank, self.scenario.ranks, now_s):
             self.progress.begin(self.scenario.ranks)
@@ -190,7 +187,6 @@ class _SimulatedRun:
         self.barrier.notify()
 
     async def next_batch(self, rank: int, number: int) -> None:
-        """Wait until all ranks request this batch."""
         self.progress.set_consumed(rank, number - 1)
         self.progress.requested[rank] = max(number, self.progress.requested.get(rank, 0))
         self.barrier.notify()
@@ -203,7 +199,6 @@ class _SimulatedRun:
     async def send(
         self, rank: int, weights: ReceivedWeights, ask: wire.PublishWeights
     ) -> wire.PublishReply | wire.SendWholeParts:
-        """Take a rank's parts."""
         reply = await self.publishes.send(rank, weights, ask)
         if isinstance(reply, wire.PublishReply):
             self.progress.set_consumed(rank, ask.batch_number)
@@ -239,7 +234,6 @@ class _Uploads:
         self._received = received
 
     def request(self, chunk: wire.UploadChunk, frames: Sequence[bytes]) -> "Future[None]":
-        """Deliver a chunk."""
         self._received.take(chunk, frames[0])
         answered: Future[None] = Future()
         answered.set_result(None)
@@ -258,11 +252,6 @@ class _RankProcess:
         self._handlers: set[asyncio.Task[Any]] = set()
 
     async def train(self) -> None:
-        """Publish after each step.
-
-        Raises:
-            _Died: the process dies.
-        """
         run, loop = self._run, asyncio.get_running_loop()
         run.join(self._peer, self._rank)
         beating = asyncio.create_task(self._beat(loop), name=f"heartbeats of {self._peer!r}")
@@ -343,7 +332,6 @@ class _RankProcess:
         return reply
 
     async def _deliver(self) -> None:
-        """Wait as long as a message takes."""
         run, chance = self._run, self._run.chance
         await asyncio.sleep(0.1 * chance.random())
         while chance.random() < run.scenario.lost:
@@ -374,7 +362,6 @@ def _consume(task: "asyncio.Task[Any]") -> None:
 
 
 def _parts_of(state: Tensors, rank: int, ranks: int) -> list[TensorPart]:
-    """Return a rank's parts, cut as evenly as FSDP cuts."""
     parts = []
     for name, tensor in state.items():
         dimension = CUT.get(name)

@@ -1,10 +1,11 @@
 """Runs whose policy adds and retires engines by chance, with all faults: no promise is broken."""
 
-from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import pytest
 
+from tests.simulation.mutations import Mutations, Right
 from tidegate.orchestrator.fleet.drains import Drains
 from tidegate.orchestrator.scheduler.elastic_fleet import ElasticFleet
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
@@ -35,50 +36,40 @@ def test_all_invariants_hold_while_a_policy_adds_and_retires_engines() -> None:
     assert {mark for each in reports for mark in each.coverage} >= ELASTIC_MARKS
 
 
-def limits_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    def decide(self: Elastic, run: object, *, quiet_s: float) -> Scaling:
-        return Scaling(self.engines_max, self.engines_max + 1, "a bug")
-
-    patch.setattr(ElasticByChance, "decide", decide)
+MUTATIONS = Mutations()
+mutation, instead_of = MUTATIONS.plant, MUTATIONS.instead_of
 
 
-def one_engine_more_than_decided_is_retired(patch: pytest.MonkeyPatch) -> None:
-    right = EngineSide.scale
-
-    async def scale(self: EngineSide, engines: int, within_s: float) -> None:
-        await right(self, max(0, engines - 1), within_s)
-
-    patch.setattr(EngineSide, "scale", scale)
+@instead_of(ElasticByChance, "decide")
+def limits_are_ignored(_: Right, self: Elastic, run: object, *, quiet_s: float) -> Scaling:
+    return Scaling(self.engines_max, self.engines_max + 1, "a bug")
 
 
+@instead_of(EngineSide, "scale")
+async def one_engine_more_than_decided_is_retired(
+    right: Right, self: EngineSide, engines: int, within_s: float
+) -> None:
+    await right(self, max(0, engines - 1), within_s)
+
+
+@mutation()
 def engines_kept_for_evaluations_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineSide, "reserved", 0)
 
 
+@mutation()
 def an_engine_ends_without_handing_back_its_turns(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Drains, "_end_time", Drains._leave)
 
 
-def it_is_decided_while_engines_are_to_come_or_go(patch: pytest.MonkeyPatch) -> None:
-    def decide(self: ElasticFleet, run: object) -> None:
-        self.wanted = 0
-        self._pending.notify()
-
-    patch.setattr(ElasticFleet, "decide", decide)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        limits_are_ignored,
-        one_engine_more_than_decided_is_retired,
-        engines_kept_for_evaluations_are_not_counted,
-        an_engine_ends_without_handing_back_its_turns,
-        it_is_decided_while_engines_are_to_come_or_go,
-    ],
-)
-def test_a_planted_bug_of_elasticity_is_caught(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+@instead_of(ElasticFleet, "decide")
+def it_is_decided_while_engines_are_to_come_or_go(
+    _: Right, self: ElasticFleet, run: object
 ) -> None:
-    plant(monkeypatch)
-    assert any(elastic_run(seed, NO_FAULTS).failure for seed in range(SEEDS))
+    self.wanted = 0
+    self._pending.notify()
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_of_elasticity_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MUTATIONS.is_caught(name, monkeypatch, partial(elastic_run, kinds=NO_FAULTS), SEEDS)

@@ -89,43 +89,26 @@ async def test_an_evaluation_raises_if_every_episode_hung_and_not_if_one_returne
         assert (await rollouts.evaluate(range(tasks + 1), episode=hangs)).failures == tasks
 
 
-async def test_an_exhausted_script_raises(tidegate_serve: ServeInTests) -> None:
-    async with tidegate_serve(says=["once"]) as rollouts:
-        with pytest.raises(ConfigError, match="the script has only 1 answers"):
+def broken_script(request: TurnRequest) -> str:
+    raise ZeroDivisionError("a bug in the script")
+
+
+@pytest.mark.parametrize(
+    ("says", "error", "why"),
+    [
+        (["once"], ConfigError, "the script has only 1 answers"),
+        (broken_script, ZeroDivisionError, "a bug in the script"),
+    ],
+)
+async def test_an_exhausted_or_broken_script_ends_the_run(
+    tidegate_serve: ServeInTests, says: Any, error: type[Exception], why: str
+) -> None:
+    async with tidegate_serve(says=says) as rollouts:
+        with pytest.raises(error, match=why):
             await rollouts.evaluate(["a", "b"], episode=one_turn)
 
 
-async def test_an_exception_in_a_script_ends_the_run(tidegate_serve: ServeInTests) -> None:
-    def says(request: TurnRequest) -> str:
-        raise ZeroDivisionError("a bug in the script")
-
-    async with tidegate_serve(says=says) as rollouts:
-        with pytest.raises(ZeroDivisionError, match="a bug in the script"):
-            await rollouts.evaluate(["?"], episode=one_turn)
-
-
 # ---------------------------------------------------------------- what goes wrong with them
-
-
-async def test_a_turn_continues_on_another_engine_after_a_crash(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    dying, other = tidegate_engine(crashes_at_token=3), tidegate_engine(joins_at_s=0.01)
-    turns: list[tidegate.GeneratedTurn] = []
-
-    async def solve(episode: tidegate.Episode, task: str) -> float:
-        episode.append(task)
-        turns.append(await episode.generate(max_tokens=8))
-        return 0.0
-
-    async with tidegate_serve(engines=[dying, other], says="abcdefg") as rollouts:
-        await rollouts.evaluate(["?"], episode=solve)
-    assert turns[0].text == "abcdefg"
-    assert [(span.engine, span.start, span.end) for span in turns[0].spans] == [
-        ("engine-0", 0, 3),
-        ("engine-1", 3, 8),
-    ]
-    assert [(request.text, request.said) for request in other.requests] == [("?", "abc")]
 
 
 async def test_a_turn_continues_after_an_abort(
@@ -178,6 +161,15 @@ async def test_an_engine_that_never_restarts_ends_the_run_with_the_real_error(
             await rollouts.evaluate(["?"], episode=one_turn)
         with pytest.raises(EngineLost):
             await rollouts.publish({})
+
+
+def test_a_failed_sync_run_raises_its_error(
+    tidegate_serve_sync: Callable[..., tidegate.SyncRollouts],
+    tidegate_engine: type[ScriptedEngine],
+) -> None:
+    engine = tidegate_engine(crashes_at_token=1, restart_s=float("inf"))
+    with tidegate_serve_sync(engines=[engine]) as rollouts, pytest.raises(EngineLost):
+        rollouts.evaluate(["?"], episode=one_turn)
 
 
 # ---------------------------------------------------------------- what the trainer sees
@@ -243,15 +235,6 @@ def test_virtual_time_passes_only_while_a_sync_trainer_waits(
             rollouts.publish({})
         assert 0.0 < tidegate_virtual_time.now_s - before_s < 5.0
     assert (rows, rollouts.version) == (6, 3)
-
-
-def test_a_failed_sync_run_raises_its_error(
-    tidegate_serve_sync: Callable[..., tidegate.SyncRollouts],
-    tidegate_engine: type[ScriptedEngine],
-) -> None:
-    engine = tidegate_engine(crashes_at_token=1, restart_s=float("inf"))
-    with tidegate_serve_sync(engines=[engine]) as rollouts, pytest.raises(EngineLost):
-        rollouts.evaluate(["?"], episode=one_turn)
 
 
 def test_a_sync_test_can_run_a_coroutine(

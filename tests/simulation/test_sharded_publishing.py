@@ -1,17 +1,18 @@
 """Ranks of a sharded trainer publish their parts under faults; planted bugs are found."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import pytest
 
+from tests.simulation.mutations import Mutations, Right
 from tests.simulation.sharded_publish import simulate_sharded_publishes
-from tidegate.orchestrator.trainer.remote import sharded_publish, weight_transfer
-from tidegate.orchestrator.trainer.remote.sharded_publish import ShardedPublishes
-from tidegate.orchestrator.trainer.weight_updates import CollectedParts, PartsWanted
+from tidegate.orchestrator.trainer.remote import sharded_publish
+from tidegate.orchestrator.trainer.remote.sharded_publish import ShardedPublishes, _PartsPublish
+from tidegate.orchestrator.trainer.remote.weight_transfer import ReceivedWeights
+from tidegate.orchestrator.trainer.weight_updates import PartsWanted
 from tidegate.orchestrator.weight_sync.tensor_parts import TensorPart
 from tidegate.transport import trainer_messages as wire
 
@@ -41,96 +42,74 @@ def test_a_seed_gives_the_same_events() -> None:
     assert simulate_sharded_publishes(3) == simulate_sharded_publishes(3)
 
 
-def patches_start_from_whatever_ranks_hold(patch: pytest.MonkeyPatch) -> None:
+MUTATIONS = Mutations()
+mutation, instead_of = MUTATIONS.plant, MUTATIONS.instead_of
+
+
+@instead_of(ShardedPublishes, "_collect")
+async def patches_start_from_whatever_ranks_hold(
+    right: Right, self: ShardedPublishes, publish: _PartsPublish, wanted: PartsWanted
+) -> Any:
     """A rank that has kept the parts of a failed publish sends patches of these."""
-    right = ShardedPublishes._collect
-
-    async def collect(
-        self: ShardedPublishes, publish: sharded_publish._PartsPublish, wanted: PartsWanted
-    ) -> CollectedParts:
-        if wanted.base_plan in publish.held.values():
-            publish.held.update(dict.fromkeys(publish.held, wanted.base_plan))
-        return await right(self, publish, wanted)
-
-    patch.setattr(ShardedPublishes, "_collect", collect)
+    if wanted.base_plan in publish.held.values():
+        publish.held.update(dict.fromkeys(publish.held, wanted.base_plan))
+    return await right(self, publish, wanted)
 
 
-def parts_of_another_publish_count(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ShardedPublishes, "send")
+async def parts_of_another_publish_count(
+    right: Right,
+    self: ShardedPublishes,
+    rank: int,
+    weights: ReceivedWeights,
+    ask: wire.PublishWeights,
+) -> Any:
     """Late parts of a publish that has failed are taken for the present one's."""
-    right = ShardedPublishes.send
-
-    async def send(
-        self: ShardedPublishes,
-        rank: int,
-        weights: weight_transfer.ReceivedWeights,
-        ask: wire.PublishWeights,
-    ) -> wire.PublishReply | wire.SendWholeParts:
-        if self._current is not None:
-            ask = msgspec.structs.replace(ask, plan=self._current.name)
-        return await right(self, rank, weights, ask)
-
-    patch.setattr(ShardedPublishes, "send", send)
+    if self._current is not None:
+        ask = msgspec.structs.replace(ask, plan=self._current.name)
+    return await right(self, rank, weights, ask)
 
 
-def patches_stay_beside_whole_parts(patch: pytest.MonkeyPatch) -> None:
+class Kept(dict[int, list[TensorPart]]):
+    """Parts that are never forgotten."""
+
+    def clear(self) -> None:
+        """Keep all."""
+
+
+@instead_of(sharded_publish, "_PartsPublish")
+def patches_stay_beside_whole_parts(right: Right, *of: object) -> Any:
     """Ranks whose patches were small enough are not asked for whole parts."""
-
-    class Kept(dict[int, list[TensorPart]]):
-        def clear(self) -> None:
-            """Keep all."""
-
-    right = sharded_publish._PartsPublish
-
-    def make(*arguments: object) -> sharded_publish._PartsPublish:
-        made = right(*arguments)  # type: ignore[arg-type]
-        made.sent = Kept()
-        return made
-
-    patch.setattr(sharded_publish, "_PartsPublish", make)
+    made = right(*of)
+    made.sent = Kept()
+    return made
 
 
+@mutation()
 def elements_are_placed_as_if_each_part_were_the_first(patch: pytest.MonkeyPatch) -> None:
-    def indices(self: TensorPart, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return index
-
-    patch.setattr(TensorPart, "indices", indices)
+    patch.setattr(TensorPart, "indices", lambda self, index: index)
 
 
-def a_publish_goes_on_without_the_last_rank(patch: pytest.MonkeyPatch) -> None:
-    right = ShardedPublishes._wait_for_all
-
-    async def wait_for_all(
-        self: ShardedPublishes,
-        publish: sharded_publish._PartsPublish,
-        arrived: dict[int, Sequence[TensorPart]],
-        doing: str,
-    ) -> None:
-        if "send" not in doing:
-            return await right(self, publish, arrived, doing)
-        enough = self._progress.world_size - 1
-        await self._barrier.wait_until(lambda: len(arrived) >= enough, list, doing=doing)
-        return None
-
-    patch.setattr(ShardedPublishes, "_wait_for_all", wait_for_all)
-
-
-MUTATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
-    plant.__name__: plant
-    for plant in (
-        patches_start_from_whatever_ranks_hold,
-        parts_of_another_publish_count,
-        patches_stay_beside_whole_parts,
-        elements_are_placed_as_if_each_part_were_the_first,
-        a_publish_goes_on_without_the_last_rank,
-    )
-}
+@instead_of(ShardedPublishes, "_wait_for_all")
+async def a_publish_goes_on_without_the_last_rank(
+    right: Right,
+    self: ShardedPublishes,
+    publish: _PartsPublish,
+    arrived: dict[int, Sequence[TensorPart]],
+    doing: str,
+) -> None:
+    if "send" not in doing:
+        await right(self, publish, arrived, doing)
+        return
+    enough = self._progress.world_size - 1
+    await self._barrier.wait_until(lambda: len(arrived) >= enough, list, doing=doing)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_bug_of_sharded_publishes_is_detected(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    MUTATIONS[name](monkeypatch)
+    MUTATIONS[name].plant(monkeypatch)
     for seed in SEEDS:
         try:
             simulate_sharded_publishes(seed)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from tests.cli.test_cli import status_of
-from tests.simulation.mutations_of_the_wire import MUTATIONS
+from tests.simulation.mutations import MUTATIONS
 from tidegate.errors import ConfigError
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.faults.faults import (
@@ -22,8 +23,15 @@ from tidegate.simulation.faults.faults import (
     parse_faults,
 )
 from tidegate.simulation.faults.scenario import Scenario, draw_scenario, read_scenario
-from tidegate.simulation.run.simulation import SimulationReport, run_scenario, simulate
-from tidegate.simulation.run.sweep import SweepSummary, shrink, sweep
+from tidegate.simulation.run.adapter_runs import simulate_adapters
+from tidegate.simulation.run.crash_restart import simulate_crash_restarts
+from tidegate.simulation.run.simulation import (
+    RunReport,
+    SimulationReport,
+    run_scenario,
+    simulate,
+)
+from tidegate.simulation.run.sweep import SweepSummary, run_any, shrink, sweep
 
 pytestmark = pytest.mark.wire
 
@@ -99,9 +107,24 @@ def test_a_scenario_that_failed_once_holds_every_invariant(what: str) -> None:
 # ---------------------------------------------------------------- the same each time
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_seed_gives_the_same_run_bit_for_bit(seed: int) -> None:
-    assert simulate(seed) == simulate(seed)
+@pytest.mark.parametrize(
+    ("simulate_seed", "seeds", "options"),
+    [
+        (simulate, range(8), "--seeds 1 --faults all"),
+        (simulate_crash_restarts, [5], "--seeds 0 --crash-restart-runs 1"),
+        (simulate_adapters, [3], "--seeds 0 --adapter-runs 1"),
+    ],
+)
+def test_a_seed_and_its_scenario_read_from_json_give_the_same_run_each_time(
+    simulate_seed: Callable[[int], RunReport], seeds: Iterable[int], options: str
+) -> None:
+    for seed in seeds:
+        drawn = simulate_seed(seed)
+        assert simulate_seed(seed) == drawn
+        again = run_any(read_scenario(drawn.scenario.to_json()))
+        assert again.digest == drawn.digest
+        assert drawn.replay_command == f"tidegate simulate --first-seed {seed} {options}"
+        assert again.replay_command == f"tidegate simulate --replay '{drawn.scenario.to_json()}'"
 
 
 def test_a_run_does_not_depend_on_how_python_hashes_strings() -> None:
@@ -121,13 +144,6 @@ def test_a_run_does_not_depend_on_how_python_hashes_strings() -> None:
         )
         digests.add(run.stdout.strip())
     assert len(digests) == 1
-
-
-def test_a_scenario_read_back_from_json_gives_the_same_run() -> None:
-    for seed in range(4):
-        report = simulate(seed)
-        again = run_scenario(read_scenario(report.scenario.to_json()))
-        assert again.digest == report.digest
 
 
 def test_a_sweep_on_many_processes_reports_the_same_as_on_one() -> None:
@@ -191,12 +207,7 @@ def test_fault_kinds_are_parsed_from_a_list() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_bug_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutation = MUTATIONS[name]
-    mutation.plant(monkeypatch)
-    for seed in (mutation.seed, *range(MUTANT_SEEDS_MAX)):
-        if simulate(seed).failure is not None:
-            return
-    pytest.fail(f"{MUTANT_SEEDS_MAX} seeds did not catch it")
+    assert MUTATIONS.is_caught(name, monkeypatch, simulate, MUTANT_SEEDS_MAX)
 
 
 # ---------------------------------------------------------------- what is said of a failure
@@ -277,16 +288,38 @@ def test_a_sweep_counts_the_coverage_marks_of_its_runs() -> None:
 # ---------------------------------------------------------------- the command
 
 
+def check_printed(
+    failed: RunReport,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Check what the command prints for the seed of a failed run, and that its smallest replay
+    fails in the same way."""
+    command, _, options = failed.replay_command.partition(" simulate ")
+    assert command == "tidegate"
+    assert status_of(["simulate", *options.split()], monkeypatch) == 1
+    output = capsys.readouterr().out.splitlines()
+    assert output[0].startswith(f"seed {failed.seed}{kind}")
+    assert output[0].endswith(f": {failed.failure}")
+    assert output[1] == f"  replay: {failed.replay_command}"
+    smallest = output[3].removeprefix("  replay: tidegate simulate --replay '").removesuffix("'")
+    assert len(smallest) < len(failed.scenario.to_json()) / 2
+    again = run_any(read_scenario(smallest))
+    assert failed.failure is not None
+    assert again.failure is not None
+    assert again.failure.kind == failed.failure.kind
+    assert status_of(["simulate", "--replay", smallest], monkeypatch) == 1
+    assert f"failed: {again.failure}" in capsys.readouterr().out
+
+
 def test_the_command_prints_a_failing_seed_with_its_smallest_replay_and_has_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["simulate", "--seeds", "3", "--faults", "none"], monkeypatch) == 0
     assert capsys.readouterr().out.startswith("3 of 3 seeds passed")
     MUTATIONS["a_batch_is_trained_twice"].plant(monkeypatch)
-    assert status_of(["simulate", "--seeds", "2", "--workers", "1"], monkeypatch) == 1
-    lines = capsys.readouterr().out
-    assert "replay: tidegate simulate --first-seed 0 --seeds 1" in lines
-    assert "replay: tidegate simulate --replay '{" in lines
+    check_printed(simulate(0), "", monkeypatch, capsys)
 
 
 def test_the_command_replays_a_scenario_from_a_file_or_an_argument(
@@ -306,7 +339,9 @@ def test_the_command_replays_a_scenario_from_a_file_or_an_argument(
     )
 
 
-@pytest.mark.parametrize("arguments", [["--faults", "rain"], ["--replay", "no/such.json"]])
+@pytest.mark.parametrize(
+    "arguments", [["--faults", "rain"], ["--replay", "no/such.json"], ["--seeds", "0"]]
+)
 def test_invalid_simulate_arguments_exit_with_status_2(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
