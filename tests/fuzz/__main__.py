@@ -59,8 +59,6 @@ GROWTH_MIB_MAX = 16.0
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of the frames at one place."""
-
     place: str
     frames: int = 0
     malformed: int = 0
@@ -72,7 +70,6 @@ class Outcome:
     story: str = ""
 
     def rows(self) -> list[Row]:
-        """Return the figures, and which of them have a limit."""
         name, healthy, raised = f"fuzz_{self.place}", self.healthy, self.exceptions
         growth, limit = round(self.growth_mib, 1), GROWTH_MIB_MAX
         return [
@@ -98,7 +95,6 @@ class Outcome:
         self.growth_mib = rss_mib() - before_mib
 
     def fail(self, why: str) -> None:
-        """Record a failure."""
         self.exceptions += 1
         if self.exceptions <= FAILURES_SHOWN_MAX:
             self.story += f"{self.place}: {why}\n"
@@ -113,7 +109,6 @@ def rss_mib() -> float:
 
 
 def fuzz_fleet(frames: int, seed: int) -> Outcome:
-    """Fuzz the orchestrator's fleet and core, without a socket."""
     outcome, fleet = Outcome("fleet"), FuzzedFleet(seed)
     outcome.feed(frames, fleet.feed)
     outcome.malformed, outcome.healthy = fleet.fleet.malformed_frames, fleet.healthy_steps
@@ -121,7 +116,6 @@ def fuzz_fleet(frames: int, seed: int) -> Outcome:
 
 
 def fuzz_engine(frames: int, seed: int) -> Outcome:
-    """Fuzz an engine's loop, over its socket."""
     outcome = Outcome("engine")
     with tempfile.TemporaryDirectory() as directory:
         engine = FuzzedEngine(seed, Path(directory))
@@ -155,7 +149,6 @@ def fuzz_wire(frames: int, seed: int) -> Outcome:
 
 
 def fuzz_http(bodies: int, seed: int) -> Outcome:
-    """Fuzz the gateway, over HTTP."""
     with tempfile.TemporaryDirectory() as directory:
         fuzzed = FuzzedGateway(seed, Path(directory))
         return _fuzz_requests(
@@ -164,7 +157,6 @@ def fuzz_http(bodies: int, seed: int) -> Outcome:
 
 
 def fuzz_server(bodies: int, seed: int) -> Outcome:
-    """Fuzz the vLLM-compatible server with an engine, over HTTP."""
     with tempfile.TemporaryDirectory() as directory:
         server = FuzzedServer(seed, Path(directory))
         return _fuzz_requests("server", bodies, server.fuzzed, server.feed)
@@ -210,7 +202,6 @@ def _fuzz_requests(
 
 
 def main() -> int:
-    """Run all six and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=FRAMES_DEFAULT)
     parser.add_argument("--bodies", type=int, default=BODIES_DEFAULT)

@@ -87,23 +87,8 @@ class FrameMaker:
         self._chance = random.Random(seed)
         self._examples = examples
         self._mutations: tuple[Callable[[bytes], bytes], ...] = (
-            self._flip_bits,
-            self._truncate,
-            self._insert,
-            self._splice,
-            self._swap_values,
-            self._swap_values,
-            self._swap_values,
-            self._nest,
-        )
-        self._oddities = (
-            self._odd_numbers,
-            self._odd_rows,
-            self._odd_counts,
-            self._long_rows,
-            self._odd_finish,
-            self._odd_place,
-            self._odd_prefills,
+            *(self._flip_bits, self._truncate, self._insert, self._splice, self._nest),
+            *[self._swap_values] * 3,
         )
         self._last = b"\x80"
 
@@ -124,7 +109,6 @@ class FrameMaker:
         return frame
 
     def mutate(self, frame: bytes) -> bytes:
-        """Apply one mutation to a frame."""
         return self._chance.choice(self._mutations)(frame)
 
     # ------------------------------------------------------------ bytes
@@ -159,84 +143,39 @@ class FrameMaker:
             content = msgspec.msgpack.decode(frame)
             if not isinstance(content, dict) or not content:
                 return frame
-            self._swap_one(content)
+            swap_value(self._chance, content, self._chance.choice(ODD_VALUES))
             return msgspec.msgpack.encode(content)
         except (msgspec.DecodeError, ValueError, RecursionError, TypeError, OverflowError):
             return frame  # damaged too much by an earlier mutation to be decoded
 
-    def _swap_one(self, content: Any) -> None:
-        """Replace, drop or add one value somewhere in the tree."""
-        chance = self._chance
-        while True:
-            key = chance.choice(list(content) if isinstance(content, dict) else range(len(content)))
-            value = content[key]
-            if not isinstance(value, dict | list) or not value or chance.random() < 0.4:
-                break
-            content = value
-        action = chance.random()
-        if action < 0.0005:
-            content[key] = "x" * LARGE_CHARS
-        elif action < 0.1 and isinstance(content, dict):
-            del content[key]
-        elif action < 0.2 and isinstance(content, list):
-            content.insert(key, chance.choice(ODD_VALUES))
-        elif action < 0.4 and isinstance(value, bytes):
-            content[key] = self._odd_bytes(value)
-        elif action < 0.5 and isinstance(value, int):
-            content[key] = max(-(2**63), min(2**64 - 1, value + chance.choice((-1, 1, 2**31))))
-        else:
-            content[key] = chance.choice(ODD_VALUES)
-
-    def _odd_bytes(self, value: bytes) -> bytes:
-        return self._chance.choice(
-            (value[:-1], value * 2, value + b"\xff" * 4, b"\xff" * len(value), value[::-1], b"")
-        )
-
     # ------------------------------------------------------------ steps
 
     def _odd_step(self, step: Step, state: LiveState) -> Step:
-        """Make one field of a well-formed step impossible."""
+        chance, choice = self._chance, self._chance.choice
         rows = len(step.turns) // 4
-        odd = self._chance.choice(self._oddities)(step, state, rows)
-        return msgspec.structs.replace(step, **odd)
-
-    def _odd_numbers(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
-        chance = self._chance
         at = chance.randrange(rows) if rows else 0
-        if chance.random() < 0.5:
-            value = chance.choice((math.nan, math.inf, -math.inf, 0.5, 1e30))
-            return {"logprobs": _replaced(step.logprobs, "f", at, value)}
-        token = chance.choice((-1, state.vocab_size, 2**31 - 1, -(2**31)))
-        return {"token_ids": _replaced(step.token_ids, "i", at, token)}
+        token = choice((-1, state.vocab_size, 2**31 - 1, -(2**31)))
+        logprob = choice((math.nan, math.inf, -math.inf, 0.5, 1e30))
+        longer = choice((1, 3, 40))
+        odd: tuple[dict[str, Any], ...] = (
+            {"logprobs": _replaced(step.logprobs, "f", at, logprob)},
+            {"token_ids": _replaced(step.token_ids, "i", at, token)},
+            {"turns": step.turns[:4] * rows},
+            {"turns": chance.randbytes(4 * rows)},
+            {"counts": struct.pack("<I", choice((0, 2, 2**31, 2**32 - 1))) * rows},
+            {  # more tokens than were requested, otherwise consistent
+                "counts": struct.pack("<I", longer) * rows,
+                "token_ids": step.token_ids * longer,
+                "logprobs": step.logprobs * longer,
+            },
+            {"finish": chance.randbytes(rows + chance.randrange(2))},
+            {"version": choice((state.version + 1, 2**62))},
+            {"seq": choice((0, state.seq + 1, 2**62))},
+            {"prefills": self._odd_prefills(step)},
+        )
+        return msgspec.structs.replace(step, **choice(odd))
 
-    def _odd_rows(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
-        chance = self._chance
-        turns = step.turns[:4] * rows if chance.random() < 0.5 else chance.randbytes(4 * rows)
-        return {"turns": turns}
-
-    def _odd_counts(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
-        count = self._chance.choice((0, 2, 2**31, 2**32 - 1))
-        return {"counts": struct.pack("<I", count) * rows}
-
-    def _long_rows(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
-        """Return more tokens than were requested, otherwise consistent."""
-        count = self._chance.choice((1, 3, 40))
-        return {
-            "counts": struct.pack("<I", count) * rows,
-            "token_ids": step.token_ids * count,
-            "logprobs": step.logprobs * count,
-        }
-
-    def _odd_finish(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
-        return {"finish": self._chance.randbytes(rows + self._chance.randrange(2))}
-
-    def _odd_place(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
-        chance = self._chance
-        if chance.random() < 0.5:
-            return {"version": chance.choice((state.version + 1, 2**62))}
-        return {"seq": chance.choice((0, state.seq + 1, 2**62))}
-
-    def _odd_prefills(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
+    def _odd_prefills(self, step: Step) -> list[Prefill]:
         handles = array("I", step.turns).tolist() or [0]
         number = [0, 1, 5, 2**62]
         choice = self._chance.choice
@@ -248,7 +187,33 @@ class FrameMaker:
             ]
             handle = choice([*handles, 2**40])
             prefills.append(Prefill(handle, choice(number), spans, choice(number)))
-        return {"prefills": prefills}
+        return prefills
+
+
+def swap_value(chance: random.Random, content: Any, odd: Any) -> None:
+    """Replace, drop or add one value somewhere in a tree of dicts and lists; ``odd``: the value
+    that takes the place of most."""
+    while True:
+        key = chance.choice(list(content) if isinstance(content, dict) else range(len(content)))
+        value = content[key]
+        if not isinstance(value, dict | list) or not value or chance.random() < 0.4:
+            break
+        content = value
+    action = chance.random()
+    if action < 0.0005:
+        content[key] = "x" * LARGE_CHARS
+    elif action < 0.1 and isinstance(content, dict):
+        del content[key]
+    elif action < 0.2 and isinstance(content, list):
+        content.insert(key, odd)
+    elif action < 0.4 and isinstance(value, bytes):
+        content[key] = chance.choice(
+            (value[:-1], value * 2, value + b"\xff" * 4, b"\xff" * len(value), value[::-1], b"")
+        )
+    elif action < 0.5 and isinstance(value, int):
+        content[key] = max(-(2**63), min(2**64 - 1, value + chance.choice((-1, 1, 2**31))))
+    else:
+        content[key] = odd
 
 
 def _replaced(column: bytes, typecode: str, at: int, value: float) -> bytes:
@@ -262,7 +227,6 @@ def _replaced(column: bytes, typecode: str, at: int, value: float) -> bytes:
 
 
 def hello_of(state: LiveState, weight_version: int = 0) -> Hello:
-    """Return a valid hello of an engine."""
     return Hello(
         protocol=PROTOCOL,
         engine=state.engine,

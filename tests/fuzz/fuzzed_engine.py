@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from tests.fuzz.frames import ORCHESTRATOR_EXAMPLES, FrameMaker, LiveState
+from tests.fuzz.frames import ORCHESTRATOR_EXAMPLES, FrameMaker, LiveState, hello_of
 from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.link import OrchestratorLink
@@ -27,7 +27,6 @@ from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
 from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
-    PROTOCOL,
     Ack,
     FromEngine,
     Hello,
@@ -116,7 +115,6 @@ class FuzzedEngine:
             self._restart()
 
     def still_serves(self) -> bool:
-        """Return whether the engine still samples a submitted turn."""
         self._restart()
         self._submit(4_000_000_000)
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -128,7 +126,6 @@ class FuzzedEngine:
         return False
 
     def close(self) -> None:
-        """Stop the engine, and release the address."""
         self._end()
         self._router.close()
         self._context.term()
@@ -180,12 +177,13 @@ class FuzzedEngine:
         self.starts += 1
         self._sent = 0
         self._name = f"engine-{self.starts}".encode()
+        hello = LiveState(engine=self._name.decode(), vocab_size=LIMITS.vocab_size)
         self._socket = DealerSocket(self._address, self._name)
         self._staging = Staging(lambda: _random_weights())
         runner = ModelRunner(_CONFIG, _random_weights(), num_blocks=64, block_tokens=16)
         scheduler = EngineScheduler(LIMITS)
         self._loop = EngineLoop(
-            OrchestratorLink(self._socket, _hello(self._name.decode())),
+            OrchestratorLink(self._socket, hello_of(hello)),
             runner=runner,
             scheduler=scheduler,
             staging=self._staging,
@@ -234,21 +232,3 @@ def _random_weights() -> Weights:
     for norm in (layer.input_norm, layer.mlp_norm, weights.final_norm):
         norm.fill_(1.0)
     return weights
-
-
-def _hello(name: str) -> Hello:
-    return Hello(
-        protocol=PROTOCOL,
-        engine=name,
-        epoch=1,
-        weight_version=0,
-        architecture=_CONFIG.architecture,
-        vocab_size=LIMITS.vocab_size,
-        context_tokens_max=LIMITS.context_tokens_max,
-        max_running_turns=LIMITS.max_running_turns,
-        num_kv_blocks=LIMITS.num_blocks,
-        block_tokens=LIMITS.block_tokens,
-        pause_modes=["abort", "keep", "wait"],
-        kv_policies=["keep", "recompute"],
-        weight_channels=["shm", "disk"],
-    )

@@ -44,8 +44,6 @@ STRANGERS = (b"", b"\xff\xfe", b"\0\0\0\0\1", b"\xef\xbf\xbd", b"x" * 255)
 
 
 class FuzzedFleet:
-    """A run's core and fleet under fuzzing."""
-
     def __init__(self, seed: int) -> None:
         settings = FleetSettings(
             heartbeat_interval_s=1.0,
@@ -170,7 +168,6 @@ class FuzzedFleet:
         self.receive(state.engine.encode(), encode(hello_of(state, self.core.trainer_version)))
 
     def _answer_turns(self) -> None:
-        """Let the healthy engine end all of its turns."""
         step = step_of(self._healthy, finish=b"\1" * len(self._healthy.turns))
         self.healthy_steps += 1
         self.healthy_tokens += len(self._healthy.turns)
@@ -198,7 +195,6 @@ class FuzzedFleet:
                 raise AssertionError(f"a batch by weights to come: {turn.spans()}")
 
     def _check(self) -> None:
-        """Check the core's invariants, and that no table grows."""
         self.core.check()
         if self.frames % FRAMES_PER_PROGRESS == 0:
             if self.healthy_tokens == self._tokens_before:

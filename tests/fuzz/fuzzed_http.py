@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tidegate
+from tests.fuzz.frames import swap_value
 from tests.models import make_model_directory
 from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template, chat_tokenizer
 from tests.orchestrator.episodes.talking import Engine
@@ -202,12 +203,9 @@ ODD: tuple[Callable[[random.Random], Any], ...] = (
 
 
 class FixedEngine(Engine):
-    """Generates the same text in each turn, and forgets it."""
-
     async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Turn:
-        """Return a whole turn."""
         self.words, self.received = [WORDS + self.end], []
         return await super().generate(rollout, sampling, media)
 
@@ -265,7 +263,6 @@ class Client:
             self._halves.popleft().close()
 
     def end(self) -> None:
-        """Close all connections."""
         self.close()
         while self._halves:
             self._halves.popleft().close()
@@ -278,7 +275,6 @@ class Client:
 
 
 def head_of(path: str, key: str, length: int, body_type: str = JSON_TYPE) -> bytes:
-    """Return the head of a valid request."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: {body_type}\r\nContent-Length: {length}\r\n\r\n"
@@ -325,8 +321,6 @@ def oversized_head(chance: random.Random, path: str, key: str) -> bytes:
 
 @dataclass(slots=True)
 class FuzzedGateway:
-    """A gateway under fuzzed requests."""
-
     seed: int
     directory: Path
     bodies: int = 0
@@ -450,24 +444,12 @@ class FuzzedGateway:
         opened = self.chance.choice([b"[", b'{"messages":', b'{"a":[', b'"\\ud800'])
         return self.chance.choice([self.chance.randbytes(depth % 999), opened * depth, b""])
 
-    def _replaced(self, part: Any) -> Any:
-        """Return a copy with one to three parts replaced or removed."""
-        copy = json.loads(json.dumps(part))
+    def _replaced(self, right: dict[str, Any]) -> Any:
+        """Return a copy with one to three parts replaced, added or removed."""
+        copy = json.loads(json.dumps(right))
         for _ in range(self.chance.randrange(1, 4)):
-            holder: Any = copy
-            while True:
-                keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-                if not keys:
-                    break
-                key = self.chance.choice(keys)
-                if isinstance(holder[key], (dict, list)) and self.chance.random() < 0.6:
-                    holder = holder[key]
-                    continue
-                if self.chance.random() < 0.2:
-                    del holder[key]
-                else:
-                    holder[key] = self.chance.choice(ODD)(self.chance)
-                break
+            if copy:
+                swap_value(self.chance, copy, self.chance.choice(ODD)(self.chance))
         return copy
 
     def _garbled(self, right: bytes) -> bytes:
@@ -482,8 +464,6 @@ class FuzzedGateway:
 
 
 class FuzzedServer:
-    """A vLLM-compatible server with an engine, under fuzzed requests."""
-
     def __init__(self, seed: int, directory: Path) -> None:
         # the latter is how SGLang refuses changes of weights
         errors = (b'"error"', b'"success":false')
@@ -494,7 +474,6 @@ class FuzzedServer:
         self._model = add_chat_template(path, "chatml")
 
     def feed(self, bodies: int, each: Callable[[int], None]) -> None:
-        """Send this many requests; ``each`` is called with each number before."""
         with tidegate.vllm_server(model=self._model, engines=1) as server:
             asyncio.run(self._feed(server, bodies, each))
             self.longest_block_s = server.statistics().event_loop_longest_block_s

@@ -73,7 +73,6 @@ class FuzzedRun:
         self._engine.join(TIMEOUT_S)
 
     def flood(self, frames: int, seed: int) -> None:
-        """Start to send that many malformed frames."""
         arguments = [self._address, str(frames), str(seed)]
         self._flood = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.fuzzed_run", *arguments],
@@ -97,13 +96,11 @@ class FuzzedRun:
 
     @property
     def malformed(self) -> int:
-        """Number of frames that the run has refused."""
         assert self._run.scheduler is not None
         many_frames = self._run.scheduler._router.statistics().malformed  # type: ignore[attr-defined]
         return int(many_frames) + self._run.scheduler.fleet.malformed_frames
 
     def await_frames(self, count: int) -> None:
-        """Wait until that many frames have been read."""
         assert self._flood is not None
         assert self._flood.stdin is not None
         read, deadline_s = -1, 0.0
@@ -126,8 +123,6 @@ async def _episode(episode: Episode, task: object) -> float:
 
 
 class _HealthyEngine(threading.Thread):
-    """Answers each turn with one token, which ends it."""
-
     def __init__(self, address: str) -> None:
         super().__init__(name="healthy engine")
         self.sent = 0
@@ -176,7 +171,6 @@ def _model_directory(path: Path) -> Path:
 
 
 def flood(address: str, frames: int, seed: int) -> None:
-    """Send frames, as many as standard input has permitted."""
     chance = random.Random(seed)
     maker = FrameMaker(seed, ENGINE_EXAMPLES)
     # the name in hello never matches the sender's, so none can join

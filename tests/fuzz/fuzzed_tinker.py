@@ -84,8 +84,6 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 class FuzzedTinker:
-    """A Tinker server with an engine and a trainer, under fuzzed requests."""
-
     def __init__(self, seed: int, directory: Path) -> None:
         self.fuzzed = FuzzedGateway(seed, directory, error_fields=(b'"detail"',))
         self._directory = directory
@@ -95,7 +93,6 @@ class FuzzedTinker:
         self._seq_id = 0
 
     def feed(self, bodies: int, each: Callable[[int], None]) -> None:
-        """Send this many requests; ``each`` is called with each number before."""
         with self._server() as server:
             asyncio.run(self._feed(server, bodies, each))
         with self._server() as server:  # which carries out again what the journals have
@@ -142,7 +139,6 @@ class FuzzedTinker:
         return filled
 
     async def _begin_hostile_session(self, client: Client) -> None:
-        """End the hostile tenant's session with all that it made, and begin another one."""
         if self._names:
             await self._call(client, HOSTILE, f"sessions/{self._names['session']}/finish")
         self._names, self._seq_id = await self._new_session(client, HOSTILE), 0
@@ -201,7 +197,6 @@ class FuzzedTinker:
 
 
 def training_body(model_id: str, seq_id: int) -> bytes:
-    """Return a ``forward_backward`` request of four tokens."""
     request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.arange(20, 24, dtype="<i4").tobytes()

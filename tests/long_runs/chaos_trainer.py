@@ -38,8 +38,6 @@ class NumberedTask:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the trainer, equal for each restart."""
-
     directory: Path
     """Directory of its checkpoint, event log, output log and the run's own files."""
     address: str
@@ -68,8 +66,6 @@ class TrainedBatch:
 
 
 class Trainer:
-    """Model, optimizer, and the batches they were trained on."""
-
     def __init__(self, options: Options) -> None:
         self.directory = options.directory
         self.model, self.optimizer = load_trainer(options.model, options.learning_rate)
@@ -86,7 +82,6 @@ class Trainer:
         self.state = checkpoint["run"]
 
     def train(self, batch: tidegate.Batch, state: dict[str, Any]) -> None:
-        """Take an optimizer step on a batch, and save a checkpoint."""
         train_step(self.model, self.optimizer, batch)
         self.trained.append(describe(batch, number=state["batches"]))
         self.state = state
@@ -106,7 +101,6 @@ class Trainer:
 
 
 def describe(batch: tidegate.Batch, number: int) -> TrainedBatch:
-    """Extract from a batch what the checks need."""
     in_order = dict(zip(batch.group_ids.tolist(), batch.tasks, strict=True))
     never = torch.iinfo(batch.weight_versions.dtype).max
     oldest = batch.weight_versions.masked_fill(~batch.loss_mask, never).amin(1)
@@ -127,7 +121,6 @@ class EventLog:
         self._path = path
 
     def note(self, event: str, **facts: object) -> None:
-        """Append a line, which survives a kill of the process."""
         line = json.dumps({"event": event, "pid": os.getpid(), "at_s": time.time(), **facts})
         with self._path.open("a") as file:
             file.write(line + "\n")
@@ -170,7 +163,6 @@ async def train(options: Options) -> None:
 
 
 def write_result(directory: Path, trainer: Trainer, rollouts: tidegate.Rollouts) -> None:
-    """Write the final record of trained batches, and the run's ledger."""
     result = {
         "trained": [asdict(batch) for batch in trainer.trained],
         "ledger": asdict(rollouts.statistics().ledger),
@@ -180,21 +172,24 @@ def write_result(directory: Path, trainer: Trainer, rollouts: tidegate.Rollouts)
 
 
 def numbered(seed: int) -> Iterator[NumberedTask]:
-    """Yield the tasks in the same order for each restart."""
     for number, task in enumerate(tasks("train", seed)):
         yield NumberedTask(number, task)
 
 
 async def solve_numbered(episode: Episode, task: NumberedTask) -> float:
-    """Play one episode of the demo."""
     return await solve(episode, task.task)
+
+
+def redirect_output(path: Path) -> None:
+    """Append this process's standard output and error to a file."""
+    with path.open("ab") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
 
 
 def live(options: Options) -> None:
     """Run the trainer in this process, its output in DIR/trainer.log."""
-    with (options.directory / LOG_FILE).open("ab") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
+    redirect_output(options.directory / LOG_FILE)
     # A progress bar holds a multiprocessing lock, which a kill would leak.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)

@@ -50,11 +50,9 @@ class Samples:
         self._loops: set[asyncio.AbstractEventLoop] = set()
 
     def watch_loop(self) -> None:
-        """Count this event loop's tasks from now on."""
         self._loops.add(asyncio.get_running_loop())
 
     def take(self) -> None:
-        """Sample this process and its children."""
         now_s = time.monotonic()
         trainer = psutil.Process()
         engines = [p for p in trainer.children() if "tidegate.engine.worker" in p.cmdline()]
@@ -75,20 +73,16 @@ class Samples:
             yield name, points[int(len(points) * WARM_SHARE) :]
 
     def add(self, name: str, at_s: float, count: float) -> None:
-        """Record one count."""
         self._counts[name].append((at_s, count))
 
 
 def engine_name(process: psutil.Process) -> str:
-    """Return the engine's name from its command line."""
     command = process.cmdline()
     return command[command.index("--engine") + 1]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A straight line through samples."""
-
     mean: float
     gain: float
     """Gain from the first sample to the last."""
@@ -99,7 +93,6 @@ class Fit:
 
 
 def fit(points: list[tuple[float, float]]) -> Fit:
-    """Fit by least squares."""
     times, counts = zip(*points, strict=True)
     middle, mean = fmean(times), fmean(counts)
     width = sum((t - middle) ** 2 for t in times)
@@ -133,7 +126,6 @@ def rows(samples: Samples) -> list[Row]:
 
 
 async def train(options: argparse.Namespace, directory: Path, samples: Samples) -> list[Row]:
-    """Train until the time is over."""
     samples.watch_loop()
     ends_s = time.monotonic() + 60 * options.minutes
 
@@ -172,7 +164,6 @@ async def train(options: argparse.Namespace, directory: Path, samples: Samples) 
 
 
 def journal_bytes(directory: Path) -> int:
-    """Return the size of the journal on disk."""
     return sum(file.stat().st_size for file in directory.glob("journal.db*"))
 
 
@@ -186,7 +177,6 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop sampling."""
         self._is_over.set()
         self._thread.join()
 
@@ -198,7 +188,6 @@ class Sampler:
 
 
 def main() -> int:
-    """Run the test; exit status 1 if something grows."""
     parser = argparse.ArgumentParser(description="Train for long, and see what grows.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--engines", type=int, default=2)
