@@ -85,7 +85,7 @@ class CoarseTurns(SimulatedTurns):
 
     @override
     def complete(self, work: StepWork) -> list[StepRows]:
-        rows = StepRows()
+        rows = StepRows(self.live)
         for turn, _ in work.chunks:
             turn.is_prefilling = False
             tokens = self._spec.tokens(turn, work.steps)

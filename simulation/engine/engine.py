@@ -191,7 +191,7 @@ class SimulatedEngine:
         turns = self.turns
         return (
             f"{self._hello.engine}: {'hung' if self._is_hung else 'alive'}, "
-            f"{'welcome' if self._welcome else 'not welcomed'}, weights v{turns.version}, "
+            f"{'welcome' if self._welcome else 'not welcomed'}, weights v{turns.live.version}, "
             f"{len(turns.running)} turns running, {len(turns.waiting)} waiting, pause "
             f"{turns.gate.mode}, swap due {turns.swap_due}, beside them {self.staging}, credit "
             f"{self._window.is_open}"
@@ -251,7 +251,7 @@ class SimulatedEngine:
         if self._hello_repeated_at_s is not None:
             return
         heartbeat = EngineHeartbeat(
-            weight_version=self.turns.version,
+            weight_version=self.turns.live.version,
             running_turns=len(self.turns.running),
             waiting_turns=len(self.turns.waiting),
             free_blocks=1,
@@ -273,7 +273,7 @@ class SimulatedEngine:
         self._send(
             msgspec.structs.replace(
                 self._hello,
-                weight_version=self.turns.version,
+                weight_version=self.turns.live.version,
                 first_seq=self._window.first_seq,
                 next_seq=self._window.next_seq(),
                 turns=array("I", self.handles).tobytes(),
@@ -363,13 +363,8 @@ class SimulatedEngine:
         for number, rows in enumerate(messages):
             seq = self._window.next_seq()
             started_us, ended_us = round(started_s * 1e6), round(self._loop.time() * 1e6)
-            step = rows.message(
-                seq,
-                self.turns.version,
-                started_us,
-                ended_us - started_us,
-                queued_turns=len(self.turns.waiting),
-            )
+            queued = len(self.turns.waiting)
+            step = rows.message(seq, started_us, ended_us - started_us, queued_turns=queued)
             self._ground_truth.sent(self._hello.engine, step)
             is_held = self._hello_repeated_at_s is not None
             frame = encode(step) if is_held else self._send(step)
@@ -458,7 +453,7 @@ class SimulatedEngine:
                 self.turns.gate.end_swap()  # the new version needs its place
                 self.staging.start(version)
             case UpdateWeights():
-                self.staging.copy(message, self.turns.content)
+                self.staging.copy(message, self.turns.live.content)
             case FinishWeightUpdate(version=version) if self.staging.is_staged(version):
                 if self.turns.gate.request_swap(message):
                     self.turns.abort_running()
@@ -487,10 +482,10 @@ class SimulatedEngine:
         if not 1 <= message.start < len(tokens):
             why = f"start must be in [1, {len(tokens) - 1}], got {message.start}"
             return ScoreFailed(request_id=message.request_id, message=why)
-        logprobs = self._model.logprobs(tokens, message.start, content=self.turns.content)
+        logprobs = self._model.logprobs(tokens, message.start, content=self.turns.live.content)
         return ScoreResult(
             request_id=message.request_id,
-            version=self.turns.version,
+            version=self.turns.live.version,
             start=message.start,
             logprobs=array("f", logprobs).tobytes(),
         )

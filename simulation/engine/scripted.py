@@ -113,7 +113,7 @@ class ScriptedEngine:
     def weight_version(self) -> int | None:
         """Weight version that the engine serves now; None while its process is not running."""
         engine = self._serving.engine
-        return engine.turns.version if engine is not None and engine.is_alive else None
+        return engine.turns.live.version if engine is not None and engine.is_alive else None
 
     @property
     def asleep(self) -> list[MemoryTag]:

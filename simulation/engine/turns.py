@@ -44,7 +44,7 @@ class TurnWeights:
     adapter: str = ""
     """Adapter with versions of its own; empty: the engine's live weights."""
     version: int
-    content: int
+    content: int = field(compare=False)
     """Content of the weights; adapters' contents differ from all others."""
 
 
@@ -92,24 +92,20 @@ class StepWork:
 class StepRows:
     """Columns of a step message that is being built."""
 
+    weights: TurnWeights
     turns: "array[int]" = field(default_factory=lambda: array("I"))
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     finish: bytearray = field(default_factory=bytearray)
     counts: "array[int]" = field(default_factory=lambda: array("I"))
     prefills: list[Prefill] = field(default_factory=list)
-    adapter: str = ""
-    version: int | None = None
-    """Version of ``adapter`` that sampled the rows; None: the engine's live weights."""
 
-    def message(
-        self, seq: int, version: int, started_us: int, busy_us: int, *, queued_turns: int
-    ) -> Step:
+    def message(self, seq: int, started_us: int, busy_us: int, *, queued_turns: int) -> Step:
         """Encode the columns as a step message."""
         return Step(
             seq=seq,
-            version=version if self.version is None else self.version,
-            adapter=self.adapter,
+            version=self.weights.version,
+            adapter=self.weights.adapter,
             turns=self.turns.tobytes(),
             token_ids=self.token_ids.tobytes(),
             logprobs=self.logprobs.tobytes(),
@@ -132,10 +128,8 @@ class SimulatedTurns:
         context: SimulationContext,
         chance: random.Random,
     ) -> None:
-        self.version = 0
-        """Version number of the live weights."""
-        self.content = 0
-        """Content of the live weights, by the order of writing."""
+        self.live = TurnWeights(version=0, content=0)
+        """Live weights, which sample the turns without weights of their own."""
         self._engine = engine
         self._spec = spec
         self._model = context.model
@@ -225,7 +219,7 @@ class SimulatedTurns:
 
     def swap(self, update: FinishWeightUpdate, content: int) -> None:
         """Compute with the weights ``content`` from now on; discard KV if the update says so."""
-        self.version, self.content = update.version, content
+        self.live = TurnWeights(version=update.version, content=content)
         self.gate.end_swap()
         if update.kv_policy == "recompute":
             for turn in self.running:
@@ -269,9 +263,9 @@ class SimulatedTurns:
 
     def take_ended(self) -> list[StepRows]:
         """Return rows without tokens for turns that ended between steps, per weight version."""
-        by_weights: dict[tuple[str, int | None], StepRows] = {}
+        by_weights: dict[TurnWeights, StepRows] = {}
         for handle, code, weights in self._ended:
-            rows = _rows_of(by_weights, weights)
+            rows = _rows_of(by_weights, weights or self.live)
             rows.turns.append(handle)
             rows.finish.append(code)
             rows.counts.append(0)
@@ -304,19 +298,16 @@ class SimulatedTurns:
     def complete(self, work: StepWork) -> list[StepRows]:
         """Compute a step; return its sampled rows, per weight version. Empty if all prefills are
         unfinished."""
-        by_weights: dict[tuple[str, int | None], StepRows] = {}
+        by_weights: dict[TurnWeights, StepRows] = {}
         for turn, tokens in work.chunks:
-            weights = self._weights_of(turn)
+            weights = turn.own_weights or self.live
             turn.context.compute(tokens, content=weights.content, version=weights.version)
             if turn.context.computed == len(turn.context.tokens):
-                self._sample(turn, _rows_of(by_weights, turn.own_weights), weights)
+                self._sample(turn, _rows_of(by_weights, weights))
         return list(by_weights.values())
 
-    def _weights_of(self, turn: SimulatedTurn) -> TurnWeights:
-        return turn.own_weights or TurnWeights(version=self.version, content=self.content)
-
-    def _sample(self, turn: SimulatedTurn, rows: StepRows, weights: TurnWeights) -> None:
-        message, context = turn.message, turn.context
+    def _sample(self, turn: SimulatedTurn, rows: StepRows) -> None:
+        message, context, weights = turn.message, turn.context, rows.weights
         if turn.is_prefilling:
             turn.is_prefilling = False
             if self._spec.reports_prefills:
@@ -401,13 +392,11 @@ class SimulatedTurns:
             turn.is_prefilling = True
 
 
-def _rows_of(
-    by_weights: dict[tuple[str, int | None], StepRows], weights: TurnWeights | None
-) -> StepRows:
-    key = ("", None) if weights is None else (weights.adapter, weights.version)
-    if key not in by_weights:
-        by_weights[key] = StepRows(adapter=key[0], version=key[1])
-    return by_weights[key]
+def _rows_of(by_weights: dict[TurnWeights, StepRows], weights: TurnWeights) -> StepRows:
+    rows = by_weights.get(weights)
+    if rows is None:
+        rows = by_weights[weights] = StepRows(weights)
+    return rows
 
 
 def _rank(turn: SimulatedTurn) -> tuple[int, int]:

@@ -3,14 +3,13 @@
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.cli.test_cli import status_of
 from tests.observability.recorded import record_run
-from tidegate.cli import command
 from tidegate.cli.plan_table import measured_line
 from tidegate.errors import ConfigError
 from tidegate.simulation.engine.spec import EngineCosts
@@ -137,15 +136,17 @@ def test_a_plan_repeats_its_runs_diagnosis_and_scales_the_engines_only_if_the_tr
     assert predicted.batch_s == pytest.approx(run.measured.batch_s, rel=0.05)
 
 
-def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["tidegate", "plan", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-FEW = ["--engines", "2", "--max-running-turns", "8", "--mean-tokens", "50", "--tokens-max", "200"]
+FEW = [
+    "plan",
+    "--engines",
+    "2",
+    "--max-running-turns",
+    "8",
+    "--mean-tokens",
+    "50",
+    "--tokens-max",
+    "200",
+]
 FEW += ["--train-tokens-per-s", "2000", "--group-size", "4", "--groups-per-batch", "4"]
 
 
@@ -155,7 +156,7 @@ def test_the_command_prints_a_row_per_choice_and_one_recommendation_and_draws_it
     picture = ["--picture", str(tmp_path / "plan.png")]
     more = ["--max-staleness", "0,2", "--pause-mode", "abort", "--versions", "2"]
     more += ["--engine-trainer-split", "4:1"]
-    assert run_command([*FEW, *more, *picture], monkeypatch) == 0
+    assert status_of([*FEW, *more, *picture], monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("by ")] == ["by pause:", "by split:"]
     assert sum(line.startswith("*") for line in lines) == 2, "the row, and what it means"
@@ -166,9 +167,8 @@ def test_the_command_prints_a_row_per_choice_and_one_recommendation_and_draws_it
 def test_plan_json_has_one_row_per_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        run_command([*FEW, "--max-staleness", "0,4", "--json", "--no-simulate"], monkeypatch) == 0
-    )
+    few = [*FEW, "--max-staleness", "0,4", "--json", "--no-simulate"]
+    assert status_of(few, monkeypatch) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["candidate"]["max_staleness"] for row in rows] == [0, 4]
     assert [row["simulated"] for row in rows] == [None, None]
@@ -178,14 +178,14 @@ def test_plan_json_has_one_row_per_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--engines is required; or give --from RUN"),
+        (["plan"], "--engines is required; or give --from RUN"),
         ([*FEW, "--max-staleness", "two"], "--max-staleness 'two' can't be read"),
         ([*FEW, "--max-staleness", ","], "--max-staleness ',' is empty"),
         ([*FEW, "--pause-mode", "stop"], "pause_mode must be abort, keep or wait, got 'stop'"),
         ([*FEW, "--mean-tokens", "300"], "lengths need"),
-        (["--from", "nowhere"], "give the directory of a recorded run"),
-        (["nowhere"], "give the directory of a recorded run"),
-        (["runs/one", "--from", "runs/other"], "name two runs; give one"),
+        (["plan", "--from", "nowhere"], "give the directory of a recorded run"),
+        (["plan", "nowhere"], "give the directory of a recorded run"),
+        (["plan", "runs/one", "--from", "runs/other"], "name two runs; give one"),
     ],
 )
 def test_an_impossible_plan_gives_a_one_line_error(
@@ -195,7 +195,7 @@ def test_an_impossible_plan_gives_a_one_line_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = [*arguments, "--no-simulate"]
-    assert run_command(arguments, monkeypatch) == 2
+    assert status_of(arguments, monkeypatch) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line

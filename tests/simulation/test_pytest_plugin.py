@@ -237,16 +237,6 @@ def test_virtual_time_passes_only_while_a_sync_trainer_waits(
     assert (rows, rollouts.version) == (6, 3)
 
 
-def test_a_sync_test_can_run_a_coroutine(
-    tidegate_serve: ServeInTests, tidegate_virtual_time: VirtualTime
-) -> None:
-    async def main() -> int:
-        async with tidegate_serve() as rollouts:
-            return await rollouts.publish({})
-
-    assert tidegate_virtual_time.run(main()) == 1
-
-
 async def test_a_simulated_test_is_deterministic(tidegate_serve: ServeInTests) -> None:
     runs = []
     for _ in range(2):

@@ -34,17 +34,6 @@ def test_virtual_time_skips_waits_and_fires_timers_in_order() -> None:
     assert fired == [(1.0, "first"), (1.0, "second"), (86400.0, "day")]
 
 
-def test_a_timeout_ends_a_wait_at_its_virtual_time() -> None:
-    async def main() -> float:
-        loop = asyncio.get_running_loop()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(30.0):
-                await loop.create_future()
-        return loop.time()
-
-    assert run_in_virtual_time(main()) == 30.0
-
-
 def test_tasks_that_wait_for_ever_are_named_with_their_location() -> None:
     async def wait_for_godot() -> None:
         await asyncio.Event().wait()
