@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tidegate.errors import EngineLagging, WeightsRefused
 from tidegate.orchestrator.core import control_events as wc
 from tidegate.orchestrator.core.weight_control import WeightControl
 from tidegate.transport.message import SwapMode
@@ -164,48 +163,6 @@ def test_a_version_is_swapped_in_once_all_engines_have_it_and_its_number_is_dura
     assert driver.outcomes == {call: None}
 
 
-def test_one_engines_refusal_leaves_the_old_version_live_everywhere() -> None:
-    driver = Driver()
-    driver.join("e0")
-    driver.join("e1")
-    driver.publish("a")
-    driver.settle()
-    call = driver.publish("a")
-    driver.answer("e0")
-    driver.answer("e1", refuses=True)
-    assert isinstance(driver.outcomes[call], WeightsRefused)
-    driver.settle()
-    assert driver.live == {"e0": {"a": 1}, "e1": {"a": 1}}
-    assert driver.adapters.buffers == {1}
-
-
-def test_an_engine_that_never_loads_a_version_is_removed_and_the_publish_fails() -> None:
-    driver = Driver()
-    driver.join("e0")
-    driver.join("e1")
-    call = driver.publish("a")
-    driver.answer("e0")
-    driver.feed(wc.TimerFired("a"))
-    assert isinstance(driver.outcomes[call], EngineLagging)
-    assert driver.inboxes.keys() == {"e0"}
-
-
-def test_an_engine_that_missed_a_swap_while_away_gets_it_when_it_reconnects() -> None:
-    driver = Driver()
-    driver.join("e0")
-    driver.join("e1")
-    driver.publish("a")
-    driver.settle()
-    kept = driver.live["e1"].copy()
-    driver.leave("e1")
-    driver.publish("a")
-    driver.settle()
-    driver.live["e1"] = kept
-    driver.join("e1")
-    driver.settle()
-    assert driver.live == {"e0": {"a": 2}, "e1": {"a": 2}}
-
-
 def test_a_resumed_run_waits_for_its_trainer_before_it_answers_for_an_adapter() -> None:
     driver = Driver()
     driver.released["a"] = 3
@@ -237,30 +194,6 @@ def test_an_engine_that_reconnects_with_the_version_that_a_resumed_run_publishes
     driver.settle()
     assert driver.live["e0"] == {"a": 3}
     assert driver.outcomes == {call: None}
-
-
-def test_a_publish_after_a_cancelled_one_that_is_released_waits_for_its_end() -> None:
-    driver = Driver()
-    driver.join("e0")
-    first = driver.publish("a")
-    driver.answer("e0")  # has loaded it, so it is released
-    driver.feed(wc.CallCancelled(first))
-    second = driver.publish("a")
-    assert driver.inboxes["e0"] == []
-    driver.settle()
-    assert driver.live["e0"] == {"a": 2}
-    assert driver.outcomes == {second: None}  # the caller of the first is gone
-
-
-def test_an_engine_gets_no_version_to_serve_before_its_number_is_durable() -> None:
-    driver = Driver()
-    driver.join("e0")
-    driver.publish("a")
-    driver.answer("e0")
-    driver.feed(wc.ControlReplyReceived("e0", AdapterNeeded(name="a")))
-    assert driver.inboxes["e0"] == []  # a crash could give its number to other weights
-    driver.commit()
-    assert [type(message) for message in driver.inboxes["e0"]] == [SwapAdapter]
 
 
 class AdapterPublishes(RuleBasedStateMachine):

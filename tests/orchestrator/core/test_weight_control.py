@@ -3,14 +3,13 @@
 import pytest
 
 from tests.orchestrator.core.control_driver import (
-    AWAKE,
     INIT,
     ControlDriver,
     chunk,
     finish,
     staging,
 )
-from tidegate.errors import ConfigError, EngineLagging, PublishDropped, SleepFailed, WeightsRefused
+from tidegate.errors import EngineLagging, SleepFailed, WeightsRefused
 from tidegate.orchestrator.core import control_events as wc
 from tidegate.orchestrator.core.target_versions import LaggingEngines
 from tidegate.transport.messages import (
@@ -78,13 +77,6 @@ def test_a_word_to_swap_that_comes_after_a_reconnect_is_not_said() -> None:
     assert run.staged("a", 1) == finish("a", 1)
 
 
-def test_a_late_joiner_gets_the_newest_version_and_swaps_at_once() -> None:
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    assert run.join("late") == [("late", INIT), *staging("late", 1)]
-    assert run.staged("late", 1) == finish("late", 1)
-
-
 def test_an_engine_that_serves_a_version_already_needs_nothing_of_it() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
@@ -94,16 +86,6 @@ def test_an_engine_that_serves_a_version_already_needs_nothing_of_it() -> None:
     resumed.released.append(4)
     assert resumed.reserve().version == 5
     assert resumed.publish(5) == staging("late", 5)  # but not to a, which has kept it
-
-
-def test_no_call_waits_for_an_engine_that_is_gone() -> None:
-    run = ControlDriver("a", "b")
-    run.reserve()
-    run.publish(1)
-    run.staged("a", 1)
-    assert run.leave("b") == finish("a", 1)
-    run.live("a", 1)
-    assert run.result(run.call) is None
 
 
 def test_a_refusal_is_raised_with_its_reason_and_no_engine_swaps() -> None:
@@ -119,56 +101,6 @@ def test_a_refusal_is_raised_with_its_reason_and_no_engine_swaps() -> None:
     assert run.join("c") == [("c", INIT)]  # none was ever released: all serve the first
 
 
-def test_a_late_joiner_gets_the_version_released_last_whatever_became_of_those_since() -> None:
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    assert run.reserve().keep == {1}
-    run.publish(2)
-    run.fails("a", 2)
-    assert run.state.weights.kept_buffers == {1}
-    assert run.join("late") == [("late", INIT), *staging("late", 1)]
-    assert run.staged("late", 1) == finish("late", 1)
-    run.live("late", 1)
-    assert run.state.weights.is_settled
-
-
-def test_so_does_one_that_joins_while_the_next_version_is_written_or_that_waited_for_it() -> None:
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    assert run.reserve().version == 2
-    assert run.join("late") == [("late", INIT), *staging("late", 1)]
-    assert run.state.weights.is_writable
-    assert run.publish(2) == [*staging("a", 2), *staging("late", 2)]
-    assert run.staged("late", 1) == []  # from before the engine learned of the newer one
-    assert run.staged("late", 2) == []
-    assert run.do(wc.CallCancelled(run.call)) == staging("late", 1)
-
-
-def test_a_publish_given_up_while_engines_copy_it_waits_for_them_to_let_go() -> None:
-    run = ControlDriver("a", "b")
-    run.reserve()
-    run.publish(1)
-    run.staged("a", 1)
-    assert run.do(wc.CallCancelled(run.call)) == []
-    assert run.state.weights.lagging_engines == [LaggingEngines(1, "staging", ("b",))]
-    waiting = run.ask(wc.ReserveRequested)
-    assert waiting not in run.ended
-    assert run.staged("b", 1) == []
-    assert run.result(waiting).version == 1
-
-
-def test_a_version_given_up_may_be_published_again_and_old_answers_do_not_count_for_it() -> None:
-    run = ControlDriver("a")
-    run.reserve()
-    run.publish(1)
-    run.do(wc.CallCancelled(run.call))
-    run.staged("a", 1)
-    run.reserve()
-    assert run.publish(1) == staging("a", 1)
-    assert run.released == []
-    assert run.staged("a", 1) == finish("a", 1)
-
-
 def test_an_engine_that_refuses_what_others_serve_is_no_engine_of_this_run() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
@@ -176,14 +108,6 @@ def test_an_engine_that_refuses_what_others_serve_is_no_engine_of_this_run() -> 
     run.fails("other model", 1)
     assert run.refused == {"other model": "wrong shape"}
     assert run.join("other model")[1:] == staging("other model", 1)  # a new process
-
-
-def test_answers_about_another_version_change_nothing() -> None:
-    run = ControlDriver("a")
-    run.reserve()
-    run.publish(1)
-    assert [*run.staged("a", 0), *run.live("a", 0), *run.fails("a", 0)] == []
-    assert run.state.weights.lagging_engines == [LaggingEngines(1, "staging", ("a",))]
 
 
 def test_a_second_swap_asked_of_an_engine_that_has_just_swapped_is_no_refusal() -> None:
@@ -195,21 +119,6 @@ def test_a_second_swap_asked_of_an_engine_that_has_just_swapped_is_no_refusal() 
     run.live("a", 1)
     assert run.fails("a", 1, "v1 is not staged here") == []
     assert run.result(run.call) is None
-
-
-def test_an_answer_to_an_earlier_start_of_a_version_says_nothing_of_the_newest() -> None:
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    run.reserve()
-    run.publish(2)
-    waiting = run.ask(wc.ReserveRequested)
-    assert run.sent[-1] == ("a", StartWeightUpdate(version=3))
-    run.do(wc.CallCancelled(waiting))  # the writing fails; v1 serves on
-    assert run.fails("a", 2, "given up, for v3 was started") == []
-    run.reserve()
-    assert run.publish(3) == staging("a", 3)
-    assert run.state.weights.lagging_engines == [LaggingEngines(3, "staging", ("a",))]
-    assert run.staged("a", 3) == finish("a", 3)
 
 
 def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_answer() -> None:
@@ -285,18 +194,6 @@ def test_a_newer_version_spares_those_that_wait_for_their_wave_the_older_one() -
     assert run.publish(2) == [*staging("0", 2), *staging("1", 2), *staging("2", 2)]
 
 
-def test_a_version_whose_successor_could_not_be_written_is_dropped() -> None:
-    run = ControlDriver("a")
-    run.reserve()
-    run.publish(1)
-    waiting = run.ask(wc.ReserveRequested)
-    run.fails("a", 1, "given up, for v2 was started")
-    assert run.result(waiting).version == 2
-    run.do(wc.ReserveAbandoned())
-    with pytest.raises(PublishDropped, match="v1 were replaced"):
-        run.result(run.call)
-
-
 def test_an_engine_that_is_late_is_given_up_and_the_others_serve_on() -> None:
     run = ControlDriver("a", "b")
     run.reserve()
@@ -309,17 +206,6 @@ def test_an_engine_that_is_late_is_given_up_and_the_others_serve_on() -> None:
     assert run.released == []
 
 
-def test_a_publish_that_fails_after_its_call_returned_is_raised_by_the_next_one_once() -> None:
-    run = ControlDriver("a")
-    run.reserve()
-    run.publish(1, wait="none")
-    assert run.result(run.call) is None
-    run.fails("a", 1)
-    with pytest.raises(WeightsRefused, match="wrong shape"):
-        run.reserve()
-    assert run.reserve().version == 2  # 1 was given away
-
-
 def test_a_swap_that_is_late_after_its_call_returned_fails_the_next_publish() -> None:
     run = ControlDriver("a")
     run.reserve()
@@ -329,13 +215,6 @@ def test_a_swap_that_is_late_after_its_call_returned_fails_the_next_publish() ->
     assert run.released == [1]
     with pytest.raises(EngineLagging, match="v1 is swapping on a"):
         run.reserve()
-
-
-def test_a_part_of_unknown_weights_is_refused() -> None:
-    run = ControlDriver("a")
-    run.released.append(7)  # by a process before this one
-    with pytest.raises(WeightsRefused, match="continues with another process's weights"):
-        run.reserve(is_part=True)
 
 
 # ---------------------------------------------------------------- a rollback
@@ -371,55 +250,6 @@ def test_the_end_of_a_policys_pause_resumes_no_engine_with_bad_weights() -> None
     assert ending in run.ended
     run.ask(wc.PublishRequested, reserved.version, [chunk(2)])
     assert run.staged("a", 2) == finish("a", 2)
-    assert run.live("a", 2) == [("a", Resume())]
-
-
-def test_a_rollback_whose_weights_are_refused_leaves_engines_paused_for_the_next_one() -> None:
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, first_bad=1)
-    run.hear("a", TurnsPaused(mode="abort"))
-    assert run.result(reserving).version == 2
-    publishing = run.ask(wc.PublishRequested, 2, [chunk(2)])
-    assert run.fails("a", 2) == []
-    with pytest.raises(WeightsRefused):
-        run.result(publishing)
-    run.pause(None)
-    assert run.sent[-1] == ("a", Pause(mode="abort"))
-
-
-@pytest.mark.parametrize("is_cancelled", [True, False])
-def test_after_a_rollback_that_came_to_nothing_the_next_whole_version_resumes_engines(
-    is_cancelled: bool,
-) -> None:
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    reserving = run.ask(wc.ReserveRequested, first_bad=1)
-    run.hear("a", TurnsPaused(mode="abort"))
-    assert run.result(reserving).version == 2
-    publishing = run.ask(wc.PublishRequested, 2, [chunk(2)])
-    if is_cancelled:
-        run.do(wc.CallCancelled(publishing))
-    run.fails("a", 2)
-    run.state.shared.take_failure()
-    reserved = run.reserve()
-    run.ask(wc.PublishRequested, reserved.version, [chunk(reserved.version)], "none")
-    run.staged("a", reserved.version)
-    assert run.live("a", reserved.version) == [("a", Resume())]
-
-
-def test_a_rollback_takes_up_the_number_of_a_version_that_was_given_up() -> None:
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    assert run.reserve().version == 2
-    run.ask(wc.PublishRequested, 2, [chunk(2)])
-    run.fails("a", 2)
-    run.state.shared.take_failure()
-    reserving = run.ask(wc.ReserveRequested, first_bad=1)
-    run.hear("a", TurnsPaused(mode="abort"))
-    assert run.result(reserving).version == 2
-    run.ask(wc.PublishRequested, 2, [chunk(2)])
-    run.staged("a", 2)
     assert run.live("a", 2) == [("a", Resume())]
 
 
@@ -481,36 +311,6 @@ def test_a_pause_that_clears_caches_says_so_to_every_engine_and_later_ones_do_no
     assert run.sent[-3:] == [(engine, plain) for engine in ("a", "b", "late")]
 
 
-def test_no_engine_is_sent_finish_during_a_pause_nor_a_pause_during_a_swap() -> None:
-    run = ControlDriver("a")
-    run.reserve()
-    run.publish(1)
-    first = run.pause("keep")
-    assert run.staged("a", 1) == []
-    assert run.hear("a", TurnsPaused(mode="keep")) == finish("a", 1)
-    assert run.result(first) is None
-    resume = run.pause(None)
-    assert run.sent[-1:] == finish("a", 1)
-    assert run.live("a", 1) == [("a", Resume())]
-    run.hear("a", TurnsResumed())
-    assert run.result(resume) is None
-
-
-def test_what_an_engine_says_of_a_pause_before_a_resume_does_not_count() -> None:
-    run = ControlDriver("a")
-    first = run.pause("wait")
-    run.do(wc.CallCancelled(first))
-    resume = run.pause(None)
-    again = run.pause("wait")
-    run.hear("a", TurnsPaused(mode="wait"))
-    assert resume not in run.ended
-    run.hear("a", TurnsResumed())
-    assert run.result(resume) is None
-    assert again not in run.ended
-    run.hear("a", TurnsPaused(mode="wait"))
-    assert run.result(again) is None
-
-
 def test_an_engine_that_does_not_pause_in_time_is_given_up() -> None:
     run = ControlDriver("a", "b", pause_timeout_s=5.0)
     pause = run.pause("keep")
@@ -541,30 +341,6 @@ def wakes(run: ControlDriver, engine: str, *, left: list[MemoryTag], lacks: bool
     run.hear(engine, Awake(request_id=request, tags=left, needs_weights=lacks))
 
 
-def test_engines_sleep_once_they_are_paused_and_no_weights_are_on_their_way() -> None:
-    run = ControlDriver("a")
-    run.reserve()
-    run.publish(1)
-    call = run.sleep(1, ["kv_cache"])
-    assert run.sent[-1] == ("a", Pause(mode="abort"))
-    run.staged("a", 1)
-    assert run.hear("a", TurnsPaused(mode="abort")) == finish("a", 1)
-    assert run.live("a", 1) == [("a", Sleep(request_id=0, level=1, tags=["kv_cache"]))]
-    run.hear("a", Asleep(request_id=0, tags=["kv_cache"], freed_bytes=7))
-    assert run.result(call) == 7
-    assert run.state.sleeps.asleep == ("kv_cache",)
-
-
-def test_a_publish_waits_until_engines_sleep() -> None:
-    run = ControlDriver("a")
-    call = run.sleep(1, ["kv_cache"])
-    run.hear("a", TurnsPaused(mode="abort"))
-    waiting = run.ask(wc.ReserveRequested)
-    assert (call in run.ended, waiting in run.ended) == (False, False)
-    run.hear("a", Asleep(request_id=0, tags=["kv_cache"], freed_bytes=7))
-    assert run.result(waiting).version == 1
-
-
 def test_engines_that_wake_without_weights_wait_for_the_trainers_publish_until_all_is_awake() -> (
     None
 ):
@@ -585,27 +361,6 @@ def test_engines_that_wake_without_weights_wait_for_the_trainers_publish_until_a
     assert run.result(whole) is None
 
 
-def test_weights_that_come_to_nothing_while_engines_wake_are_followed_by_those_released_last() -> (
-    None
-):
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    asleep(run, "a")
-    run.wake("weights")
-    wakes(run, "a", left=["kv_cache"], lacks=True)
-    run.reserve()
-    run.publish(2)
-    whole = run.wake(*MEMORY_TAGS)
-    wakes(run, "a", left=[], lacks=True)
-    run.do(wc.CallCancelled(run.call))
-    assert run.staged("a", 2) == staging("a", 1)
-    run.staged("a", 1)
-    run.live("a", 1)
-    run.hear("a", TurnsResumed())
-    assert run.result(whole) is None
-    assert run.given_up == {}
-
-
 def test_a_wake_fails_where_weights_that_come_to_nothing_were_the_only_ones() -> None:
     run = ControlDriver("a")
     asleep(run, "a")
@@ -622,23 +377,6 @@ def test_a_wake_fails_where_weights_that_come_to_nothing_were_the_only_ones() ->
     assert run.given_up == {}
 
 
-def test_an_engine_that_joins_while_others_sleep_is_put_to_sleep() -> None:
-    run = ControlDriver("a")
-    run.bring(1, "a")
-    asleep(run, "a", level=1)
-    assert run.join("late", 1) == [("late", Pause(mode="abort")), ("late", INIT)]
-    assert run.hear("late", TurnsPaused(mode="abort")) == [
-        ("late", Sleep(request_id=1, level=1, tags=list(MEMORY_TAGS)))
-    ]
-
-
-def test_a_level_that_an_engine_can_not_sleep_at_is_refused() -> None:
-    run = ControlDriver("a")
-    run.join("b", 0, wc.EngineMemory(levels=(1,), asleep=(), needs_weights=False))
-    with pytest.raises(ConfigError, match="b can't sleep at level 2"):
-        run.result(run.sleep(2, ["weights"]))
-
-
 def test_an_engine_that_does_not_wake_in_time_is_given_up() -> None:
     run = ControlDriver("a", "b")
     asleep(run, "a", "b", level=1)
@@ -648,14 +386,3 @@ def test_an_engine_that_does_not_wake_in_time_is_given_up() -> None:
     assert run.given_up == {"b": "no wake within 60 s"}
     run.hear("a", TurnsResumed())
     assert run.result(call) is None
-
-
-def test_a_wake_that_is_cancelled_leaves_the_next_one_to_continue() -> None:
-    run = ControlDriver("a")
-    asleep(run, "a", level=1)
-    first, second = run.wake(*MEMORY_TAGS), run.wake(*MEMORY_TAGS)
-    run.do(wc.CallCancelled(first))
-    wakes(run, "a", left=[], lacks=False)
-    run.hear("a", TurnsResumed())
-    assert run.result(second) is None
-    assert run.join("late", 0, AWAKE) == [("late", INIT)]

@@ -1,7 +1,6 @@
 """A pause holds on all engines, and turns that it ended continue where they were."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -73,21 +72,6 @@ async def test_aborted_turns_wait_with_their_tokens_and_continue_from_there(
     assert asked.turns[0].text == SAID
 
 
-async def test_an_engine_that_comes_during_a_pause_is_paused_too(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engines = Asked(), [tidegate_engine(), tidegate_engine(joins_at_s=5.0)]
-    async with tidegate_serve(engines=engines, says=SAID, **SMALL) as rollouts:
-        await rollouts.pause()
-        evaluation = asyncio.create_task(rollouts.evaluate(range(4), episode=asked.solve))
-        await until(lambda: engines[1].weight_version is not None)
-        engines[0].crash()  # its turns go to the newcomer, and a new process takes its place
-        await asyncio.sleep(20.0)
-        assert tokens(engines) == 0
-        await rollouts.resume()
-        assert (await evaluation).failures == 0
-
-
 async def test_weights_are_published_during_a_pause_and_serve_after_it(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
@@ -105,86 +89,6 @@ async def test_weights_are_published_during_a_pause_and_serve_after_it(
         await evaluation
     for turn in asked.turns:
         assert [span.version for span in turn.spans] == [0, 1]
-
-
-async def test_a_pause_waits_for_the_engines_that_swap_and_the_next_wave_waits_for_the_pause(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engines = Asked(), [tidegate_engine(step_s=0.1), tidegate_engine(step_s=0.3)]
-    async with tidegate_serve(
-        engines=engines, says=SAID, pause_mode="wait", engines_per_update_wave=1, **SMALL
-    ) as rollouts:
-        scheduler = rollouts.simulated.scheduler
-        assert scheduler is not None
-        weights = scheduler.control.state.weights
-        evaluation = asyncio.create_task(rollouts.evaluate(range(2), episode=asked.solve))
-        await until(lambda: all(engine.tokens >= 5 for engine in engines))
-        publish = asyncio.create_task(rollouts.publish({}))
-        await until(lambda: weights.is_swapping)
-        pause = asyncio.create_task(rollouts.pause("keep"))
-        await pause
-        assert [engine.weight_version for engine in engines] == [1, 0]  # it was in its wave
-        assert await publish == 1
-        await rollouts.resume()
-        await evaluation
-
-
-async def test_pauses_and_resumes_come_one_after_another_and_the_last_holds(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engines = Asked(), [tidegate_engine(step_s=0.1), tidegate_engine()]
-    async with tidegate_serve(engines=engines, says=SAID, **SMALL) as rollouts:
-        evaluation = asyncio.create_task(rollouts.evaluate(range(8), episode=asked.solve))
-        await until(lambda: all(engine.tokens >= 5 for engine in engines))
-        await asyncio.gather(
-            rollouts.pause("wait"),
-            rollouts.pause("keep"),
-            rollouts.resume(),
-            rollouts.pause("abort"),
-            rollouts.resume(),
-            rollouts.pause("keep"),
-        )
-        before = tokens(engines)
-        await asyncio.sleep(10.0)
-        assert tokens(engines) == before
-        await rollouts.resume()
-        assert (await evaluation).failures == 0
-
-
-async def test_a_pause_that_is_cancelled_at_any_instant_is_undone_by_a_resume(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engines = Asked(), [tidegate_engine(step_s=0.1), tidegate_engine()]
-    async with tidegate_serve(engines=engines, says=SAID, **SMALL) as rollouts:
-        for timeout_s in (0.0, 0.0005, 0.001, 0.002, 0.05, 0.1):
-            evaluation = asyncio.create_task(rollouts.evaluate(range(4), episode=asked.solve))
-            await asyncio.sleep(0.3)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(rollouts.pause("keep"), timeout_s)
-            await rollouts.resume()
-            await rollouts.pause("keep")
-            before = tokens(engines)
-            await asyncio.sleep(1.0)
-            assert tokens(engines) == before
-            await rollouts.resume()
-            assert (await evaluation).failures == 0
-
-
-async def test_an_engine_that_does_not_stop_is_given_up_and_the_pause_holds(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engines = Asked(), [tidegate_engine(), tidegate_engine()]
-    async with tidegate_serve(engines=engines, says=SAID, **SMALL) as rollouts:
-        evaluation = asyncio.create_task(rollouts.evaluate(range(4), episode=asked.solve))
-        await until(lambda: all(engine.tokens >= 5 for engine in engines))
-        engines[0].hang(100.0)
-        await rollouts.pause("abort")
-        assert [e.name for e in rollouts.statistics().engines] == ["engine-1"]
-        before = tokens(engines)
-        await asyncio.sleep(10.0)
-        assert tokens(engines) == before
-        await rollouts.resume()
-        assert (await evaluation).failures == 0
 
 
 async def test_to_resume_what_runs_does_nothing_and_unknown_modes_are_refused(

@@ -57,29 +57,6 @@ def versions(engines: list[ScriptedEngine]) -> list[int | None]:
 # ---------------------------------------------------------------- waves
 
 
-async def test_in_waves_so_many_engines_swap_at_a_time_and_the_others_continue(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engines = [tidegate_engine(step_s=0.1) for _ in range(5)]
-    async with tidegate_serve(
-        engines=engines, says=LONG, engines_per_update_wave=2, pause_mode="wait", **SMALL
-    ) as rollouts:
-        evaluation = asyncio.create_task(rollouts.evaluate(range(40), episode=one_turn))
-        await until(lambda: all(engine.tokens for engine in engines))
-        publish = asyncio.create_task(rollouts.publish({}))
-        seen: set[tuple[int, ...]] = set()
-        at_once = 0
-        while not publish.done():
-            at_once = max(at_once, len(swapping(rollouts)))
-            seen.add(tuple(version or 0 for version in versions(engines)))
-            await asyncio.sleep(0.001)
-        assert await publish == 1
-        assert at_once == 2
-        assert any(min(served) < max(served) for served in seen)  # some continue with the old ones
-        assert versions(engines) == [1] * 5
-        assert (await evaluation).failures == 0
-
-
 async def test_every_token_of_a_rollout_says_its_own_version_in_the_midst_of_waves(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
@@ -105,45 +82,6 @@ async def test_every_token_of_a_rollout_says_its_own_version_in_the_midst_of_wav
     ]
 
 
-async def test_an_engine_that_is_killed_in_its_wave_makes_room_for_the_next(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engines = [tidegate_engine(step_s=0.1, restart_s=500.0) for _ in range(3)]
-    async with tidegate_serve(
-        engines=engines, says=LONG, engines_per_update_wave=1, pause_mode="wait", **SMALL
-    ) as rollouts:
-        evaluation = asyncio.create_task(rollouts.evaluate(range(6), episode=one_turn))
-        await until(lambda: all(engine.tokens for engine in engines))
-        publish = asyncio.create_task(rollouts.publish({}))
-        await until(lambda: swapping(rollouts) == ["engine-0"])
-        engines[0].crash()
-        assert await publish == 1
-        assert asyncio.get_running_loop().time() < 400.0  # no caller has waited for it
-        assert (await evaluation).failures == 0
-        await until(lambda: versions(engines) == [1, 1, 1])  # it has come back, and caught up
-
-
-async def test_an_engine_that_comes_in_the_midst_of_waves_gets_the_new_weights_too(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engines = [
-        tidegate_engine(step_s=0.1),
-        tidegate_engine(step_s=0.1),
-        tidegate_engine(joins_at_s=1.0),
-    ]
-    async with tidegate_serve(
-        engines=engines, says=LONG, engines_per_update_wave=1, pause_mode="wait", **SMALL
-    ) as rollouts:
-        evaluation = asyncio.create_task(rollouts.evaluate(range(4), episode=one_turn))
-        await until(lambda: all(engine.tokens for engine in engines[:2]))
-        publish = asyncio.create_task(rollouts.publish({}))
-        await until(lambda: bool(swapping(rollouts)))
-        assert engines[2].weight_version is None
-        assert await publish == 1
-        assert versions(engines) == [1, 1, 1]
-        assert (await evaluation).failures == 0
-
-
 async def test_an_engine_that_hangs_in_its_wave_is_given_up_and_the_others_continue(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
@@ -159,18 +97,6 @@ async def test_an_engine_that_hangs_in_its_wave_is_given_up_and_the_others_conti
         assert caught.value.engines == ["engine-0"]
         await until(lambda: versions(engines)[1:] == [1, 1])
         assert rollouts.version == 1
-
-
-async def test_no_engine_swaps_in_waves_either_if_one_refuses(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engines = [tidegate_engine(), tidegate_engine(refuses_publishes=1)]
-    async with tidegate_serve(engines=engines, engines_per_update_wave=1, **SMALL) as rollouts:
-        with pytest.raises(WeightsRefused, match="engine-1"):
-            await rollouts.publish({})
-        assert versions(engines) == [0, 0]
-        assert await rollouts.publish({}) == 1
-        assert versions(engines) == [1, 1]
 
 
 # ---------------------------------------------------------------- a second publish during the first
@@ -194,38 +120,6 @@ async def test_a_publish_while_another_is_staged_takes_its_place_and_both_return
         assert rollouts.version == rollouts.statistics().trainer_version == 2
 
 
-async def test_a_publish_in_the_midst_of_waves_spares_those_that_wait_the_older_version(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engines = [tidegate_engine(step_s=0.1) for _ in range(3)]
-    async with tidegate_serve(
-        engines=engines, says=LONG, engines_per_update_wave=1, pause_mode="wait", **SMALL
-    ) as rollouts:
-        evaluation = asyncio.create_task(rollouts.evaluate(range(6), episode=one_turn))
-        await until(lambda: all(engine.tokens for engine in engines))
-        first = asyncio.create_task(rollouts.publish({}))
-        await until(lambda: engines[0].weight_version == 1)
-        second = asyncio.create_task(rollouts.publish({}))
-        seen = set()
-        while not second.done():
-            seen.add(engines[2].weight_version)
-            await asyncio.sleep(0.01)
-        assert (await first, await second) == (1, 2)
-        assert seen <= {0, 2}
-        assert versions(engines) == [2, 2, 2]
-        assert (await evaluation).failures == 0
-
-
-async def test_many_publishes_at_once_end_with_the_newest_everywhere(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engines = [tidegate_engine(staging_s=0.5), tidegate_engine(staging_s=0.1)]
-    async with tidegate_serve(engines=engines, **SMALL) as rollouts:
-        got = await asyncio.gather(*(rollouts.publish({}) for _ in range(10)))
-        assert got == list(range(1, 11))
-        assert versions(engines) == [10, 10]
-
-
 async def test_a_refusal_of_the_newer_weights_is_raised_by_both_calls(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
@@ -236,20 +130,6 @@ async def test_a_refusal_of_the_newer_weights_is_raised_by_both_calls(
         results = await asyncio.gather(first, rollouts.publish({}), return_exceptions=True)
         assert [type(result) for result in results] == [WeightsRefused, WeightsRefused]
         assert (engine.weight_version, rollouts.version) == (0, 0)
-
-
-async def test_a_newer_publish_that_is_cancelled_continues_for_the_older_call(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engine = tidegate_engine(staging_s=1.0)
-    async with tidegate_serve(engines=[engine], **SMALL) as rollouts:
-        first = asyncio.create_task(rollouts.publish({}))
-        await asyncio.sleep(0.5)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rollouts.publish({}), 0.5)
-        assert await first == 1
-        assert engine.weight_version == 2
-        assert await rollouts.publish({}) == 3
 
 
 async def test_an_older_call_raises_that_the_newer_weights_could_not_be_written(
@@ -345,22 +225,6 @@ async def test_no_batch_is_handed_over_between_a_publish_and_its_certainty(
         await until(lambda: rollouts.statistics().training_groups == 1)  # the second's
 
 
-async def test_a_waiting_request_for_a_batch_gets_none_of_an_older_version_either(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engine = tidegate_engine(staging_s=5.0, step_s=0.5)
-    words = itertools.chain(["abcd"], itertools.repeat("abcdefgh"))
-    async with tidegate_serve(
-        engines=[engine], says=lambda request: next(words), **SMALL
-    ) as rollouts:
-        batches = rollouts.batches(itertools.count(), episode=one_turn)
-        first = await anext(batches)
-        second: Any = asyncio.ensure_future(anext(batches))
-        await asyncio.sleep(0.1)
-        await rollouts.publish({}, batches=[first], wait="none")
-        assert (await second).trainer_version == 1
-
-
 async def test_a_batch_that_can_not_fill_says_so_after_a_publish_in_the_background_too(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
@@ -373,21 +237,6 @@ async def test_a_batch_that_can_not_fill_says_so_after_a_publish_in_the_backgrou
         await anext(batches)
         with pytest.raises(PublishNeeded):
             await anext(batches)
-
-
-async def test_a_loop_that_publishes_in_the_background_keeps_the_bound(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engines = [tidegate_engine(staging_s=0.3), tidegate_engine(staging_s=0.7, crashes_at_token=300)]
-    settings = {**SMALL, "groups_per_batch": 2}
-    async with tidegate_serve(engines=engines, engines_per_update_wave=1, **settings) as rollouts:
-        async for batch in rollouts.batches(range(60), episode=one_turn):
-            assert batch.staleness.max() <= 1
-            await asyncio.sleep(0.1)
-            await rollouts.publish({}, wait="none")
-        statistics = rollouts.statistics()
-    assert statistics.batches == rollouts.version == 30
-    assert statistics.ledger.error == 0
 
 
 async def test_a_run_that_has_ended_gives_up_no_engine_for_a_version_it_did_not_stage(

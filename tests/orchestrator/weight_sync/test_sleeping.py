@@ -87,19 +87,6 @@ async def test_a_publish_alone_wakes_discarded_weights_and_runs_no_turn(
         assert (await evaluation).failures == 0
 
 
-async def test_waking_brings_forgotten_weights_back_though_nothing_was_published(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engines = Asked(), [tidegate_engine(), tidegate_engine()]
-    async with tidegate_serve(engines=engines, says=SAID, **SMALL) as rollouts:
-        await rollouts.publish({})
-        await rollouts.sleep(2)
-        await rollouts.wake()
-        await rollouts.evaluate(range(4), episode=asked.solve)
-        assert [engine.weight_version for engine in engines] == [1, 1]
-    assert {turn.spans[0].version for turn in asked.turns} == {1}
-
-
 async def test_an_engine_that_comes_while_others_sleep_is_brought_up_to_date_and_put_to_sleep(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
@@ -118,21 +105,6 @@ async def test_an_engine_that_comes_while_others_sleep_is_brought_up_to_date_and
         assert (await evaluation).failures == 0
 
 
-async def test_a_connection_that_breaks_while_engines_sleep_wakes_no_engine(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engine = Asked(), tidegate_engine()
-    async with tidegate_serve(engines=[engine], says=SAID, **SMALL) as rollouts:
-        await rollouts.publish({})
-        await rollouts.sleep(2, mode="keep")
-        evaluation = asyncio.create_task(rollouts.evaluate(range(4), episode=asked.solve))
-        engine.cut(3.0)
-        await asyncio.sleep(20.0)
-        assert (engine.tokens, engine.asleep) == (0, ["weights", "kv_cache"])
-        await rollouts.wake()
-        assert (await evaluation).failures == 0
-
-
 async def test_what_the_user_paused_stays_paused_after_a_sleep(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
@@ -143,18 +115,6 @@ async def test_what_the_user_paused_stays_paused_after_a_sleep(
         assert rollouts.statistics().pause_mode == "keep"
         await rollouts.wake()  # harmless
         await rollouts.resume()
-
-
-async def test_sleep_waits_for_a_publish_that_is_on_its_way(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    engines = [tidegate_engine(staging_s=3.0), tidegate_engine()]
-    async with tidegate_serve(engines=engines, **SMALL) as rollouts:
-        publish = asyncio.create_task(rollouts.publish({}))
-        await asyncio.sleep(1.0)
-        await rollouts.sleep()
-        assert [engine.weight_version for engine in engines] == [1, 1]
-        assert await publish == 1
 
 
 @pytest.mark.parametrize(
@@ -202,38 +162,4 @@ async def test_an_engine_that_finds_no_memory_to_wake_in_is_named_and_can_be_wok
         assert [engine.asleep for engine in engines] == [[], ["weights", "kv_cache"]]
         assert rollouts.statistics().pause_mode == "abort"
         await rollouts.wake()
-        assert (await rollouts.evaluate(range(4), episode=asked.solve)).failures == 0
-
-
-async def test_engines_that_wake_get_older_weights_when_the_publish_on_its_way_is_cancelled(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engines = Asked(), [tidegate_engine(staging_s=5.0), tidegate_engine(staging_s=5.0)]
-    async with tidegate_serve(engines=engines, says=SAID, **SMALL) as rollouts:
-        await rollouts.publish({})
-        await rollouts.sleep(2)
-        await rollouts.wake(["weights"])
-        publish = asyncio.create_task(rollouts.publish({}))
-        await asyncio.sleep(1.0)
-        publish.cancel()
-        await rollouts.wake()
-        assert [engine.weight_version for engine in engines] == [1, 1]
-        assert (await rollouts.evaluate(range(4), episode=asked.solve)).failures == 0
-        assert len(rollouts.statistics().engines) == 2
-
-
-async def test_a_wake_that_waits_for_a_publish_that_is_cancelled_brings_older_weights(
-    tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
-) -> None:
-    asked, engine = Asked(), tidegate_engine(staging_s=5.0)
-    async with tidegate_serve(engines=[engine], says=SAID, **SMALL) as rollouts:
-        await rollouts.publish({})
-        await rollouts.sleep(2)
-        await rollouts.wake(["weights"])
-        first = asyncio.create_task(rollouts.publish({}))
-        await asyncio.sleep(1.0)
-        wake = asyncio.create_task(rollouts.wake())
-        await asyncio.sleep(1.0)
-        first.cancel()
-        await wake
         assert (await rollouts.evaluate(range(4), episode=asked.solve)).failures == 0
