@@ -161,3 +161,13 @@ def test_a_new_process_of_a_drained_engine_gets_turns() -> None:
     driver.do(ev.EngineJoined("a", 0, 8, epoch=7))
     driver.ask_turn(rollouts[0])
     assert places(driver, rollouts) == ["a"]
+
+
+def test_a_swap_that_only_a_hello_reports_frees_the_slots_of_its_batch() -> None:
+    driver, [rollout] = driver_with("a", 1)
+    driver.solve(rollout)
+    driver.do(ev.BatchRequested())
+    driver.publish()
+    assert driver.core.admissible_groups == 0
+    driver.join("a", version=1)  # its weights_live was lost with the connection
+    assert (driver.core.turns.live_version, driver.core.admissible_groups) == (1, 1)

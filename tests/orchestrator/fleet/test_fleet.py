@@ -1,4 +1,5 @@
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
@@ -91,60 +92,50 @@ def wire() -> Wire:
     return wire
 
 
-def test_an_engine_of_another_protocol_is_refused_with_both_numbers() -> None:
+@pytest.mark.parametrize(
+    ("requirements", "wrong", "why"),
+    [
+        ({}, {"protocol": 99}, f"speaks protocol 99, this run {PROTOCOL}; run the same version"),
+        ({"is_deterministic": True}, {}, "is not deterministic, but this run is"),
+        ({"weight_channel": "relay"}, {}, "no weight channel 'relay'"),
+        (
+            {"kv_policy": "keep"},
+            {"kv_policies": ["recompute"]},
+            "does not support kv_policy='keep' with correct provenance; it supports 'recompute'",
+        ),
+        ({}, {"engine": "b"}, "must connect under its own name, not b'a'"),
+        ({}, {"weight_version": 3}, "serves weights v3, but this run has published none newer"),
+    ],
+)
+def test_an_engine_that_a_run_cannot_use_is_refused_with_the_reason(
+    requirements: dict[str, Any], wrong: dict[str, Any], why: str
+) -> None:
     wire = Wire()
-    assert wire.hear(hello(protocol=99)) == []
-    assert wire.last() == HelloRejected(
-        message=f"engine 'a' speaks protocol 99, this run {PROTOCOL}; run the same version of "
-        f"Tidegate on both ends"
-    )
+    wire.fleet = Fleet(SETTINGS, wire.send, **requirements)
+    assert wire.hear(msgspec.structs.replace(hello(), **wrong)) == []
+    refusal = wire.last()
+    assert isinstance(refusal, HelloRejected)
+    assert why in refusal.message
+    able = msgspec.structs.replace(hello(), is_deterministic=True, weight_channels=["relay"])
+    assert wire.hear(able) == [ev.EngineJoined("a", 0, 4, epoch=1)]
 
 
-def test_an_engine_that_is_not_deterministic_is_refused_by_a_run_that_is() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"block_tokens": 32}, "KV blocks of 32 tokens, 'a' of 16"),
+        ({"vocab_size": 7}, "a vocabulary of 7 tokens, 'a' one of 96"),
+    ],
+)
+def test_engines_of_a_deterministic_run_serve_one_model_by_blocks_of_one_size(
+    wrong: dict[str, Any], why: str
+) -> None:
     wire = Wire()
     wire.fleet = Fleet(SETTINGS, wire.send, is_deterministic=True)
-    assert wire.hear(hello()) == []
-    assert "is not deterministic, but this run is" in str(wire.last())
-    same = msgspec.structs.replace(hello(), is_deterministic=True)
-    assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
-
-
-def test_engines_of_a_deterministic_run_have_blocks_of_one_size() -> None:
-    wire = Wire()
-    wire.fleet = Fleet(SETTINGS, wire.send, is_deterministic=True)
-    same = msgspec.structs.replace(hello("a"), is_deterministic=True)
-    other = msgspec.structs.replace(hello("b"), is_deterministic=True, block_tokens=32)
-    assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
+    wire.hear(msgspec.structs.replace(hello("a"), is_deterministic=True))
+    other = msgspec.structs.replace(hello("b"), is_deterministic=True, **wrong)
     assert wire.hear(other, peer=b"b") == []
-    assert "KV blocks of 32 tokens, 'a' of" in str(wire.last())
-
-
-def test_an_engine_without_the_runs_weight_channel_is_refused_by_name() -> None:
-    wire = Wire()
-    wire.fleet = Fleet(SETTINGS, wire.send, weight_channel="relay")
-    assert wire.hear(hello()) == []
-    assert "no weight channel 'relay'" in str(wire.last())
-
-
-def test_an_engine_that_cannot_do_the_runs_kv_policy_is_refused_with_what_it_can() -> None:
-    wire = Wire()
-    wire.fleet = Fleet(SETTINGS, wire.send, kv_policy="keep")
-    assert wire.hear(msgspec.structs.replace(hello(), kv_policies=["recompute"])) == []
-    assert "does not support kv_policy='keep'" in str(wire.last())
-    assert "it supports 'recompute'" in str(wire.last())
-    same = msgspec.structs.replace(hello(), kv_policies=["keep", "recompute"])
-    assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
-
-
-def test_an_engine_under_a_name_that_is_not_its_own_is_refused() -> None:
-    wire = Wire()
-    assert wire.hear(hello("b"), peer=b"a") == []
-    assert isinstance(wire.last(), HelloRejected)
-
-
-def test_an_engine_of_another_model_is_refused(wire: Wire) -> None:
-    assert wire.hear(hello("b", vocab=7), peer=b"b") == []
-    assert "a vocabulary of 7 tokens, 'a' one of 96" in str(wire.last())
+    assert why in str(wire.last())
 
 
 def test_a_reconnected_engine_joins_anew_and_keeps_its_stream(wire: Wire) -> None:
@@ -197,13 +188,6 @@ def test_steps_heard_at_once_are_acknowledged_once(wire: Wire) -> None:
     assert [m for _, m in wire.sent] == [Ack(seq=3)]
 
 
-def test_an_engine_with_newer_weights_than_were_published_is_of_another_run(wire: Wire) -> None:
-    stranger = msgspec.structs.replace(hello("b"), weight_version=3)
-    assert wire.hear(stranger, peer=b"b") == []
-    assert isinstance(wire.last(), HelloRejected)
-    assert "v3" in str(wire.last())
-
-
 def test_a_silent_engine_is_lost_after_its_time_and_not_before(wire: Wire) -> None:
     assert wire.fleet.tick(wire.now_s + 10.0) == []
     assert wire.last() == OrchestratorHeartbeat()
@@ -214,14 +198,15 @@ def test_a_silent_engine_is_lost_after_its_time_and_not_before(wire: Wire) -> No
 def test_an_engine_given_up_for_its_silence_is_asked_to_say_hello_and_is_welcome_again(
     wire: Wire,
 ) -> None:
+    wire.hear(make_step(0), make_step(1))
     assert wire.fleet.tick(wire.now_s + 11.0) == [ev.EngineLeft("a")]
-    assert wire.hear(make_step(0)) == []
+    assert wire.hear(make_step(2)) == []
     assert wire.last() == MessageRejected(
         message="'a' said nothing for 11 s and was removed; send a hello message to join again"
     )
-    (joined,) = wire.hear(hello())
+    joined, step = wire.hear(hello(), make_step(2))
     assert isinstance(joined, ev.EngineJoined)
-    assert isinstance(wire.last(), Welcome)
+    assert isinstance(step, ev.StepArrived)  # its stream continues
 
 
 def test_an_engine_given_up_for_what_it_did_must_end(wire: Wire) -> None:
