@@ -10,20 +10,21 @@ import json
 import lzma
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from tests.orchestrator.core import test_hand_over, test_losses, test_policies, test_task_records
 from tests.orchestrator.core.driver import PROMPT, Driver
-from tests.orchestrator.core.test_policies import ask, end, started
-from tests.orchestrator.core.test_task_records import NAME, CurriculumDriver
 from tests.orchestrator.core.test_token_attachments import by_teacher, of_positions, of_tokens
 from tests.orchestrator.core.test_token_attachments import sample as sample_with
 from tests.orchestrator.core.test_trained_adapters import BASE_RULES, AgentsRun
+from tests.orchestrator.core.trainer_model import World
 from tests.orchestrator.journal.test_stored_journals import (
     DIGESTS,
     STORED,
@@ -37,15 +38,12 @@ from tidegate.orchestrator.core.rules import Rules, record_of
 from tidegate.orchestrator.core.snapshot_codec import digest, save
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.run_journal import EVENT_FORMAT, JournalHeader
-from tidegate.policies.asynchrony import BoundedStaleness
-from tidegate.policies.filters import DynamicSampling
-from tidegate.policies.rounds import Synchronous
 from tidegate.simulation.run import processes
 from tidegate.simulation.run.adapter_runs import simulate_adapters
 from tidegate.simulation.run.crash_restart import simulate_crash_restarts
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media
-from tidegate.transport.messages import ABORT, RUNNING, STOP
+from tidegate.transport.messages import ABORT, STOP
 from tidegate.transport.sampling import SamplingParams
 
 CHECKSUM_EVERY = 20
@@ -127,67 +125,6 @@ def attachments() -> Driver:
     return driver
 
 
-def stragglers() -> Driver:
-    """Play a group that is split at its deadline, until its remainder is trained."""
-    policy = BoundedStaleness(
-        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="split"
-    )
-    driver = started(policy, group_size=3)
-    quick, second, slow = (r for r in driver.running.values() if r.group_id == 0)
-    place = ask(driver, slow)
-    driver.sample(*place, 5, RUNNING)
-    for rollout, reward in ((quick, 1.0), (second, 0.0)):
-        driver.sample(*ask(driver, rollout), 3, STOP)
-        driver.return_reward(rollout, reward)
-    end(driver, 1)
-    driver.do(ev.BatchRequested())
-    driver.publish_and_swap()
-    driver.do(ev.BatchRequested())
-    driver.do(ev.RowsDiscarded(driver.batches[-1].number, (1,), "left_out"))
-    driver.fill()
-    driver.sample(*place, 2, RUNNING)
-    driver.publish_and_swap()
-    driver.sample(*place, 1, STOP)
-    driver.return_reward(slow, 1.0)
-    driver.do(ev.BatchRequested())
-    return driver
-
-
-def learned() -> Driver:
-    """Play a run whose filter has learned from what it saw."""
-    driver = Driver(
-        policy=BoundedStaleness(groups_per_batch=1, max_staleness=4),
-        group_filter=DynamicSampling(solved_at=0.9, rollouts_min=2, drops_per_batch_max=1),
-    )
-    driver.join("a")
-    for name in (b"easy", b"hard", b"odd"):
-        driver.do(ev.TaskArrived(name.decode(), digest=name))
-    for rollout in list(driver.running.values()):
-        driver.solve(rollout)
-    driver.do(ev.TaskArrived("easy", digest=b"easy"))
-    driver.do(ev.BatchRequested())
-    return driver
-
-
-def curriculum() -> Driver:
-    """Play a curriculum's draws, weights and outcomes, over a crash."""
-    driver = CurriculumDriver()
-    for number in range(6):
-        driver.fill()
-        rollout = driver.running[min(driver.running)]
-        driver.ask_turn(rollout)
-        for handle in list(driver.engines["a"].turns):
-            driver.sample("a", handle, 3, STOP)
-        driver.return_reward(rollout, float(number % 2))
-        driver.do(ev.TaskWeightsSet(NAME, ((number, number / 10),)))
-        driver.do(ev.BatchRequested(number))
-        if driver.held:
-            driver.publish_and_swap()
-    driver.fail(driver.running[min(driver.running)])
-    driver.fill()
-    return driver
-
-
 def agents() -> Recorded:
     """Play an adapter whose episodes sample another one too."""
     run, order = AgentsRun(1), random.Random(1)
@@ -198,86 +135,49 @@ def agents() -> Recorded:
     return Recorded("agents", BASE_RULES, run.records)
 
 
+TESTS: tuple[Callable[[], object], ...] = (
+    test_policies.test_a_group_is_trained_in_time_without_its_stragglers_which_follow,
+    test_policies.test_a_prompt_that_is_solved_is_passed_over_after_a_crash_too,
+    test_task_records.test_a_groups_rewards_lengths_failures_and_staleness_are_added_to_its_task,
+    test_hand_over.test_a_batch_of_which_the_trainer_has_discarded_all_rows_may_be_named_or_not,
+    test_hand_over.test_a_batch_with_the_number_of_one_lost_before_a_resume_can_be_given_back,
+    test_losses.test_tokens_in_between_clear_a_turn_but_not_for_ever,
+)
+"""Tests whose events are stored."""
+
+
+def driver_of(play: Callable[[], object]) -> Driver:
+    """Return the driver that a test, or a function of this module, has used last."""
+    used: list[Driver] = []
+    init = Driver.__init__
+
+    def kept(driver: Driver, **settings: Any) -> None:
+        used.append(driver)
+        init(driver, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Driver, "__init__", kept)
+        play()
+    return used[-1]
+
+
+def worlds() -> Iterator[Recorded]:
+    """Yield worlds of the model of trainers in which the process crashes."""
+    for seed in range(40):
+        world = World(seed, is_adapter=False)
+        if world.records is not None:
+            world.run()
+            yield Recorded(f"world-{seed}", world.rules, world.records)
+
+
 def everything() -> Iterator[Recorded]:
     """Yield all runs to store."""
     yield from simulated()
     yield agents()
-    for play in (attachments, stragglers, learned, curriculum, hand_overs, rounds, losses):
-        driver = play()
-        yield Recorded(play.__name__, driver.rules, driver.records)
-
-
-def hand_overs() -> Driver:
-    """Play a trainer that has lost a batch, holds others, and resumes and continues."""
-    driver = Driver(max_staleness=2, groups_per_batch=1, group_size=1)
-    driver.join("a")
-
-    def train() -> None:
-        driver.fill()
-        driver.do(ev.BatchRequested())
-        for rollout in list(driver.running.values())[:1]:
-            driver.solve(rollout)
-
-    train()
-    for _ in range(3):
-        driver.publish_and_swap([])  # at the third, batch 1 is too old, and lost
-    train()
-    train()
-    driver.name([2])
-    driver.acknowledges = False
-    train()
-    driver.do(ev.BatchRequested(9))
-    driver.do(ev.HandOverPaused(True))
-    driver.acknowledges = True
-    driver.do(ev.RunResumed(1, 0))
-    driver.do(ev.EngineJoined("a", driver.engines["a"].version, 4, replay_until=7))
-    return driver
-
-
-def rounds() -> Driver:
-    """Play rounds between which generation pauses, over several iterators and a resume."""
-    driver = Driver(policy=Synchronous(groups_per_batch=1), group_size=1)
-    driver.join("a")
-    for _ in range(2):
-        driver.do(ev.TasksOffered("play"))
-        driver.fill()
-        driver.do(ev.BatchRequested())
-        for rollout in list(driver.running.values()):
-            driver.solve(rollout)
-        driver.publish()
-        driver.swap("a")
-    driver.do(ev.RunResumed(2, 2))
-    driver.come_back("a")
-    driver.do(ev.TasksOffered("play"))
-    driver.do(ev.RunEnded())
-    return driver
-
-
-def losses() -> Driver:
-    """Play a turn that two engines lose, and batches of falling staleness."""
-    driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
-    driver.join("a")
-    driver.fill()
-    first, second = driver.running.values()
-    driver.solve(first)
-    driver.publish_and_swap([])
-    driver.do(ev.BatchRequested())
-    driver.publish_and_swap()
-    driver.ask_turn(second)
-    driver.leave("a")
-    driver.join("b")
-    place = driver.where(second)
-    assert place is not None
-    driver.sample(*place, 2)
-    driver.leave("b")
-    driver.join("c")
-    (handle,) = driver.engines["c"].turns
-    driver.sample("c", handle, 1, STOP)
-    driver.return_reward(second)
-    driver.do(ev.BatchRequested())
-    driver.leave("c")
-    driver.fill()
-    return driver
+    yield from worlds()
+    for play in (attachments, *TESTS):
+        driver = driver_of(play)
+        yield Recorded(play.__name__.removeprefix("test_"), driver.rules, driver.records)
 
 
 def store(run: Recorded) -> Expected:

@@ -20,7 +20,6 @@ from tests.orchestrator.journal.journals import (
     crash_image,
     expected,
     filled,
-    record,
     started,
 )
 from tidegate.errors import JournalBehind, JournalExists, JournalLocked, JournalMissing, RunClosed
@@ -39,21 +38,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "journal.sqlite"
 
 
-def test_what_was_appended_is_read_back_in_order_and_lsns_continue_after_reopening(
-    path: Path,
-) -> None:
-    with Journal.create(path, header=b"run 7") as journal:
-        assert journal.header == b"run 7"
-        started(journal)
-        assert [journal.append(record(lsn)) for lsn in (1, 2, 3)] == [1, 2, 3]
-    with Journal.open(path) as journal:
-        assert journal.header == b"run 7"
-        assert list(journal.read()) == [(1, record(1)), (2, record(2)), (3, record(3))]
-        started(journal)
-        assert journal.append(record(4)) == 4
-    assert contents(path) == expected(1, 4)
-
-
 def test_records_reported_as_committed_are_on_the_disk_at_that_moment(
     path: Path, tmp_path: Path
 ) -> None:
@@ -70,65 +54,43 @@ def test_records_reported_as_committed_are_on_the_disk_at_that_moment(
         assert contents(image) == expected(1, lsn)
 
 
+class HeldUp:
+    """Callback that holds a journal's writer up until it may continue."""
+
+    def __init__(self) -> None:
+        self.reported: list[int] = []
+        self.may_continue = threading.Event()
+
+    def __call__(self, lsn: int) -> None:
+        self.reported.append(lsn)
+        self.may_continue.wait(WAIT_S)
+
+
 def test_records_that_come_while_the_disk_is_busy_share_the_next_commit(path: Path) -> None:
-    may_continue = threading.Event()
-    reported: list[int] = []
-
-    def hold_up(lsn: int) -> None:
-        reported.append(lsn)
-        may_continue.wait(WAIT_S)
-
+    writer = HeldUp()
     with Journal.create(path, header=b"") as journal:
-        journal.start(hold_up, lambda error: None)
+        journal.start(writer, lambda error: None)
         append_up_to(journal, 1)
         journal.flush(WAIT_S)
         append_up_to(journal, 100)
-        may_continue.set()
-    assert reported == [1, 100]
+        writer.may_continue.set()
+    assert writer.reported == [1, 100]
 
 
 def test_a_commit_takes_no_more_bytes_than_its_limit_and_keeps_the_order(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "COMMIT_BYTES_MAX", 10_000)
-    may_continue = threading.Event()
-    reported: list[int] = []
-
-    def hold_up(lsn: int) -> None:
-        reported.append(lsn)
-        may_continue.wait(WAIT_S)
-
+    writer = HeldUp()
     with Journal.create(path, header=b"") as journal:
-        journal.start(hold_up, lambda error: None)
+        journal.start(writer, lambda error: None)
         journal.append(bytes(4000))
         journal.flush(WAIT_S)
         for _ in range(6):
             journal.append(bytes(4000))
         journal.append(bytes(50_000))  # a single record may be larger
-        may_continue.set()
-    assert reported == [1, 3, 5, 7, 8]
-
-
-def test_a_snapshot_takes_the_place_of_the_records_it_holds(path: Path) -> None:
-    with Journal.create(path, header=b"") as journal:
-        started(journal)
-        append_up_to(journal, 10)
-        journal.flush(WAIT_S)
-        append_up_to(journal, 20)
-        journal.compact(17, b"state at 17")  # in the middle of a commit
-        append_up_to(journal, 25)
-        journal.flush(WAIT_S)
-        assert journal.snapshot() == (17, b"state at 17")
-    with Journal.open(path) as journal:
-        assert journal.snapshot() == (17, b"state at 17")
-        assert dict(journal.read()) == expected(18, 25)
-        started(journal)
-        journal.compact(25, b"state at 25")
-    with Journal.open(path) as journal:
-        assert journal.snapshot() == (25, b"state at 25")
-        assert list(journal.read()) == []
-        started(journal)
-        assert journal.append(record(26)) == 26
+        writer.may_continue.set()
+    assert writer.reported == [1, 3, 5, 7, 8]
 
 
 def test_only_the_newest_of_several_waiting_snapshots_is_stored(path: Path) -> None:
@@ -225,13 +187,9 @@ def test_a_disk_that_hangs_is_reported_by_flush_and_by_append(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "PENDING_BYTES_MAX", 1000)
-    may_continue = threading.Event()
-
-    def hold_up(lsn: int) -> None:
-        may_continue.wait(WAIT_S)
-
+    writer = HeldUp()
     with Journal.create(path, header=b"") as journal:
-        journal.start(hold_up, lambda error: None)
+        journal.start(writer, lambda error: None)
         journal.append(b"held up")
         journal.flush(WAIT_S)
         journal.append(bytes(1001))
@@ -239,7 +197,7 @@ def test_a_disk_that_hangs_is_reported_by_flush_and_by_append(
             journal.flush(0.01)
         with pytest.raises(JournalBehind, match="no more is kept in memory"):
             journal.append(b"one more")
-        may_continue.set()
+        writer.may_continue.set()
         assert journal.flush(WAIT_S) == 2
 
 

@@ -1,7 +1,6 @@
 """Requests for batches between the trainer's loop and the run's: no batch is lost between them."""
 
 import asyncio
-import itertools
 import random
 import time
 from collections.abc import Callable
@@ -241,23 +240,6 @@ def interrupt(*_: Any, **__: Any) -> None:
 def ages(batch: tidegate.Batch, version: int) -> list[int]:
     """Return the age of each of a batch's tokens when it is trained on at ``version``."""
     return [version - int(v) for v in batch.weight_versions.flatten() if v >= 0]
-
-
-@pytest.mark.timeout(120)
-async def test_what_is_asked_for_during_the_step_is_trained_within_the_bound(model: Path) -> None:
-    async with tidegate.serve(model=model, **SETTINGS, max_staleness=1) as rollouts:
-        await rollouts.offer(itertools.count(), episode=solve)
-        ahead = asyncio.create_task(rollouts.next_batch())
-        for _ in range(12):
-            batch = await ahead
-            assert batch is not None
-            ahead = asyncio.create_task(rollouts.next_batch())
-            await asyncio.to_thread(time.sleep, 0.03)  # the step
-            assert batch.trainer_version == rollouts.version
-            assert max(ages(batch, rollouts.version)) <= 1
-            await rollouts.publish({}, batches=[batch], partial=True)
-        ahead.cancel()
-        assert rollouts.statistics().max_staleness_seen <= 1
 
 
 @pytest.mark.timeout(120)

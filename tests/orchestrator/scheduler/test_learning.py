@@ -86,48 +86,44 @@ async def test_a_trainer_whose_advantages_are_all_0_is_told_the_reward_and_the_e
     assert len(warnings(caplog)) == 1
 
 
+async def rewards_turns(episode: tidegate.Episode, task: int) -> float:
+    episode.append(f"{task}")
+    turn = await episode.generate(max_tokens=4)
+    turn.reward = float(episode.index)
+    return 0.0
+
+
 @pytest.mark.parametrize(
-    ("group_size", "said"),
+    ("episode", "group_size", "reads", "said"),
     [
-        (GROUPS["group_size"], "the rewards within each group are equal"),
-        (1, "with group_size=1 no reward is compared with another; raise group_size"),
+        (by_task, 4, "advantages", "the rewards within each group are equal"),
+        (by_task, 1, "advantages", "with group_size=1 no reward is compared with another; raise"),
+        (by_task, 4, "rewards", None),  # as REINFORCE with a baseline of its own
+        (by_task, 1, "rewards", None),
+        (
+            always_right,
+            1,
+            "rewards",
+            "every reward is 1 in the last 8, so a loss of rewards learns",
+        ),
+        (rewards_turns, 4, "advantages", None),
     ],
 )
-async def test_advantages_of_0_are_named_to_a_trainer_that_reads_them_and_not_to_reinforce(
-    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture, group_size: int, said: str
-) -> None:
-    settings = {**GROUPS, "group_size": group_size}
-    async with tidegate_serve(**settings) as rollouts:
-        await train(rollouts, by_task)
-    (finding,) = learning(rollouts.statistics())
-    assert said in finding
-    caplog.clear()
-    async with tidegate_serve(**settings) as rollouts:
-        await train(rollouts, by_task, reads="rewards")
-    assert (learning(rollouts.statistics()), warnings(caplog)) == ([], [])
-
-
-async def test_a_reward_that_never_varies_is_named_whatever_the_trainers_baseline(
+async def test_equal_rewards_are_named_to_a_trainer_that_learns_nothing_by_them(
     tidegate_serve: ServeInTests,
+    caplog: pytest.LogCaptureFixture,
+    episode: Any,
+    group_size: int,
+    reads: str,
+    said: str | None,
 ) -> None:
-    async with tidegate_serve(**{**GROUPS, "group_size": 1}) as rollouts:
-        await train(rollouts, always_right, reads="rewards")
-    (finding,) = learning(rollouts.statistics())
-    assert "every reward is 1 in the last 8, so a loss of rewards learns nothing" in finding
-
-
-async def test_rewards_of_turns_teach_without_a_difference_of_the_rollouts(
-    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def rewards_turns(episode: tidegate.Episode, task: int) -> float:
-        episode.append(f"{task}")
-        turn = await episode.generate(max_tokens=4)
-        turn.reward = float(episode.index)
-        return 0.0
-
-    async with tidegate_serve(**GROUPS) as rollouts:
-        await train(rollouts, rewards_turns)
-    assert (learning(rollouts.statistics()), warnings(caplog)) == ([], [])
+    async with tidegate_serve(**{**GROUPS, "group_size": group_size}) as rollouts:
+        await train(rollouts, episode, reads=reads)
+    if said is None:
+        assert (learning(rollouts.statistics()), warnings(caplog)) == ([], [])
+    else:
+        (finding,) = learning(rollouts.statistics())
+        assert said in finding
 
 
 async def test_a_finding_is_withdrawn_with_the_first_batch_that_teaches(
@@ -210,54 +206,49 @@ async def test_a_generate_without_await_is_named_in_a_run_of_a_single_batch(
 # ---------------------------------------------------------------- no group is left
 
 
-async def test_a_filter_that_drops_every_group_while_the_trainer_waits_is_named(
-    tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
-) -> None:
-    dynamic = tidegate.DynamicSampling()
-    async with tidegate_serve(**GROUPS, group_filter=dynamic, stuck_after_s=10.0) as rollouts:
-        waiting = asyncio.ensure_future(train(rollouts, by_task, itertools.count()))
-        await asyncio.sleep(30.0)
-        (finding,) = learning(rollouts.statistics())
-        waiting.cancel()
-    assert finding.startswith("groups: the trainer waits for a batch, but no group was kept of the")
-    assert "as zero_variance); group_filter=DynamicSampling drops every group: see what the " in (
-        finding
-    )
-    assert line_of(by_task) in finding
-    assert len(warnings(caplog)) == 1
+async def seldom(episode: tidegate.Episode, task: int) -> float:
+    reward = await right_or_wrong(episode, task)
+    return reward if task % 100 == 0 else 0.0
 
 
-async def test_a_filter_that_keeps_a_group_now_and_then_is_left_alone(
+async def fails_in_part(episode: tidegate.Episode, task: int) -> float:
+    if episode.index:
+        raise tidegate.PolicyFailed(reason="gave_up")
+    return await right_or_wrong(episode, task)
+
+
+@pytest.mark.parametrize(
+    ("episode", "settings", "said"),
+    [
+        (
+            by_task,
+            {"group_filter": tidegate.DynamicSampling()},
+            "as zero_variance); group_filter=DynamicSampling drops every group: see what the "
+            f"episode {line_of(by_task)}",
+        ),
+        (fails_in_part, {"group_size": 2}, "the log has the first traceback of each error in an"),
+        (seldom, {"group_filter": tidegate.DynamicSampling()}, None),
+    ],
+)
+async def test_groups_of_which_none_is_kept_while_the_trainer_waits_are_named(
     tidegate_serve: ServeInTests,
+    caplog: pytest.LogCaptureFixture,
+    episode: Any,
+    settings: dict[str, Any],
+    said: str | None,
 ) -> None:
-    async def seldom(episode: tidegate.Episode, task: int) -> float:
-        reward = await right_or_wrong(episode, task)
-        return reward if task % 100 == 0 else 0.0
-
-    dynamic = tidegate.DynamicSampling()
-    async with tidegate_serve(**GROUPS, group_filter=dynamic, stuck_after_s=10.0) as rollouts:
-        waiting = asyncio.ensure_future(train(rollouts, seldom, itertools.count()))
+    async with tidegate_serve(**{**GROUPS, **settings}, stuck_after_s=10.0) as rollouts:
+        waiting = asyncio.ensure_future(train(rollouts, episode, itertools.count()))
         await asyncio.sleep(60.0)
-        assert learning(rollouts.statistics()) == []
+        findings = learning(rollouts.statistics())
         waiting.cancel()
-
-
-async def test_groups_that_lose_a_rollout_each_are_named_while_the_trainer_waits(
-    tidegate_serve: ServeInTests,
-) -> None:
-    async def fails_in_part(episode: tidegate.Episode, task: int) -> float:
-        if episode.index:
-            raise tidegate.PolicyFailed(reason="gave_up")
-        return await right_or_wrong(episode, task)
-
-    async with tidegate_serve(**{**GROUPS, "group_size": 2}, stuck_after_s=10.0) as rollouts:
-        waiting = asyncio.ensure_future(train(rollouts, fails_in_part, itertools.count()))
-        await asyncio.sleep(30.0)
-        (finding,) = learning(rollouts.statistics())
-        waiting.cancel()
-    assert "as gave_up" in finding
-    assert "as group_too_small" in finding
-    assert finding.endswith("the log has the first traceback of each error in an episode")
+    assert len(findings) == (said is not None)
+    for finding in findings:
+        assert finding.startswith("groups: the trainer waits for a batch, but no group was kept of")
+        assert str(said) in finding
+        assert len(warnings(caplog)) == 1
+    if episode is fails_in_part:
+        assert all(f"as {reason}" in findings[0] for reason in ("gave_up", "group_too_small"))
 
 
 async def test_tasks_that_a_filter_drops_to_the_last_end_without_an_error_and_are_named(
