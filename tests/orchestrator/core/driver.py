@@ -2,7 +2,7 @@
 
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tidegate.orchestrator.core import events as ev
@@ -33,11 +33,11 @@ PROMPT = [7, 8, 9]
 def step(
     engine: str,
     version: int,
-    rows: Iterable[tuple[int, list[int], int]],
+    rows: Sequence[tuple[int, list[int], int]],
     prefills: list[Prefill] | None = None,
+    adapter: str = "",
 ) -> ev.StepArrived:
     """Make a step event from (handle, tokens, finish code) rows."""
-    rows = list(rows)
     tokens = [token for _, row, _ in rows for token in row]
     return ev.StepArrived(
         engine=engine,
@@ -48,6 +48,7 @@ def step(
         finish=bytes(code for _, _, code in rows),
         counts=memoryview(array("I", [len(row) for _, row, _ in rows])),
         prefills=prefills or [],
+        adapter=adapter,
     )
 
 
@@ -295,6 +296,10 @@ class Driver:
         self.batches_published = min(self.batches_published, batches)
         for name in sorted(self.engines):
             self.come_back(name)
+        self.offer_again()
+
+    def offer_again(self) -> None:
+        """Give the tasks again, in a resumed run."""
         self.do(ev.TasksOffered())
         for index in range(self.core.tasks.count):
             self.do(ev.TaskFoundAgain(index, TaskKey(self.core.tasks.offer, index)))

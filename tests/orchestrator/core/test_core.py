@@ -51,41 +51,12 @@ def test_a_task_that_was_not_requested_is_refused() -> None:
         driver.core.handle(ev.TaskArrived("one too many"))
 
 
-def test_asking_for_a_batch_that_only_a_publish_could_make_possible_is_refused() -> None:
-    driver = Driver(max_staleness=1, groups_per_batch=2)
-    driver.join("a")
-    for batch in range(2):
-        driver.fill()
-        finish_group(driver, 2 * batch)
-        finish_group(driver, 2 * batch + 1)
-        driver.do(ev.BatchRequested())
-    assert len(driver.batches) == 2
-    assert driver.do(ev.BatchRequested()) == [ev.RefuseBatch(0, unpublished_groups=4, held=(1, 2))]
-
-
-def test_a_limit_that_no_batch_fits_into_is_refused_at_the_door() -> None:
-    with pytest.raises(ConfigError, match="batch of 8 groups can never fill when only 4"):
-        BoundedStaleness(max_staleness=2, groups_per_batch=8, outstanding_groups_limit=4)
-
-
 def test_negative_staleness_is_refused_with_its_value() -> None:
     with pytest.raises(ConfigError, match="got -1"):
         BoundedStaleness(max_staleness=-1, groups_per_batch=8)
 
 
 # ---------------------------------------------------------------- consumption
-
-
-def test_batches_are_handed_over_in_the_order_of_admission_not_of_completion() -> None:
-    driver = Driver(max_staleness=1, groups_per_batch=2)
-    driver.join("a")
-    driver.fill()
-    driver.do(ev.BatchRequested())
-    for group_id in (3, 1, 2):
-        finish_group(driver, group_id)
-    assert driver.batches == []  # group 0 is the oldest, and still running
-    finish_group(driver, 0)
-    assert [[g.group_id for g in b.groups] for b in driver.batches] == [[0, 1]]
 
 
 def test_the_last_batch_is_smaller_when_tasks_run_out_and_then_batches_end() -> None:
@@ -97,30 +68,6 @@ def test_the_last_batch_is_smaller_when_tasks_run_out_and_then_batches_end() -> 
     finish_group(driver, 0)
     assert [len(batch.groups) for batch in driver.batches] == [1]
     assert driver.do(ev.BatchRequested()) == [ev.EndBatches(0)]
-
-
-def test_staleness_is_counted_from_the_oldest_token_at_consumption() -> None:
-    driver = Driver(max_staleness=2, groups_per_batch=1, group_size=1)
-    driver.join("a")
-    driver.fill()  # groups 0, 1, 2
-    slow = driver.running[2]
-    driver.ask_turn(slow)
-    (handle,) = driver.engines["a"].turns
-    driver.sample("a", handle, 1)  # its first token, by version 0
-    for group_id in (0, 1):
-        rollout = driver.running[group_id]
-        driver.ask_turn(rollout)
-        newest = max(driver.engines["a"].turns)
-        driver.sample("a", newest, 2, STOP)
-        driver.return_reward(rollout)
-        driver.do(ev.BatchRequested())
-        driver.publish_and_swap()
-    driver.sample("a", handle, 4, STOP)  # its other tokens, by version 2
-    driver.return_reward(slow)
-    driver.do(ev.BatchRequested())
-    assert driver.batches[-1].trainer_version == 2
-    assert dict(driver.core.trained.staleness) == {0: 2, 2: 1}
-    assert driver.core.trained.mixed_version == 1
 
 
 def test_publishing_twice_for_one_batch_ages_what_waits_and_the_second_gate_drops_it() -> None:
@@ -198,21 +145,6 @@ def test_an_aborted_turn_continues_from_its_tokens_with_what_is_left_of_its_budg
     ]
 
 
-def test_turns_of_a_lost_engine_continue_elsewhere_from_the_tokens_received() -> None:
-    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    rollout, handle = driver.begin_turn()
-    driver.sample("a", handle, 4)
-    driver.join("b")
-    driver.leave("a")
-    ((moved, submitted),) = driver.engines["b"].turns.items()
-    assert submitted.sampled_before == 4
-    driver.sample("b", moved, 1, STOP)
-    assert [(s.engine, s.start, s.end) for s in rollout.turns[0].spans()] == [
-        ("a", 0, 4),
-        ("b", 4, 5),
-    ]
-
-
 def test_a_reconnected_engine_is_sent_its_turns_anew_and_drops_the_old_ones() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     _, old = driver.begin_turn()
@@ -222,31 +154,6 @@ def test_a_reconnected_engine_is_sent_its_turns_anew_and_drops_the_old_ones() ->
     ((new, submitted),) = driver.engines["a"].turns.items()
     assert new != old
     assert submitted.sampled_before == 2
-
-
-def test_turns_wait_while_there_is_no_engine_and_start_with_the_first() -> None:
-    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    driver.fill()
-    (rollout,) = driver.running.values()
-    driver.ask_turn(rollout)
-    driver.join("a")
-    assert len(driver.engines["a"].turns) == 1
-
-
-def test_an_engine_with_old_weights_gets_no_turns_until_it_has_caught_up() -> None:
-    driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
-    driver.join("a")
-    driver.publish_and_swap()
-    driver.join("late", version=0)
-    driver.fill()
-    for rollout in list(driver.running.values()):
-        driver.ask_turn(rollout)
-    assert (len(driver.engines["a"].turns), len(driver.engines["late"].turns)) == (2, 0)
-    driver.swap("late")
-    driver.fail(next(iter(driver.running.values())))
-    driver.fill()
-    driver.ask_turn(list(driver.running.values())[-1])
-    assert len(driver.engines["late"].turns) == 1
 
 
 def test_the_oldest_group_has_the_highest_priority_and_evaluation_comes_first() -> None:
@@ -260,13 +167,6 @@ def test_the_oldest_group_has_the_highest_priority_and_evaluation_comes_first() 
     assert priorities == [0, 1, -1]
 
 
-def test_a_turn_that_no_engine_can_serve_fails_and_its_rollout_is_discarded() -> None:
-    driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
-    rollout, handle = driver.begin_turn()
-    commands = driver.do(ev.TurnRejected("a", handle, "too long"))
-    assert commands == [ev.FailTurn(rollout.turns[0], "too long")]
-
-
 def test_evaluation_is_never_trained_and_has_a_ledger_of_its_own() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     driver.join("a")
@@ -277,6 +177,22 @@ def test_evaluation_is_never_trained_and_has_a_ledger_of_its_own() -> None:
     assert driver.core.ledger.generated == 0
     assert driver.core.evaluation_ledger.generated == 6
     assert driver.core.outstanding_groups == 0
+
+
+def test_late_tokens_of_an_evaluation_are_in_its_own_ledger() -> None:
+    driver = Driver()
+    driver.join("a")
+    driver.do(ev.EvaluationRequested("look", 0))
+    (rollout,) = driver.running.values()
+    driver.ask_turn(rollout)
+    (handle,) = driver.engines["a"].turns
+    driver.sample("a", handle, 2)
+    driver.do(ev.TurnAbandoned(rollout.rollout_id))
+    driver.engines["a"].turns[handle] = None  # type: ignore[assignment]  # it has not heard yet
+    driver.sample("a", handle, 3, STOP)
+    assert driver.core.ledger.generated == 0
+    assert driver.core.evaluation_ledger.generated == 5
+    assert driver.core.evaluation_ledger.discarded["cancelled"] == 3
 
 
 def test_ending_a_run_settles_every_token() -> None:

@@ -184,13 +184,3 @@ def test_many_steps_of_the_same_turns_are_filed_at_once_with_the_same_result() -
     assert len(turns[1].rollout.filed_token_ids) < 3 + 10  # the rest waits
     assert turns[1].rollout.token_ids.tolist() == [1, 2, 3, *range(1, 100, 10)]
     assert turns[2].token_ids.tolist() == list(range(2, 100, 10))
-
-
-def test_a_lost_engine_holds_nothing_back() -> None:
-    turn = new_turn(0)
-    filing = TokenAppender()
-    for n in range(5):
-        filing.file({0: turn}, step({0: [(n, 0.0)]}, version=0))
-    filing.end()
-    assert turn.deferred_tokens is None
-    assert turn.token_ids.tolist() == [0, 1, 2, 3, 4]

@@ -8,7 +8,6 @@ from tests.orchestrator.core.driver import Driver
 from tests.orchestrator.core.test_hand_over import finish
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling
@@ -53,37 +52,11 @@ def test_a_trainer_that_would_wait_is_given_the_group_that_it_trained_before() -
     assert [again.trainer_version, first.trainer_version] == [1, 0]
 
 
-def test_a_fresh_group_is_trained_before_a_used_one() -> None:
-    driver = new_driver()
-    train(driver)
-    finish(driver, 1)
-    assert ask(driver) == [(1, 1)]
-
-
 def test_used_groups_complete_a_batch_of_the_fresh_ones_that_have_ended() -> None:
     driver = new_driver(replace(TWICE, groups_per_batch=3, max_staleness=4))
     assert train(driver, 3) == [(0, 1), (1, 1), (2, 1)]
     finish(driver, 1)
     assert ask(driver) == [(3, 1), (0, 2), (1, 2)]
-
-
-@pytest.mark.parametrize("uses", [2, 3])
-def test_no_group_is_trained_more_often_than_it_may_be(uses: int) -> None:
-    driver = new_driver(replace(TWICE, max_staleness=4, max_uses=uses))
-    train(driver)
-    for use in range(2, uses + 1):
-        assert ask(driver) == [(0, use)]
-        driver.publish_and_swap()
-    assert ask(driver) == []
-
-
-def test_a_group_is_forgotten_once_it_is_too_old_for_another_use() -> None:
-    driver = new_driver(replace(TWICE, max_staleness=1))
-    train(driver)
-    assert [group.group_id for group in driver.core.handed.used.values()] == [0]
-    driver.publish_and_swap()  # of no batch: ages the group to 2
-    assert not driver.core.handed.used
-    assert ask(driver) == []
 
 
 @pytest.mark.parametrize(("published", "uses"), [(2, [(0, 2)]), (3, [])])
@@ -101,16 +74,6 @@ def test_no_used_group_is_trained_if_an_outstanding_one_would_get_too_old(
     assert [*driver.core.handed.used] == [0]
     assert len(driver.core.groups.in_order) == 2
     assert ask(driver) == uses  # a used group at version 2, and then the two at 3 and 4
-
-
-def test_a_batch_asked_ahead_is_filled_with_used_groups_only_once_it_is_needed() -> None:
-    driver = new_driver(replace(TWICE, max_staleness=4))
-    train(driver)
-    finish(driver, 1)
-    assert ask(driver) == [(1, 1)]
-    assert ask(driver) == []  # while the trainer trains on group 1
-    driver.publish()
-    assert [group.group_id for group in driver.batches[-1].groups] == [0]
 
 
 def test_a_window_lets_no_used_group_be_trained_before_an_ended_one_within_it() -> None:
@@ -163,30 +126,18 @@ def test_a_row_discarded_in_its_second_use_stays_trained_by_its_first() -> None:
     assert not driver.core.discarded_rollouts["too_long"]
 
 
-def test_a_group_with_a_row_that_the_trainer_discarded_is_not_used_again() -> None:
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_group_with_a_row_that_the_trainer_discarded_is_not_used_again(
+    is_published: bool,
+) -> None:
     driver = new_driver(group_size=2)
     finish(driver, 1)
     ask(driver)
+    if is_published:
+        driver.publish_and_swap()
     driver.do(ev.RowsDiscarded(1, (0,), "too_long"))
-    driver.publish_and_swap()
+    driver.publish_and_swap([] if is_published else None)
     assert ask(driver) == []
-
-
-def test_a_row_discarded_after_the_publish_takes_its_group_back() -> None:
-    driver = new_driver(group_size=2)
-    train(driver)
-    driver.do(ev.RowsDiscarded(1, (1,), "too_long"))
-    assert ask(driver) == []
-
-
-def test_groups_that_may_be_used_again_take_no_place_in_admission() -> None:
-    driver = new_driver(replace(TWICE, max_staleness=4))
-    assert driver.core.outstanding_groups == driver.policy.outstanding_groups_max == 2
-    train(driver)
-    assert driver.core.handed.used
-    assert driver.core.groups.running_groups == 2
-    ask(driver)  # places are left for none of its groups
-    assert driver.core.outstanding_groups == 2
 
 
 def test_admission_leaves_room_for_the_versions_of_further_uses() -> None:
@@ -210,16 +161,6 @@ def test_admission_leaves_room_for_the_versions_of_further_uses() -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_only_a_named_batch_makes_its_groups_usable_again() -> None:
-    driver = new_driver(replace(TWICE, max_staleness=4))
-    finish(driver, 1)
-    ask(driver)
-    driver.publish_and_swap([])
-    assert not driver.core.handed.used
-    driver.publish_and_swap([1])
-    assert [*driver.core.handed.used] == [0]
-
-
 def test_a_withdrawn_batch_gives_its_used_group_back() -> None:
     driver = new_driver()
     train(driver)
@@ -229,38 +170,6 @@ def test_a_withdrawn_batch_gives_its_used_group_back() -> None:
     assert driver.core.trained.reused_rollouts == 0
     del driver.batches[1:]
     assert ask(driver) == [(0, 2)]
-
-
-def test_a_used_group_of_a_rolled_back_version_is_forgotten() -> None:
-    driver = new_driver(replace(TWICE, max_staleness=4))
-    train(driver)
-    assert train(driver) == [(1, 1)]
-    used = driver.core.handed.used
-    assert [(group.group_id, group.newest_version) for group in used.values()] == [(0, 0), (1, 1)]
-    driver.do(ev.VersionRetracted(1))
-    assert [*driver.core.handed.used] == [0]
-
-
-def test_a_trained_group_of_a_rolled_back_version_is_not_kept_later() -> None:
-    driver = new_driver(replace(TWICE, max_staleness=4))
-    train(driver)
-    finish(driver, 1)
-    assert ask(driver) == [(1, 1)]
-    driver.name([2])
-    driver.do(ev.VersionRetracted(1))
-    driver.publish_and_swap([])
-    assert [*driver.core.handed.used] == [0]
-
-
-def test_a_used_group_of_a_lost_batch_is_not_used_again() -> None:
-    driver = new_driver(replace(TWICE, max_staleness=2))
-    train(driver)
-    assert ask(driver) == [(0, 2)]
-    driver.publish_and_swap([])
-    driver.publish_and_swap([])
-    assert [each.reason for each in driver.lost] == ["stale"]
-    assert not driver.core.handed.used
-    assert not driver.core.ledger.discarded
 
 
 @pytest.mark.parametrize("snapshot", [False, True], ids=["replayed", "loaded"])
@@ -286,18 +195,6 @@ def test_a_resume_gives_every_use_back_that_the_checkpoint_lacks(
     assert ask(driver) == []
     trained = driver.core.trained
     assert (trained.rollouts, trained.reused_rollouts, trained.reused_tokens) == (1, 2, 6)
-
-
-def test_a_saved_state_has_the_uses_of_groups() -> None:
-    driver = new_driver(replace(TWICE, max_staleness=4, max_uses=3))
-    train(driver)
-    ask(driver)
-    driver.publish_and_swap()
-    core = driver.new_core()
-    load(save(driver.core), core)
-    assert digest(core) == digest(driver.core)
-    assert [group.use for group in core.handed.used.values()] == [3]
-    assert [group.use for batch in core.handed.kept for group in batch.groups] == [1, 2]
 
 
 # ---------------------------------------------------------------- what is refused

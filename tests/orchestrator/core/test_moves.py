@@ -23,7 +23,7 @@ from tidegate.policies.speeds import DeclaredSpeeds, MeasuredSpeeds
 from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.faults.scenario import Scenario, draw_scenario
 from tidegate.simulation.run.simulation import Simulation, SimulationReport
-from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams, SubmitTurn
+from tidegate.transport.messages import ABORT, STOP, SamplingParams, SubmitTurn
 
 pytestmark = pytest.mark.slow
 
@@ -82,52 +82,6 @@ def test_a_turn_continues_elsewhere_from_its_tokens_and_with_its_priority() -> N
     assert [(s.engine, s.start, s.end) for s in turn.spans()] == [("a", 0, 3), ("b", 3, 5)]
     assert rollout.token_ids.tolist()[:6] == PROMPT + sampled
     assert turn.finish_reason == "stop"
-
-
-def test_a_turn_that_has_moved_leaves_its_place() -> None:
-    driver = driver_with(PLAIN, "abc", 4)
-    rollouts = rollouts_of(driver)
-    for rollout in rollouts[:3]:
-        driver.ask_turn(rollout)
-    move(driver, rollouts[2], "a")
-    driver.ask_turn(rollouts[3])
-    assert [engine_of(driver, r) for r in rollouts] == ["a", "b", "a", "c"]
-
-
-def test_what_the_old_engine_samples_until_it_has_heard_is_unwanted() -> None:
-    driver = driver_with(PLAIN, "ab", 1)
-    (rollout,) = rollouts_of(driver)
-    driver.ask_turn(rollout)
-    driver.sample("a", 0, 2)
-    move(driver, rollout, "b")
-    driver.do(step("a", 0, [(0, [5, 6], RUNNING)]))
-    driver.do(step("a", 0, [(0, [7], STOP)]))
-    driver.do(ev.TurnRejected("a", 0, "too late"))
-    snapshot = driver.core.ledger.snapshot()
-    assert (snapshot.generated, snapshot.in_flight) == (5, 2)
-    assert snapshot.discarded["cancelled"] == 3
-    assert rollout.turns[-1].length == 2
-    assert engine_of(driver, rollout) == "b"
-
-
-def test_a_turn_moves_out_of_the_middle_of_a_pile_of_steps() -> None:
-    """Equal steps are filed together: a pile must not end behind tokens that came after it."""
-    driver = driver_with(PLAIN, "ab", 3)
-    for rollout in rollouts_of(driver):
-        driver.ask_turn(rollout, max_tokens=100)
-    stays, goes = rollouts_of(driver)[0], rollouts_of(driver)[2]
-    expected: list[int] = []
-    for token in range(6):
-        driver.do(step("a", 0, [(0, [50], RUNNING), (2, [token], RUNNING)]))
-        expected.append(token)
-    move(driver, goes, "b")
-    for token in range(10, 16):
-        driver.do(step("b", 0, [(3, [token], RUNNING)]))
-        driver.do(step("a", 0, [(0, [50], RUNNING), (2, [99], RUNNING)]))
-        expected.append(token)
-    assert goes.turns[-1].token_ids.tolist() == expected
-    assert stays.turns[-1].token_ids.tolist() == [50] * 12
-    assert driver.core.ledger.snapshot().discarded["cancelled"] == 6
 
 
 def test_a_turn_stays_where_it_is_unless_it_can_continue_there() -> None:

@@ -44,7 +44,7 @@ CORE = Core(Rules(policy=Synchronous(groups_per_batch=1), group_size=1))
         ),
         (
             SavedRollout,
-            Rollout.__slots__,
+            Rollout.__struct_fields__,
             # agents and branches are the other ends of home and branch_of. A use is saved beside
             # the group that it is of.
             "adapter agents began_s branches ended_s filed_logprobs filed_token_ids group_id "

@@ -10,11 +10,8 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.errors import ConfigError, ResumeMismatch
 from tidegate.orchestrator.batches.curriculum import Curriculum
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.group import TaskKey
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.core.snapshot_codec import digest, load, save
 from tidegate.orchestrator.core.task_records import TaskStatistics
 from tidegate.policies.failures import FailureCause
 from tidegate.policies.filters import DynamicSampling
@@ -62,28 +59,12 @@ class CurriculumDriver(Driver):
             admitted += 1
         return admitted
 
-    def crash(self, *, snapshot: bool, batches: int) -> None:
-        """Resume in another process, whose curriculum is a new object."""
-        core = Core(self.rules, survives_crashes=True)
-        if snapshot:
-            load(save(self.core), core)
-        else:
-            for record in self.records:
-                replay(record, core)
-        assert digest(core, is_replayed=True) == digest(self.core)
-        self.core = core
-        self.running.clear()
-        self.requeued.clear()
-        del self.batches[batches:]
-        offer = core.tasks.offer
-        self.do(ev.RunResumed(batches, offer))
-        self.published = core.trainer_version
-        self.batches_published = min(self.batches_published, batches)
-        for name in sorted(self.engines):
-            self.come_back(name)
+    def offer_again(self) -> None:
+        """Offer a new curriculum object, as another process does."""
         self.offer(new_curriculum())
+        core = self.core
         for key in sorted({*core.pending_after_resume, *core.tasks.requeued}):
-            assert key.offer == offer
+            assert key.offer == core.tasks.offer
             self.do(ev.TaskFoundAgain(core.task_records.item_of(key), key))
 
 
@@ -132,7 +113,7 @@ def test_statistics_and_draws_are_those_of_a_run_that_never_crashed(
             case "crash":
                 assert driver.core.admissible_groups == 0
                 before = dict(record.statistics)
-                driver.crash(snapshot=bool(number % 2), batches=driver.batches_published)
+                driver.die_and_resume(driver.batches_published, snapshot=bool(number % 2))
                 record = driver.core.task_records.curricula[NAME]
                 kept = {item: observed(seen) for item, seen in before.items()}
                 assert {item: observed(seen) for item, seen in record.statistics.items()} == kept

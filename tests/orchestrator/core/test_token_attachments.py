@@ -12,7 +12,7 @@ from tidegate.errors import TurnRefused
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import snapshot_codec as core_state
 from tidegate.orchestrator.core.event_log import replay
-from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.transport.attachments import ATTACHMENTS, Attachment, AttachmentKind
@@ -353,11 +353,6 @@ def test_the_option_of_each_attachment_requests_it_by_its_axis(kind: AttachmentK
         kind.axis == "token",
         kind.axis == "position",
     )
-
-
-def test_a_turn_that_asks_for_nothing_has_no_room_for_it() -> None:
-    turn = Turn(Rollout(0, 0, 0), SamplingParams(max_tokens=3))
-    assert turn.attachments is None
 
 
 def test_recorded_options_are_read_by_the_names_that_an_older_version_gave_them() -> None:

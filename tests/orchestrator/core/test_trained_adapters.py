@@ -6,7 +6,6 @@ batches, at the same versions, with the same ledger.
 """
 
 import random
-from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.orchestrator.core.driver import step
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import encode_event, replay
@@ -233,34 +233,18 @@ class Run:
             if number in known
         )
         handles = [handle for _, _, handle in by_place if chance.random() < 0.7]
-        finish = bytes(STOP if chance.random() < 0.3 else RUNNING for _ in handles)
-        if not handles:
-            return
-        step = ev.StepArrived(
-            engine="e",
-            version=player.serving,
-            turns=memoryview(array("I", handles)),
-            token_ids=memoryview(array("i", [5] * len(handles))),
-            logprobs=memoryview(array("f", [-1.0] * len(handles))),
-            finish=finish,
-            counts=None,
-            prefills=[],
-            adapter=player.name,
-        )
-        for handle, code in zip(handles, finish, strict=True):
+        codes = [STOP if chance.random() < 0.3 else RUNNING for _ in handles]
+        for handle, code in zip(handles, codes, strict=True):
             turn = known[player.turns[handle]].turns[-1]
             if code == STOP or turn.length + 1 == TOKENS:
                 del player.turns[handle]
-        ended = bytes(STOP if handle not in player.turns else RUNNING for handle in handles)
-        self.do(ev.StepArrived(**{**fields_of(step), "finish": ended}))
+        if handles:
+            rows = [(h, [5], RUNNING if h in player.turns else STOP) for h in handles]
+            self.do(step("e", player.serving, rows, adapter=player.name))
 
 
 def runs_of(row: Rollout) -> list[Any]:
     return [run for turn in row.turns for run in turn.runs]
-
-
-def fields_of(event: ev.StepArrived) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
 def check_alone(seed: int, moves: int = 250) -> Run:

@@ -14,14 +14,11 @@ Run many worlds, or one again::
 import argparse
 import random
 import sys
-import time
-import traceback
-from array import array
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.orchestrator.core.driver import PROMPT, step
 from tidegate.errors import BatchNotHeld, PublishUnclear
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
@@ -37,7 +34,6 @@ from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import ABORT, RUNNING, STOP, KvSpan, Prefill, SamplingParams
 
 ADAPTER = "solver"
-PROMPT = [7, 8, 9]
 STALLED_TICKS = 400
 """Ticks without an event after which a world has come to a halt."""
 
@@ -265,15 +261,10 @@ class World:
         habits: Habits | None = None,
         is_adapter: bool | None = None,
         ticks: int | None = None,
-        compares_state: bool = True,
         is_calm: bool = False,
     ) -> None:
-        """``compares_state``: whether the core's record of batches is compared with the model's. If
-        not, only what the trainer experiences is checked: ages, refusals, losses, what it is told.
-        """
         self.is_calm = is_calm
         """Whether no engine joins or leaves."""
-        self.compares_state = compares_state
         self.is_checked_each_event = seed % 4 == 0
         """Whether the core checks itself after each event, and not only after each tick."""
         self.chance = chance = random.Random(seed)
@@ -302,7 +293,6 @@ class World:
         self.is_generation_paused = False
         self.now = 0
         self.last_event = 0
-        self.num_events = 0
         # The trainer's side.
         self.version = 0
         self.live = 0
@@ -376,7 +366,6 @@ class World:
                 if not isinstance(event, ev.TurnRequested):
                     del self.running[event.rollout_id]
             self.last_event = self.now
-            self.num_events += 1
             if self.records is not None:
                 self.records.append(encode_event(event, self.base))
             for command in self.base.handle(event):
@@ -500,30 +489,16 @@ class World:
             if handles and only in (None, name):
                 for handle in handles:
                     del engine.turns[handle]
-                events.append(self.step_of(name, [(h, 0, ABORT) for h in handles]))
+                events.append(self.step_of(name, [(h, [], ABORT) for h in handles]))
         return events
 
-    def step_of(self, name: str, rows: Iterable[tuple[int, int, int]]) -> ev.StepArrived:
-        """Make a step from (handle, number of tokens, finish code)."""
+    def step_of(self, name: str, rows: list[tuple[int, list[int], int]]) -> ev.StepArrived:
+        """Make a step from (handle, tokens, finish code), with the prefills of fresh turns."""
         engine = self.engines[name]
-        rows = list(rows)
-        prefills = []
-        for handle, _, _ in rows:
-            if handle in engine.fresh:
-                engine.fresh.discard(handle)
-                prefills.append(Prefill(handle, 0, [KvSpan(engine.version, 0, len(PROMPT))]))
-        tokens = sum(count for _, count, _ in rows)
-        return ev.StepArrived(
-            engine=name,
-            version=engine.version,
-            turns=memoryview(array("I", [handle for handle, _, _ in rows])),
-            token_ids=memoryview(array("i", [5] * tokens)),
-            logprobs=memoryview(array("f", [-1.0] * tokens)),
-            finish=bytes(code for _, _, code in rows),
-            counts=memoryview(array("I", [count for _, count, _ in rows])),
-            prefills=prefills,
-            adapter=ADAPTER if self.adapter else "",
-        )
+        fresh = [handle for handle, _, _ in rows if handle in engine.fresh]
+        engine.fresh.difference_update(fresh)
+        prefills = [Prefill(h, 0, [KvSpan(engine.version, 0, len(PROMPT))]) for h in fresh]
+        return step(name, engine.version, rows, prefills, ADAPTER if self.adapter else "")
 
     def sample(self, name: str) -> None:
         engine = self.engines[name]
@@ -534,7 +509,7 @@ class World:
             is_ended = self.left[number] == 0
             if is_ended:
                 del engine.turns[handle]
-            rows.append((handle, 1, STOP if is_ended else RUNNING))
+            rows.append((handle, [5], STOP if is_ended else RUNNING))
         if rows:
             self.do(self.step_of(name, rows))
 
@@ -1077,8 +1052,6 @@ class World:
             assert not is_full, f"a request waits, and {ended} groups have ended, none runs"
         if self.habits.is_true and self.is_waited_for():
             assert not core.discarded_rollouts["stale"], "a true trainer's groups got too old"
-        if not self.compares_state:
-            return
         assert core.trainer_version == self.version, f"{core.trainer_version} != {self.version}"
         own = [batch.number for batch in self.held]
         held = [batch.number for batch in core.handed.held]
@@ -1166,42 +1139,24 @@ def run_pair(seed: int) -> tuple[int, int]:
     return taken_alone, taken_ahead
 
 
-def say(what: object) -> None:
-    sys.stdout.write(f"{what}\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
+    """Run many worlds, or one again."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--failures", type=int, default=10)
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        say(run_world(arguments.seed).describe())
+        sys.stdout.write(f"{run_world(arguments.seed).describe()}\n")
         return
-    started, failures, totals = time.perf_counter(), 0, Counter[str]()
-    kinds: Counter[str] = Counter()
-    events = 0
+    failures, totals = 0, Counter[str]()
     for seed in range(arguments.first, arguments.first + arguments.worlds):
         try:
-            world = run_world(seed)
+            totals.update(run_world(seed).events_of)
         except AssertionError as error:
             failures += 1
-            kinds[str(error).partition(": ")[2].partition("\n")[0][:60]] += 1
-            if failures <= arguments.failures:
-                say(error)
-                if failures == 1:
-                    traceback.print_exc()
-        else:
-            totals.update(world.events_of)
-            events += world.num_events
-    seconds = time.perf_counter() - started
-    say(f"{arguments.worlds} worlds, {failures} failed, {seconds:.1f} s, {events} events")
-    say(dict(totals))
-    for kind, count in kinds.most_common(20):
-        say(f"{count} {kind}")
+            sys.stdout.write(f"{error}\n")
+    sys.stdout.write(f"{arguments.worlds} worlds, {failures} failed; {dict(totals)}\n")
     sys.exit(failures > 0)
 
 
