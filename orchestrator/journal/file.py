@@ -5,13 +5,22 @@ returns, so it survives a crash of the process and of the machine, if the disk h
 Records are opaque bytes here.
 """
 
+import fcntl
+import os
+import socket
 import sqlite3
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tidegate.errors import JournalCorrupt, JournalExists, JournalFailed, JournalMissing
-from tidegate.orchestrator.journal.lock import FileLock
+from tidegate.errors import (
+    JournalCorrupt,
+    JournalExists,
+    JournalFailed,
+    JournalLocked,
+    JournalMissing,
+)
 from tidegate.orchestrator.journal.reading import (
     SQLITE_PROBLEMS,
     JournalSnapshot,
@@ -40,6 +49,51 @@ disk space and the time in which a reopening reads it: some 0.1 s. 16 MiB cost a
 BUSY_TIMEOUT_S = 10.0
 """Longest wait for SQLite's own lock, which other tools may hold for a moment. Other runs are
 refused at once, by the lock file."""
+
+
+class FileLock:
+    """Exclusive lock on a journal, on a file beside it, so that a second run is refused.
+
+    It never waits. The kernel releases it when the holder ends, even if killed. The file stays,
+    because deleting it would race with the next holder.
+
+    ``flock``, because a ``lockf`` lock is lost as soon as anything in this process closes the file,
+    and does not exclude the process that holds it. Children inherit a ``flock``, so a data loader's
+    worker that outlives a killed trainer would hold it; therefore forked children release it.
+
+    Raises:
+        JournalLocked: this process or another one holds it.
+        OSError: the lock file can't be made or opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        lock_path = path.with_name(path.name + "-lock")
+        self._descriptor: int | None = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, 256, 0).decode(errors="replace").strip()
+            self.release()
+            raise JournalLocked(path=path, holder=holder or "another process") from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        _release_in_children(self)
+
+    def release(self) -> None:
+        """Release the lock; in a forked child, close only its copy. Harmless when repeated."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _release_in_children(lock: FileLock) -> None:
+    reference = weakref.ref(lock)  # hooks can't be removed, and must not keep the lock alive
+
+    def release() -> None:
+        if (held := reference()) is not None:
+            held.release()
+
+    os.register_at_fork(after_in_child=release)
 
 
 class JournalFile:

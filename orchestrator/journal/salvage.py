@@ -14,8 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tidegate.errors import JournalCorrupt, JournalMissing, TidegateError
-from tidegate.orchestrator.journal.file import JournalFile, refuse_irregular
-from tidegate.orchestrator.journal.lock import FileLock
+from tidegate.orchestrator.journal.file import FileLock, JournalFile, refuse_irregular
 from tidegate.orchestrator.journal.reading import (
     as_journal_errors,
     read_header,
