@@ -9,7 +9,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tidegate.errors import EngineLost, ScoreRefused
 from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX
@@ -19,14 +18,6 @@ from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, assemble_score
 from tidegate.transport.messages import Message
 from tidegate.transport.scoring import ANSWER_BYTES_MAX, CancelScore, ScoreResult
 from tidegate.transport.scoring import ScoreFailed as RefusedMessage
-
-
-class FleetView(Protocol):
-    """Part of :class:`Fleet` that scoring reads."""
-
-    @property
-    def engines(self) -> Mapping[str, Engine]:
-        """Engines that have joined, by name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,14 +38,15 @@ class ScoreDispatcher:
 
     def __init__(
         self,
-        fleet: FleetView,
+        engines: Mapping[str, Engine],
         *,
         pending: "set[asyncio.Future[Score]]",
         live_version: Callable[[], int],
         post: Callable[[str, Message], None],
     ) -> None:
-        """``live_version``: engines with older weights get no requests."""
-        self._fleet = fleet
+        """``engines``: those that have joined, by name. ``live_version``: engines with
+        older weights get no requests."""
+        self._engines = engines
         self._pending = pending
         self._live_version = live_version
         self._post = post
@@ -127,7 +119,7 @@ class ScoreDispatcher:
     def _choose(self, want: str) -> str | None:
         """Return the least loaded engine that can compute ``want``; None if all are full."""
         live_version, best, best_load = self._live_version(), None, 1.0
-        for name, engine in self._fleet.engines.items():
+        for name, engine in self._engines.items():
             # Half of an engine's slots; the other half is for turns, however much is to be scored.
             slots = max(1, engine.hello.max_running_turns // 2)
             load = len(self._sent.get(name, ())) / slots
@@ -139,11 +131,9 @@ class ScoreDispatcher:
 
     def _refuse_unsupported(self) -> None:
         """Fail requests that no engine of the run can ever answer."""
-        if not self._fleet.engines:
+        if not self._engines:
             return  # engines may still join; a run without any ends
-        supported = {
-            name for engine in self._fleet.engines.values() for name in engine.hello.score_kinds
-        }
+        supported = {name for engine in self._engines.values() for name in engine.hello.score_kinds}
         for request in self._queue:
             if request.query.score_kind not in supported:
                 can = ", ".join(sorted(supported)) or "nothing"
@@ -164,7 +154,6 @@ class ScoreDispatcher:
         asyncio.get_running_loop().call_soon(self.advance)  # after the request's caller continues
 
     def _requeue(self, engine: str, *, is_lost: bool) -> None:
-        """Return the engine's requests to the head of the queue, in their order."""
         for request in reversed(self._sent.pop(engine, {}).values()):
             request.parts.clear()
             request.parts_bytes = 0

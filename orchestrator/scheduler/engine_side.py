@@ -9,10 +9,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from tidegate.errors import BadFrame, ConfigError, EngineStartFailed, VersionUnavailable
+from tidegate.errors import (
+    BadFrame,
+    ConfigError,
+    EngineLost,
+    EngineStartFailed,
+    VersionUnavailable,
+)
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.fleet.drains import Drains
-from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet, Heartbeats
+from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet
 from tidegate.orchestrator.fleet.launcher import Engines
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures
@@ -97,7 +103,7 @@ class EngineSide:
         )
         self.sessions = OpenSessions(self.outbox.post)
         self.scores = ScoreDispatcher(
-            self.fleet,
+            self.fleet.engines,
             pending=pending.scores,
             live_version=lambda: self._core.turns.live_version,
             post=self.outbox.post,
@@ -115,15 +121,31 @@ class EngineSide:
         self.on_silent: Callable[[str], None] = lambda engine: None
         """Called with the name of each engine that was removed because it did not reply."""
 
-    def heartbeats(self) -> Heartbeats:
-        """Make the task that sends heartbeats and notices silent engines."""
-        return Heartbeats(
-            self.fleet,
-            self._run.handle,
-            lambda engine: self.on_silent(engine),  # may be replaced later
-            interval_s=self._settings.fleet.heartbeat_interval_s,
-            join_timeout_s=self._settings.fleet.engine_start_timeout_s,
-        )
+    async def watch(self) -> None:
+        """Send heartbeats, and remove silent engines, until cancelled.
+
+        Raises:
+            EngineLost: the run had no engine for ``engine_start_timeout_s``.
+        """
+        loop, settings = asyncio.get_running_loop(), self._settings.fleet
+        no_engine_since_s: float | None = None
+        while True:
+            now_s = loop.time()
+            silent = self.fleet.tick(now_s)
+            for event in silent:
+                self._run.handle(event)
+            for event in silent:
+                if isinstance(event, ev.EngineLeft):
+                    self.on_silent(event.engine)
+            if self.fleet.engines:
+                no_engine_since_s = None
+            elif no_engine_since_s is None:
+                no_engine_since_s = now_s
+            elif now_s - no_engine_since_s > settings.engine_start_timeout_s:
+                reasons = "; ".join(f"{name}: {why}" for name, why in self.fleet.departed.items())
+                why = f"none has joined since ({reasons or 'none ever joined'})"
+                raise EngineLost(f"no engine is left, and {why}")
+            await asyncio.sleep(settings.heartbeat_interval_s)
 
     def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
         """Send messages to engines, after all messages posted before."""
@@ -219,7 +241,6 @@ class EngineSide:
             self._recorder.adapter_weights(name, version, adapter.tensors, parts)
 
     def _hello_of(self, engine: str) -> Hello | None:
-        """Return an engine's hello; None if the engine has left again."""
         record = self.fleet.engines.get(engine)
         return record.hello if record is not None else None
 

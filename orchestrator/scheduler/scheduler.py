@@ -184,7 +184,7 @@ class Scheduler:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                group.create_task(self.engines.heartbeats().run(), name="heartbeats")
+                group.create_task(self.engines.watch(), name="heartbeats")
                 group.create_task(self.watch.run(), name="watchdog")
                 try:
                     await self._failure
@@ -560,7 +560,6 @@ class Scheduler:
             return await self.scores.submit_all(queries)
 
     async def _score_for(self, rollout: Rollout, queries: Sequence[ScoreQuery]) -> list[Score]:
-        """Score for an episode."""
         if rollout.group_id < 0:  # an evaluation's
             return await self.score(queries)
         return await self.scores.submit_all(queries)

@@ -38,7 +38,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.dispatcher = ScoreDispatcher(
-            self,
+            self.engines,
             pending=self.waiting,
             live_version=lambda: self.live_version,
             post=lambda engine, message: self.sent.append((engine, message)),
