@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.group import Group, TaskKey
-from tidegate.orchestrator.core.groups import GroupTracker, ServedVersions
+from tidegate.orchestrator.core.groups import GroupTracker, Prompts
 from tidegate.orchestrator.core.hand_over import (
     HandedBatch,
     HandOvers,
@@ -24,13 +24,11 @@ from tidegate.orchestrator.core.hand_over import (
     discard_rows,
     undo_batch,
 )
-from tidegate.orchestrator.core.prompts import Prompts
-from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules, made_of
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.task_records import TaskRecords
-from tidegate.orchestrator.core.turns import TurnTracker
+from tidegate.orchestrator.core.turns import ReleasedVersions, TurnTracker
 from tidegate.policies.just_in_time import AdmissionPace
 from tidegate.policies.staleness import refuse_selection
 
@@ -45,30 +43,6 @@ ROLLOUT_EVENTS = (
     ev.TurnsScored,
 )
 """Events that concern one rollout, and name it by its id."""
-
-
-def check(core: "Core") -> None:
-    """Verify the invariants of a core: ledgers, admission limit, staleness bound, tokens in flight.
-
-    Raises:
-        AssertionError: an invariant is broken, which is a bug of Tidegate.
-    """
-    for ledger in (core.ledger, core.evaluation_ledger):
-        assert not ledger.error, f"ledger is off by {ledger.error} tokens: {ledger.snapshot()}"
-    limit = core.policy.outstanding_groups_max
-    assert core.outstanding_groups <= limit, f"{core.outstanding_groups} groups > {limit}"
-    oldest, bound = max(core.trained.staleness, default=0), core.policy.guaranteed_bound
-    assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
-    assert not core.handed.too_old(core.trainer_version, bound), "a held batch can't be trained"
-    oldest_trainable = core.policy.oldest_trainable(core.trainer_version)
-    for used in core.handed.used.values():
-        assert 1 < used.use <= core.policy.max_uses, f"group {used.group_id}: use {used.use}"
-        assert used.oldest_possible_version >= oldest_trainable, f"{used.group_id} is too old"
-    running = core.groups.running.values()
-    in_flight = sum([r.sampled_tokens for r, group in running if not group.is_evaluation])
-    assert in_flight == core.ledger.in_flight, f"{in_flight} != {core.ledger.in_flight}"
-    for trained in core.trained_adapters.values():
-        check(trained)
 
 
 def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
@@ -193,7 +167,7 @@ class Core:
         self.pace = AdmissionPace()
         """Limit by which groups start later than the policy's bound demands."""
         self.turns: TurnTracker = base.turns if base is not None else TurnTracker(rules.placement)
-        self.versions: ServedVersions = self.turns
+        self.versions: TurnTracker | ReleasedVersions = self.turns
         """Versions that engines serve: of the run's weights, or of this core's adapter."""
         if adapter:
             self.versions = self.turns.adapter_versions[adapter]
@@ -343,12 +317,29 @@ class Core:
         return self.adapters.get(adapter, 0) if adapter else self.trainer_version
 
     def check(self) -> None:
-        """Verify the invariants that hold after every event.
+        """Verify the invariants that hold after every event: ledgers, admission limit, staleness
+        bound, tokens in flight.
 
         Raises:
             AssertionError: an invariant is broken, which is a bug of Tidegate.
         """
-        check(self)
+        for ledger in (self.ledger, self.evaluation_ledger):
+            assert not ledger.error, f"ledger is off by {ledger.error} tokens: {ledger.snapshot()}"
+        limit = self.policy.outstanding_groups_max
+        assert self.outstanding_groups <= limit, f"{self.outstanding_groups} groups > {limit}"
+        oldest, bound = max(self.trained.staleness, default=0), self.policy.guaranteed_bound
+        assert bound is None or oldest <= bound, f"trained at staleness {oldest}, not {bound}"
+        too_old = self.handed.too_old(self.trainer_version, bound)
+        assert not too_old, "a held batch can't be trained"
+        oldest_trainable = self.policy.oldest_trainable(self.trainer_version)
+        for used in self.handed.used.values():
+            assert 1 < used.use <= self.policy.max_uses, f"group {used.group_id}: use {used.use}"
+            assert used.oldest_possible_version >= oldest_trainable, f"{used.group_id} is too old"
+        running = self.groups.running.values()
+        in_flight = sum([r.sampled_tokens for r, group in running if not group.is_evaluation])
+        assert in_flight == self.ledger.in_flight, f"{in_flight} != {self.ledger.in_flight}"
+        for trained in self.trained_adapters.values():
+            trained.check()
 
     # ------------------------------------------------------------ transitions
 
@@ -603,7 +594,6 @@ class Core:
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
-        """Offer a batch to the oldest request, if one may be offered and has filled."""
         commands: list[ev.Command] = []
         while self.handed.wants_batch:
             batch = self._select()
@@ -627,7 +617,6 @@ class Core:
         return commands
 
     def _select(self) -> list[Group] | None:
-        """Return the groups of the next batch; it is short only when there are no more tasks."""
         wanted = self.policy.groups_per_batch
         if self.are_tasks_exhausted:
             wanted = min(wanted, self.groups.admission_slots)
@@ -675,7 +664,6 @@ class Core:
         return group if is_young else None
 
     def _forget_old_used(self) -> None:
-        """Forget used groups that are too old for another use."""
         used, oldest = self.handed.used, self.policy.oldest_trainable(self.trainer_version)
         self.handed.forget_used([g for g in used.values() if g.oldest_possible_version < oldest])
 
@@ -686,7 +674,6 @@ class Core:
         return (self.are_tasks_exhausted or can_fill) and not is_paused
 
     def _discard_stale(self, batch: list[Group]) -> list[ev.Command]:
-        """Discard groups that are too old, unless the policy masks; admission prevents most."""
         if self.policy.masks_old_tokens:
             return []
         commands: list[ev.Command] = []
@@ -771,7 +758,6 @@ class Core:
         return max(groups, min(self.policy.groups_per_batch, left))
 
     def _undo_hand_over(self, event: ev.BatchReturned) -> list[ev.Command]:
-        """Undo a hand-over; the batch's groups may be selected again at a later version."""
         number = event.number
         if number in self.handed.lost:  # by a rollback, before the offer was withdrawn
             self.handed.offer = None
@@ -787,7 +773,6 @@ class Core:
         return self._release([])
 
     def _return_groups(self, batch: HandedBatch) -> None:
-        """Return the groups of a batch to the buffer, as if they had not been handed over."""
         self.trained.batches -= 1
         fresh = [group for group in batch.groups if group.use == 1]
         self.task_records.trained(fresh, batch.trainer_version, -1)
@@ -880,7 +865,6 @@ class Core:
         return commands + self._hand_over()
 
     def _release_all(self, commands: list[ev.Command]) -> list[ev.Command]:
-        """As :meth:`_release`, for the run's weights and all trained adapters."""
         commands = self._release(commands)
         for trained in self.trained_adapters.values():
             commands = trained._release(commands)

@@ -6,7 +6,7 @@ An event's record includes the tokens that the episode appended since its last t
 MessagePack.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -15,50 +15,7 @@ from tidegate.orchestrator.core.core import Core
 from tidegate.transport.messages import Attachment, Prefill
 from tidegate.transport.sampling import SamplingParams
 
-KINDS: tuple[type[msgspec.Struct], ...] = (
-    ev.StepArrived,
-    ev.TurnRequested,
-    ev.TurnAbandoned,
-    ev.EpisodeReturned,
-    ev.EpisodeFailed,
-    ev.TaskArrived,
-    ev.TaskFoundAgain,
-    ev.TasksOffered,
-    ev.TasksExhausted,
-    ev.EvaluationRequested,
-    ev.EngineJoined,
-    ev.EngineLeft,
-    ev.EngineSwapped,
-    ev.TurnRejected,
-    ev.BatchRequested,
-    ev.BatchRequestCancelled,
-    ev.VersionPublished,
-    ev.BatchesCheckpointed,
-    ev.RolloutCut,
-    ev.RunResumed,
-    ev.RunEnded,
-    ev.StateChecksum,
-    ev.VersionRetracted,
-    ev.RolloutForked,
-    ev.TurnsRewarded,
-    ev.RowsDiscarded,
-    ev.BatchReturned,
-    ev.BatchTaken,
-    ev.AdapterReleased,
-    ev.EngineDraining,
-    ev.TaskWeightsSet,
-    ev.EvaluationEngineChosen,
-    ev.AdapterServed,
-    ev.AdapterTrainingStarted,
-    ev.AdapterTrainingEnded,
-    ev.GenerationHalted,
-    ev.ForAdapter,
-    ev.TurnsScored,
-    ev.HandOverPaused,
-    ev.BatchesTrained,
-)
-"""An event's number in a record is its index in this tuple: add at the end, remove none."""
-
+KINDS: tuple[type[msgspec.Struct], ...] = get_args(ev.Event)
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 FIELDS = {kind: [name for name in kind.__struct_fields__ if name != "task"] for kind in KINDS}
 """Fields of each kind that are written, in order; a task's only one is ``body``."""

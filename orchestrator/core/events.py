@@ -383,47 +383,48 @@ class RunEnded(Struct, frozen=True, gc=False):
 
 
 Event = (
-    TaskArrived
-    | TaskFoundAgain
-    | TaskWeightsSet
-    | TasksOffered
-    | TasksExhausted
-    | EvaluationRequested
+    StepArrived
     | TurnRequested
     | TurnAbandoned
     | EpisodeReturned
     | EpisodeFailed
+    | TaskArrived
+    | TaskFoundAgain
+    | TasksOffered
+    | TasksExhausted
+    | EvaluationRequested
     | EngineJoined
     | EngineLeft
-    | EngineDraining
-    | EvaluationEngineChosen
-    | StepArrived
-    | TurnRejected
     | EngineSwapped
+    | TurnRejected
     | BatchRequested
     | BatchRequestCancelled
-    | BatchTaken
+    | VersionPublished
+    | BatchesCheckpointed
+    | RolloutCut
+    | RunResumed
+    | RunEnded
+    | StateChecksum
+    | VersionRetracted
+    | RolloutForked
+    | TurnsRewarded
+    | RowsDiscarded
     | BatchReturned
-    | HandOverPaused
-    | BatchesTrained
+    | BatchTaken
     | AdapterReleased
+    | EngineDraining
+    | TaskWeightsSet
+    | EvaluationEngineChosen
     | AdapterServed
     | AdapterTrainingStarted
     | AdapterTrainingEnded
     | GenerationHalted
     | ForAdapter
-    | VersionPublished
-    | VersionRetracted
-    | BatchesCheckpointed
-    | RowsDiscarded
-    | RolloutCut
-    | RolloutForked
-    | TurnsRewarded
     | TurnsScored
-    | RunResumed
-    | StateChecksum
-    | RunEnded
+    | HandOverPaused
+    | BatchesTrained
 )
+"""An event's number in the journal is its place in this union: add at the end, remove none."""
 
 # ---------------------------------------------------------------- commands
 

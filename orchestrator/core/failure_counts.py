@@ -47,14 +47,9 @@ class FailureStatistics:
 def failure_statistics(counts: Mapping[FailureKey, int]) -> tuple[FailureStatistics, ...]:
     """Return the counts by cause and reason, sorted."""
     pairs = sorted({(key.cause, key.reason) for key in counts})
-    return tuple(_statistics_of(cause, reason, counts) for cause, reason in pairs)
-
-
-def _statistics_of(
-    cause: FailureCause, reason: str, counts: Mapping[FailureKey, int]
-) -> FailureStatistics:
-    by_outcome = {
-        outcome.value: counts.get(FailureKey(cause, reason, outcome), 0)
-        for outcome in FailureOutcome
-    }
-    return FailureStatistics(cause, reason, **by_outcome)
+    return tuple(
+        FailureStatistics(
+            *pair, **{each.value: counts.get(FailureKey(*pair, each), 0) for each in FailureOutcome}
+        )
+        for pair in pairs
+    )

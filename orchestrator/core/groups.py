@@ -5,15 +5,13 @@ method that settles a rollout moves the rollout's tokens between the ledger's ac
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
 from tidegate.orchestrator.core.failure_counts import FailureKey, FailureOutcome
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.ledger import Ledger
-from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.rollout import (
     DISCARDED,
     FINISHED,
@@ -24,14 +22,14 @@ from tidegate.orchestrator.core.rollout import (
 )
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.task_records import TaskRecords
-from tidegate.orchestrator.core.turns import TurnTracker
+from tidegate.orchestrator.core.turns import ReleasedVersions, TurnTracker
 from tidegate.policies.failures import (
     EpisodeFailure,
     FailurePolicy,
     decide_retry,
     decide_reward,
 )
-from tidegate.policies.filters import GroupFilter
+from tidegate.policies.filters import GroupFilter, PromptHistory
 
 
 class OutstandingGroupIndex:
@@ -190,7 +188,6 @@ class OutstandingGroupIndex:
         _increment(self._ended_counts_by_version, part.oldest_possible_version)
 
     def _mark_ended(self, group: Group, oldest_possible_version: int) -> None:
-        """Move a group whose last episode has ended to the buffer."""
         self.revision += 1
         if group.oldest_possible_version != oldest_possible_version:
             _move(self._counts_by_version, group.oldest_possible_version, oldest_possible_version)
@@ -274,15 +271,43 @@ EVALUATION_PRIORITY = -1
 """Priority of evaluation turns: before all training, because the trainer waits for them."""
 
 
-class ServedVersions(Protocol):
-    """Versions that engines serve: of the run's weights, or of a trained adapter."""
+class Prompts:
+    """Reward histories of all tasks of a run, kept only if its filter uses them."""
 
-    live_version: int
-    """Oldest version that may sample a turn submitted now. Never falls."""
+    def __init__(self, group_filter: GroupFilter) -> None:
+        self.filter = group_filter
+        self.histories: dict[bytes, PromptHistory] = {}
+        """Histories by the task's digest."""
+        self.skipped = 0
+        """Number of tasks skipped before anything was generated."""
+        self.drops_since_batch = 0
+        """Number of groups that the filter has rejected since the last batch."""
+        self.kept_at_limit = 0
+        """Number of groups that the filter rejected, but that were kept at its limit."""
 
-    @property
-    def is_served(self) -> bool:
-        """Whether there is a version to sample with."""
+    def may_drop(self, *, is_ended: bool) -> bool:
+        """Return whether a group that the filter rejects may be dropped, and count it.
+
+        ``is_ended``: whether its rollouts have all ended, so that it is not judged again.
+        """
+        limit = self.filter.drops_limit
+        if limit is not None and self.drops_since_batch >= limit:
+            self.kept_at_limit += is_ended
+            return False
+        self.drops_since_batch += 1
+        return True
+
+    def record(self, digest: bytes, rewards: Sequence[float]) -> None:
+        """Add the rewards of a task's group that has ended."""
+        if digest and self.filter.uses_history:
+            self.histories[digest] = self.histories.get(digest, PromptHistory()).after(rewards)
+
+    def skip(self, digest: bytes) -> bool:
+        """Return whether to skip a task, and count it if so."""
+        history = self.histories.get(digest)
+        is_passed_over = history is not None and self.filter.skip(history)
+        self.skipped += is_passed_over
+        return is_passed_over
 
 
 class RolloutNumbers:
@@ -309,13 +334,13 @@ class GroupTracker(OutstandingGroupIndex):
         failure_policy: FailurePolicy,
         base: "GroupTracker | None" = None,
         adapter: str = "",
-        versions: ServedVersions | None = None,
+        versions: TurnTracker | ReleasedVersions | None = None,
     ) -> None:
         """``base``, ``adapter`` and ``versions`` are given for a trained adapter: the tracker of
         the run's weights, the adapter's name, and what engines serve of it."""
         super().__init__()
         self._turns = turns
-        self._versions: ServedVersions = turns if versions is None else versions
+        self._versions: TurnTracker | ReleasedVersions = versions or turns
         self.adapter = adapter
         self._tasks = tasks
         self._prompts = prompts
@@ -629,7 +654,6 @@ class GroupTracker(OutstandingGroupIndex):
         return [] if reason is None else self.discard_group(group, reason)
 
     def _record_outcome(self, group: Group) -> None:
-        """Add a group's rewards and lengths to the statistics of its task."""
         rewarded = [r for r in group.kept if r.reward is not None and r.branch_of is None]
         tokens = sum(rollout.tokens_of_all_rows for rollout in rewarded)
         version = self._turns.live_version

@@ -32,9 +32,8 @@ It counts in admission only within that batch, and its tokens stay in the ledger
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import NamedTuple
 
 from tidegate.errors import BatchNotHeld, PublishUnclear
@@ -75,17 +74,6 @@ def batches_of_publish(
     return tuple(held)
 
 
-class BatchState(Enum):
-    """State of a batch that was handed over; the module's table has the transitions."""
-
-    HELD = auto()
-    """The trainer has the batch, and no publish has named it."""
-    TRAINED = auto()
-    """A publish has named the batch, and no version made from it is released yet."""
-    IN_VERSION = auto()
-    """A released version was made from the batch."""
-
-
 class WaitingRequest(NamedTuple):
     """A trainer's request that waits for a batch."""
 
@@ -116,13 +104,6 @@ class HandedBatch:
     """Whether a resume had undone this batch and handed it over again unchanged."""
     is_ahead: bool = False
     """Whether the batch was requested ahead, see :class:`WaitingRequest`."""
-
-    @property
-    def state(self) -> BatchState:
-        """State of the batch."""
-        if self.version is not None:
-            return BatchState.IN_VERSION
-        return BatchState.TRAINED if self.is_trained else BatchState.HELD
 
     @property
     def rows(self) -> list[Rollout]:
@@ -292,7 +273,7 @@ class HandOvers:
     @property
     def held(self) -> list[HandedBatch]:
         """Batches that no publish has named, oldest first."""
-        return [batch for batch in self.holding if batch.state is BatchState.HELD]
+        return [batch for batch in self.holding if not batch.is_trained]
 
     @property
     def num_held(self) -> int:
@@ -493,8 +474,8 @@ class HandOvers:
         self.checkpoint_offer = offer
         self.checkpointed = max(self.checkpointed, min(batches, self.count))
         while self.kept and self.kept[0].number <= self.checkpointed:
-            state = self.kept[0].state
-            if state is BatchState.HELD or (state is BatchState.TRAINED and self._max_uses > 1):
+            batch = self.kept[0]
+            if not batch.is_trained or (batch.version is None and self._max_uses > 1):
                 break  # the groups are needed for the batch's age, and for their next use
             self._drop_oldest()
         self._forget_versions()
@@ -577,29 +558,25 @@ def discard_rows(
     rows = batch.rows
     chosen = [rows[index] for index in sorted({*indices})]
     chosen = [row for row in chosen if row.discard_reason is None]
-    roots = _roots(chosen)
+    roots = list({row.root.rollout_id: row.root for row in chosen}.values())
     trained.count(roots, batch.trainer_version, -1)
     for row in chosen:
         row.discard_reason = reason
         if row.use == 1:
             groups.ledger.discard_trained(row.sampled_tokens - row.masked_tokens, reason)
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, 1)
-    keys = _keys(batch)
-    for root in _of_first_use(roots):
-        if (why := root.discard_reason) is not None and not _is_trained(root):
-            groups.discarded_rollouts[why] += 1
-            groups.discards.count_untrained(root, why, keys[root.group_id])
+    for root, why, key in _discarded(batch, roots):
+        groups.discarded_rollouts[why] += 1
+        groups.discards.count_untrained(root, why, key)
 
 
 def undo_batch(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
     """Undo a whole batch, its discarded rows included, so that it can be handed over again."""
     roots = [row for row in batch.rows if row.branch_of is None]
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, -1)
-    keys = _keys(batch)
-    for root in _of_first_use(roots):
-        if (why := root.discard_reason) is not None and not _is_trained(root):
-            groups.discarded_rollouts[why] -= 1
-            groups.discards.uncount_untrained(root, why, keys[root.group_id])
+    for root, why, key in _discarded(batch, roots):
+        groups.discarded_rollouts[why] -= 1
+        groups.discards.uncount_untrained(root, why, key)
     for row in batch.rows:
         if row.discard_reason is not None:
             if row.use == 1:
@@ -610,16 +587,14 @@ def undo_batch(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts)
     groups.return_to_buffer([group for group in batch.groups if group.use == 1])
 
 
-def _keys(batch: HandedBatch) -> dict[int, TaskKey | None]:
-    return {group.group_id: group.key for group in batch.groups}
-
-
-def _roots(rows: Iterable[Rollout]) -> list[Rollout]:
-    return list({root.rollout_id: root for root in (row.root for row in rows)}.values())
-
-
-def _of_first_use(roots: Iterable[Rollout]) -> list[Rollout]:
-    return [root for root in roots if root.use == 1]
+def _discarded(
+    batch: HandedBatch, roots: Iterable[Rollout]
+) -> Iterator[tuple[Rollout, str, TaskKey | None]]:
+    """Yield the rollouts of which no row is trained in their first use, with reason and task."""
+    keys = {group.group_id: group.key for group in batch.groups}
+    for root in roots:
+        if root.use == 1 and root.discard_reason is not None and not _is_trained(root):
+            yield root, root.discard_reason, keys[root.group_id]
 
 
 def _is_trained(root: Rollout) -> bool:

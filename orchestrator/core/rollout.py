@@ -5,18 +5,40 @@ tokens and observations, in the order the model saw them) is one growing array, 
 trainer gets is exactly what the engine read and wrote.
 """
 
+import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from math import nan
+from types import MappingProxyType
 from typing import Protocol
 
+from msgspec import Struct, field
+
 from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun, VersionSpan, spans_of
-from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.orchestrator.core.token_attachments import TurnAttachments
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
+
+
+def token_array(token_ids: Sequence[int]) -> "array[int]":
+    """Return ``array("i", token_ids)``, in two thirds of the constructor's time for a list.
+
+    Raises:
+        TypeError: an item is not an int.
+        OverflowError: an item does not fit int32.
+    """
+    try:
+        return array("i", _int32s(len(token_ids)).pack(*token_ids))
+    except struct.error:
+        return array("i", token_ids)  # raises the error that names the cause
+
+
+@lru_cache(maxsize=1024)
+def _int32s(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}i")
 
 
 class DeferredTokens(Protocol):
@@ -195,79 +217,55 @@ DISCARDED = RolloutState.DISCARDED
 enum takes as long to read as three calls."""
 
 
-NO_AGENTS: Mapping[str, "Rollout"] = {}
+NO_AGENTS: Mapping[str, "Rollout"] = MappingProxyType({})
 
 
-class Rollout:
+class Rollout(Struct, eq=False):
     """One attempt at a task, or a branch of one: its context, turns and reward."""
 
-    __slots__ = (
-        "adapter",
-        "agents",
-        "began_s",
-        "branch_of",
-        "branches",
-        "discard_reason",
-        "ended_s",
-        "filed_logprobs",
-        "filed_token_ids",
-        "fork_reason",
-        "group_id",
-        "home",
-        "index",
-        "may_have_media",
-        "oldest_trainable",
-        "pinned_version",
-        "retries",
-        "reward",
-        "rollout_id",
-        "state",
-        "turns",
-        "use",
-    )
+    rollout_id: int
+    group_id: int
+    index: int
+    """Position in the group, 0 <= index < group_size."""
+    adapter: str = ""
+    """Trained adapter that the rollout is for, and that samples it; empty: the run's weights."""
+    turns: list[Turn] = []
+    filed_token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    """The array of :attr:`token_ids`, without settling deferred tokens first; for hot paths where
+    none can be deferred."""
+    filed_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    may_have_media: bool = False
+    """Whether any turn had media. Read at every submission, and rarely true."""
+    reward: float | None = None
+    state: RolloutState = RUNNING
+    discard_reason: str | None = None
+    began_s: float = nan
+    """When its episode began first, as :attr:`ended_s`; retries do not change it."""
+    ended_s: float = nan
+    """When its episode ended, on the run loop's clock; only for figures, never for decisions, and
+    not in the journal."""
+    oldest_trainable: int = 0
+    """Tokens of older versions are masked. Set when the rollout is handed over."""
+    pinned_version: int | None = None
+    """Version that must sample every token; None for all but pinned evaluations."""
+    use: int = 1
+    """Number of the use that the row is for, from 1; each use has a copy of the row."""
+    retries: int = 0
+    """Number of times that its episode was begun again after a failure of infrastructure."""
+    branch_of: "Rollout | None" = None
+    """For a branch: the row that it was forked from, whose context it began with."""
+    fork_reason: str = ""
+    """For a branch: why it was forked."""
+    agents: "Mapping[str, Rollout]" = NO_AGENTS
+    """Rollouts of other adapters that its episode samples too, by adapter."""
+    home: "Rollout | None" = None
+    """If this rollout is in another rollout's ``agents``: that other rollout, whose episode samples
+    this one."""
+    branches: "tuple[Rollout, ...]" = ()
+    """Rows forked from this one, in order; they end with it and get its reward."""
 
-    def __init__(self, rollout_id: int, group_id: int, index: int, adapter: str = "") -> None:
-        self.rollout_id = rollout_id
-        self.group_id = group_id
-        self.index = index
-        """Position in the group, 0 <= index < group_size."""
-        self.adapter = adapter
-        """Trained adapter that the rollout is for, and that samples it; empty: the run's weights.
-        """
-        self.turns: list[Turn] = []
-        self.filed_token_ids: array[int] = array("i")
-        """The array of :attr:`token_ids`, without settling deferred tokens first; for hot paths
-        where none can be deferred."""
-        self.filed_logprobs: array[float] = array("f")
-        self.may_have_media = False
-        """Whether any turn had media. Read at every submission, and rarely true."""
-        self.reward: float | None = None
-        self.state: RolloutState = RUNNING
-        self.discard_reason: str | None = None
-        self.began_s = nan
-        """When its episode began first, as :attr:`ended_s`; retries do not change it."""
-        self.ended_s = nan
-        """When its episode ended, on the run loop's clock; only for figures, never for decisions,
-        and not in the journal."""
-        self.oldest_trainable = 0
-        """Tokens of older versions are masked. Set when the rollout is handed over."""
-        self.pinned_version: int | None = None
-        """Version that must sample every token; None for all but pinned evaluations."""
-        self.use = 1
-        """Number of the use that the row is for, from 1; each use has a copy of the row."""
-        self.retries = 0
-        """Number of times that its episode was begun again after a failure of infrastructure."""
-        self.branch_of: Rollout | None = None
-        """For a branch: the row that it was forked from, whose context it began with."""
-        self.fork_reason = ""
-        """For a branch: why it was forked."""
-        self.agents: Mapping[str, Rollout] = NO_AGENTS
-        """Rollouts of other adapters that its episode samples too, by adapter."""
-        self.home: Rollout | None = None
-        """If this rollout is in another rollout's ``agents``: that other rollout, whose episode
-        samples this one."""
-        self.branches: tuple[Rollout, ...] = ()
-        """Rows forked from this one, in order; they end with it and get its reward."""
+    def __repr__(self) -> str:
+        return f"<rollout {self.rollout_id}>"  # not its tokens, and rows refer to each other
 
     @property
     def root(self) -> "Rollout":

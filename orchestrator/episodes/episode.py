@@ -23,8 +23,7 @@ import msgspec
 
 from tidegate.errors import ConfigError, ContextFull, RunClosed, TurnRefused, TurnTimeout
 from tidegate.orchestrator.core.events import TurnsRewarded, TurnsScored
-from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.core.token_arrays import token_array
+from tidegate.orchestrator.core.rollout import Rollout, Turn, token_array
 from tidegate.orchestrator.episodes.activities import SCORE
 from tidegate.orchestrator.episodes.chat_template import Message
 from tidegate.orchestrator.episodes.conversation import Conversation, Tools

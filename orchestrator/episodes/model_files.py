@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from tidegate.errors import ChatRefused, ContextFull, ModelError
-from tidegate.orchestrator.core.token_arrays import token_array
+from tidegate.orchestrator.core.rollout import token_array
 from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
 from tidegate.orchestrator.episodes.tool_calls import kept_special_tokens, well_formed
 from tidegate.orchestrator.settings.hub import describe_missing_model
