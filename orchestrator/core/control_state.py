@@ -211,7 +211,6 @@ class ControlState:
         return call
 
     def _run(self, call: _Call, *, is_late: bool = False) -> None:
-        """Continue a call until it waits or ends."""
         try:
             wait = next(call.steps) if call.wait is None else call.steps.send(is_late)
             while wait.is_met():

@@ -131,7 +131,6 @@ class StepCoalescer:
                 row.deferred_tokens = None
 
     def _bytes_per_row(self, columns: "Sequence[memoryview[Any]]") -> "tuple[bytes, ...]":
-        """Return each row's bytes over all collected steps."""
         rows = len(self._rows)
         values = np.frombuffer(b"".join(columns), np.uint32)
         by_step = values.reshape(len(columns), rows, self._tokens_per_step)

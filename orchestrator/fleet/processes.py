@@ -298,7 +298,6 @@ class LocalEngines:
 
     @property
     def _server_numbers(self) -> range:
-        """Numbers of the workers for ``engine_urls``."""
         fleet = self._settings.fleet
         return range(fleet.engines, fleet.engines_started)
 
