@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.policies.ragged import Ragged, assert_laid_out, ragged
 from tidegate.policies.aggregation import (
@@ -35,16 +34,6 @@ def test_the_three_means_agree_with_numpy(batch: Ragged) -> None:
         assert by_token.item() == pytest.approx(batch.flat().mean() if of_rows else 0.0)
         assert by_sequence.item() == pytest.approx(np.mean(of_rows) if of_rows else 0.0)
         assert by_prompt.item() == pytest.approx(np.mean(of_prompts) if of_rows else 0.0)
-
-
-def test_a_long_sequence_outweighs_a_short_one_only_by_token() -> None:
-    values = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-
-    assert mean_by_token(values, mask) == 0.75
-    assert mean_by_sequence(values, mask) == 0.5
-    assert mean_by_prompt(values, mask, torch.tensor([5, 5])) == 0.75
-    assert mean_by_prompt(values, mask, torch.tensor([5, 6])) == 0.5
 
 
 def test_micro_batches_add_up_when_given_the_whole_batchs_count() -> None:
@@ -120,23 +109,12 @@ def test_sequences_without_positions_have_a_mean_of_zero(rows: int) -> None:
     assert Sequences(mask).mean(torch.zeros(rows, 0)).tolist() == [0.0] * rows
 
 
-def test_packed_tokens_without_their_rows_are_refused() -> None:
+def test_layouts_and_denominators_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="need row_ids"):
         Sequences(torch.ones(3))
-
-
-def test_row_ids_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \[3\], got \[2\]"):
         Sequences(torch.ones(3), torch.zeros(2))
-
-
-def test_groups_must_cover_the_sequences() -> None:
     with pytest.raises(ValueError, match="each of the 2 sequences"):
         mean_by_prompt(torch.zeros(2, 1), torch.ones(2, 1), torch.zeros(3))
-
-
-@settings(deadline=None)
-@given(st.integers(-3, 0))
-def test_a_denominator_that_divides_nothing_is_refused_by_name(count: int) -> None:
     with pytest.raises(ValueError, match="sequences_in_batch"):
-        mean_by_sequence(torch.zeros(1, 1), torch.ones(1, 1), sequences_in_batch=count)
+        mean_by_sequence(torch.zeros(1, 1), torch.ones(1, 1), sequences_in_batch=0)

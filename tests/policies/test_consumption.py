@@ -215,10 +215,18 @@ def test_ended_groups_are_not_scanned_while_a_straggler_is_waited_for(order: Ord
 
 
 def test_stragglers_that_are_due_are_counted_before_groups_are_scanned() -> None:
-    policy = BoundedStaleness(
-        max_staleness=1, groups_per_batch=4, consumption_order="completion", deadline_policy="split"
-    )
+    policy = split_at_deadline(groups_per_batch=4)
     assert policy.select(Unread(), groups=4, trainer_version=1) is None
+
+
+def split_at_deadline(*, groups_per_batch: int = 1, **settings: Any) -> BoundedStaleness:
+    return BoundedStaleness(
+        max_staleness=1,
+        groups_per_batch=groups_per_batch,
+        consumption_order="completion",
+        deadline_policy="split",
+        **settings,
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,9 +236,7 @@ def test_stragglers_that_are_due_are_counted_before_groups_are_scanned() -> None
 def test_a_due_group_is_split_if_a_quarter_of_it_and_two_rollouts_have_ended(
     finished: int, running: int, is_split: bool
 ) -> None:
-    policy = BoundedStaleness(
-        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="split"
-    )
+    policy = split_at_deadline()
     queue = Queue()
     queue.jobs[0] = due = Job(0, 0, running=running, finished=finished)
     assert policy.select(queue, groups=1, trainer_version=0) is None
@@ -238,9 +244,7 @@ def test_a_due_group_is_split_if_a_quarter_of_it_and_two_rollouts_have_ended(
 
 
 def test_a_remainder_joins_a_batch_as_soon_as_one_of_its_rollouts_has_ended() -> None:
-    policy = BoundedStaleness(
-        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="split"
-    )
+    policy = split_at_deadline()
     queue = Queue()
     queue.jobs |= {
         0: Job(0, 0, running=2, is_split_remainder=True),
@@ -253,13 +257,7 @@ def test_a_remainder_joins_a_batch_as_soon_as_one_of_its_rollouts_has_ended() ->
 
 
 def test_a_batch_waits_while_more_rollouts_of_split_groups_than_the_limit_would_run_on() -> None:
-    policy = BoundedStaleness(
-        max_staleness=1,
-        groups_per_batch=1,
-        consumption_order="completion",
-        deadline_policy="split",
-        split_rollouts_limit=3,
-    )
+    policy = split_at_deadline(split_rollouts_limit=3)
     queue = Queue()
     queue.jobs |= {
         0: Job(0, 0, running=2, is_split_remainder=True, finished=1),
@@ -269,32 +267,6 @@ def test_a_batch_waits_while_more_rollouts_of_split_groups_than_the_limit_would_
     queue.jobs[0].running, queue.jobs[0].finished = 1, 2
     batch = policy.select(queue, groups=1, trainer_version=1) or []
     assert [job.group_id for job in batch] == [1, 0]
-
-
-@pytest.mark.parametrize("settings", [{"split_rollouts_limit": 0}, {"deadline_policy": "wait"}])
-def test_a_limit_of_split_rollouts_needs_splits_and_room_for_one(settings: dict[str, Any]) -> None:
-    valid: dict[str, Any] = {"deadline_policy": "split", "split_rollouts_limit": 1}
-    with pytest.raises(ConfigError, match="split_rollouts_limit counts running rollouts"):
-        BoundedStaleness(
-            max_staleness=1,
-            groups_per_batch=1,
-            consumption_order="completion",
-            **(valid | settings),
-        )
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batches_per_version": 0}, "batches_per_version counts the batches"),
-        ({"batches_per_version": 2, "outstanding_groups_limit": 7}, "needs 8 outstanding groups"),
-    ],
-)
-def test_a_version_is_made_from_whole_batches_that_may_be_outstanding(
-    settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BoundedStaleness(max_staleness=1, groups_per_batch=4, **settings)
 
 
 def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_for() -> None:
@@ -355,24 +327,29 @@ def test_what_bounds_no_age_must_say_how_much_may_be_outstanding() -> None:
     assert policy.admit(queue_of(2), training_groups=4) == 3
 
 
+IN_COMPLETION_ORDER = {"consumption_order": "completion"}
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
+        ({"consumption_order": "random"}, "must be 'admission', 'completion' or Window"),
+        ({"deadline_policy": "hope"}, "must be 'wait', 'mask', 'split' or 'drop', got 'hope'"),
+        ({"batches_per_version": 0}, "batches_per_version counts the batches"),
+        ({"batches_per_version": 2, "outstanding_groups_limit": 7}, "needs 8 outstanding groups"),
         (
-            {"consumption_order": "random"},
-            "consumption_order must be 'admission', 'completion' or Window",
+            IN_COMPLETION_ORDER | {"deadline_policy": "split", "split_rollouts_limit": 0},
+            "split_rollouts_limit counts running rollouts",
         ),
         (
-            {"deadline_policy": "hope"},
-            "deadline_policy must be 'wait', 'mask', 'split' or 'drop', got 'hope'",
+            IN_COMPLETION_ORDER | {"split_rollouts_limit": 1},
+            "split_rollouts_limit counts running rollouts",
         ),
+        ({"just_in_time_after_versions": 0}, "must be >= 1, or None .* got 0"),
     ],
 )
-def test_a_policy_says_what_it_does_not_understand(settings: dict[str, str], why: str) -> None:
+def test_settings_that_cannot_be_are_refused_by_name(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        BoundedStaleness(max_staleness=1, groups_per_batch=1, **settings)  # type: ignore[arg-type]
-
-
-def test_a_window_of_none_is_refused() -> None:
+        BoundedStaleness(max_staleness=1, groups_per_batch=4, **settings)
     with pytest.raises(ConfigError, match=r"got Window\(0\)"):
         Window(0)

@@ -48,15 +48,9 @@ def test_loss_and_diagnostics_agree_with_the_formulas_in_numpy(seed: int) -> Non
     expected_loss, expected = loss_in_numpy(batch, clip=0.3, weight_max=1.5)
     assert loss.item() == pytest.approx(expected_loss)
     assert astuple(diagnostics) == pytest.approx(astuple(expected))
-
-
-def test_the_random_batches_reach_both_the_clip_and_the_truncation() -> None:
-    """Otherwise the comparison with numpy would prove little."""
-    _, diagnostics = decoupled_ppo_loss(*random_batch(0), clip=0.3, importance_weight_max=1.5)
-
+    # Otherwise the comparison would prove little.
     assert 0 < diagnostics.clip_fraction < 1
     assert 0 < diagnostics.truncated_fraction < 1
-    assert diagnostics.ess < diagnostics.ess_clamped < 1
 
 
 def test_packed_tokens_give_the_loss_of_padded_rows() -> None:
@@ -87,28 +81,6 @@ def test_the_gradient_is_that_of_the_loss_and_of_the_target_policy_alone() -> No
     assert torch.autograd.gradcheck(
         lambda logprobs: decoupled_ppo_loss(logprobs, proximal, behaviour, *others[2:])[0], target
     )
-
-
-def test_on_policy_the_gradient_is_plain_policy_gradient() -> None:
-    batch = tokens(target=-1.0, proximal=-1.0, behaviour=-1.0, advantage=3.0)
-
-    loss, diagnostics = decoupled_ppo_loss(*batch)
-    torch.autograd.backward(loss)
-
-    assert batch[0].grad is not None
-    assert batch[0].grad.tolist() == [-3.0]
-    assert diagnostics == LossDiagnostics(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def test_a_token_past_the_clip_in_the_direction_of_its_advantage_gets_no_gradient() -> None:
-    batch = tokens(target=-1.0, proximal=-1.3, behaviour=-1.3, advantage=1.0)
-
-    loss, diagnostics = decoupled_ppo_loss(*batch, clip=0.2)
-    torch.autograd.backward(loss)
-
-    assert batch[0].grad is not None
-    assert batch[0].grad.tolist() == [0.0]
-    assert diagnostics.clip_fraction == 1.0
 
 
 def test_staleness_alone_never_clips() -> None:
@@ -189,20 +161,6 @@ def test_micro_batches_with_the_whole_batchs_count_add_up_to_its_loss() -> None:
     torch.testing.assert_close(halves[0] + halves[1], whole)
 
 
-def test_one_advantage_per_rollout_is_refused_rather_than_spread_along_the_tokens() -> None:
-    square = [torch.zeros(3, 3)] * 3
-
-    with pytest.raises(ValueError, match=r"advantages\[:, None\]"):
-        decoupled_ppo_loss(square[0], square[1], square[2], torch.zeros(3), torch.ones(3, 3))
-
-
-def test_tensors_of_other_shapes_are_refused_with_all_their_shapes() -> None:
-    with pytest.raises(ValueError, match=r"'behaviour_logprobs': \[3\]"):
-        decoupled_ppo_loss(
-            torch.zeros(2), torch.zeros(2), torch.zeros(3), torch.zeros(2), torch.ones(2)
-        )
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -245,6 +203,11 @@ def test_a_weight_that_masks_everything_leaves_no_loss_and_no_effective_sample()
     assert diagnostics.truncated_fraction == 1
 
 
-def test_a_weight_of_another_shape_is_refused() -> None:
+def test_tensors_of_other_shapes_are_refused_rather_than_broadcast() -> None:
+    square, row = torch.zeros(3, 3), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"advantages\[:, None\]"):
+        decoupled_ppo_loss(square, square, square, torch.zeros(3), torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"'behaviour_logprobs': \[3\]"):
+        decoupled_ppo_loss(row, row, torch.zeros(3), row, torch.ones(2))
     with pytest.raises(ValueError, match=r"'weight': \[4\]"):
         decoupled_ppo_loss(*random_batch(0), weight=torch.ones(ROWS))

@@ -1,7 +1,7 @@
 import pytest
 
 from tidegate.errors import ConfigError
-from tidegate.policies.filters import DynamicSampling, GroupFilter, PromptHistory
+from tidegate.policies.filters import DynamicSampling, PromptHistory
 
 
 def test_groups_of_equal_rewards_are_rejected_once_all_have_ended() -> None:
@@ -29,11 +29,6 @@ def test_prompts_are_passed_over_once_they_are_solved() -> None:
     assert chosen.skip(history)
     assert not chosen.skip(history.after([0.0]))
     assert not DynamicSampling().skip(history)
-
-
-def test_a_plain_filter_keeps_everything() -> None:
-    assert GroupFilter().reject([0.0, 0.0], running=0) is None
-    assert not GroupFilter().skip(PromptHistory(100, 100.0))
 
 
 def test_one_reward_can_decide_nothing() -> None:

@@ -3,11 +3,8 @@
 from collections.abc import Iterable
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 
-from tidegate.errors import ConfigError
-from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.just_in_time import PATIENCE_MAX, AdmissionPace
 
 BATCH = 8
@@ -32,11 +29,6 @@ def after(
             )
         )
     return pace
-
-
-def test_without_history_the_bound_is_the_limit() -> None:
-    assert AdmissionPace().limit is None
-    assert after(AdmissionPace(), [20, 20, 20]).limit is None
 
 
 def test_groups_that_were_always_left_start_later_but_for_a_margin() -> None:
@@ -108,8 +100,3 @@ def test_whatever_is_observed_the_limit_holds_a_batch_and_never_exceeds_the_boun
     for left in observed:
         pace = after(pace, [left], batches=batches, versions=versions)
         assert pace.limit is None or min(MOST, (batches + 1) * BATCH) <= pace.limit < MOST
-
-
-def test_no_versions_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must be >= 1, or None .* got 0"):
-        BoundedStaleness(max_staleness=1, groups_per_batch=1, just_in_time_after_versions=0)

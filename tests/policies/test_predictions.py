@@ -239,10 +239,6 @@ def test_while_admission_limits_mean_staleness_is_the_bound_exactly(
     assert mean == max_staleness
 
 
-def test_publishing_after_two_batches_halves_the_versions_that_groups_stay() -> None:
-    assert predictions.allowed_staleness(outstanding_groups_max=4 * 8, groups_per_version=16) == 1.0
-
-
 def test_a_run_starts_fresh_and_ages_as_its_queue_grows() -> None:
     def mean(allowed: float | None, free: float, rho: float, first: int, last: int) -> float:
         return predictions.mean_staleness_so_far(

@@ -38,28 +38,6 @@ POLICIES = [
 # ---------------------------------------------------------------- loads
 
 
-def test_of_equal_loads_the_first_by_name_is_the_least() -> None:
-    assert loads_of({"b": 5, "c": 5, "a": 5}).least() == "a"
-
-
-def test_a_load_that_has_changed_counts_and_not_what_it_was() -> None:
-    loads = loads_of({"a": 0, "b": 1})
-    loads.set("a", 2, 10)
-    assert loads.least() == "b"
-    loads.set("a", 0, 10)
-    assert loads.least() == "a"
-
-
-def test_no_engine_is_chosen_that_may_not_be() -> None:
-    loads = loads_of({"a": 0, "b": 1})
-    loads.discard("a")
-    loads.discard("never there")
-    assert loads.least() == "b"
-    assert loads.names == ["b"]
-    loads.discard("b")
-    assert loads.least() is None
-
-
 def test_after_any_history_the_least_loaded_is_the_one_that_a_scan_would_find() -> None:
     chance = random.Random(7)
     loads = EngineLoads()
@@ -137,11 +115,6 @@ def test_a_policy_leaves_no_engine_far_behind(policy: RoutingPolicy) -> None:
 
 
 # ---------------------------------------------------------------- single policies
-
-
-def test_two_choices_take_the_less_loaded_of_two() -> None:
-    loads = loads_of({"a": 9, "b": 0})
-    assert {PowerOfTwoChoices().choose(loads, turn(number)) for number in range(50)} == {"b"}
 
 
 def test_two_choices_draw_all_engines_alike_and_other_seeds_others() -> None:

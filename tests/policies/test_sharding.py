@@ -1,10 +1,8 @@
 """Tests of row sharding: each row once, equal counts but for one, whole groups where possible."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.errors import ConfigError
 from tidegate.policies.sharding import split_rows
 
 BATCHES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 50)), max_size=24)  # group, length
@@ -40,8 +38,3 @@ def test_a_long_group_is_balanced_by_two_short_ones_where_counts_allow() -> None
 def test_a_group_that_fits_no_rank_is_split_row_by_row() -> None:
     parts = split_rows([0, 0, 0, 1], [5, 4, 3, 9], ranks=2)
     assert parts == [[2, 3], [0, 1]] or parts == [[1, 3], [0, 2]]
-
-
-def test_no_rank_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ranks=0"):
-        split_rows([0], [1], ranks=0)

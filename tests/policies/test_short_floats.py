@@ -14,12 +14,13 @@ from tidegate.policies import (
     aggregation,
     corrections,
     diagnostics,
+    distillation,
     kept_tokens,
     objectives,
 )
 
 Formula = Callable[..., Any]
-MODULES = (advantages, aggregation, corrections, diagnostics, kept_tokens, objectives)
+MODULES = (advantages, aggregation, corrections, diagnostics, distillation, kept_tokens, objectives)
 FORMULAS: list[Formula] = [
     formula
     for module in MODULES
@@ -46,6 +47,9 @@ def _floats(formula: Formula) -> dict[str, Tensor]:
         "logprobs": behaviour + log_ratio,
         "proximal_logprobs": behaviour,
         "behaviour_logprobs": behaviour - log_ratio,
+        "teacher_logprobs": behaviour[..., None] - 3
+        if "teacher_ids" in _names(formula)
+        else behaviour,
         "log_ratio": log_ratio,
         "log_weights": log_ratio.flatten(),
         "advantages": torch.tensor([[1.3], [-0.7], [0.9]]),
@@ -73,6 +77,7 @@ def _others(formula: Formula) -> dict[str, Any]:
         "trainer_version": 4,
         "is_trained": torch.tensor([True, False, True]),
         "token_ids": torch.zeros(ROWS, TOKENS, dtype=torch.int64),
+        "teacher_ids": torch.zeros(ROWS, TOKENS, 1, dtype=torch.int64),
         "kept_ids": torch.arange(3).repeat(ROWS * TOKENS),
         "kept_counts": torch.full((ROWS, TOKENS), 3),
     }

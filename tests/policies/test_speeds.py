@@ -27,13 +27,6 @@ def test_an_engine_twice_as_slow_has_half_the_speed_however_many_turns_it_has() 
     assert measured(1.0, [1] * 500) == pytest.approx(measured(1.0, [64] * 500), rel=0.05)
 
 
-def test_tokens_sampled_by_the_dozen_count_each() -> None:
-    speeds = MeasuredSpeeds()
-    one = speeds.after_step(1.0, rows=8, tokens=8, busy_us=1000) - 1.0
-    three = speeds.after_step(1.0, rows=8, tokens=24, busy_us=1000) - 1.0
-    assert (three + 1 / 32) == pytest.approx(3 * (one + 1 / 32))
-
-
 def test_a_step_without_a_measurement_changes_nothing() -> None:
     speeds = MeasuredSpeeds()
     assert speeds.after_step(0.7, rows=3, tokens=0, busy_us=50) == 0.7
