@@ -5,15 +5,14 @@ random model and loads it alternately through a Tidegate run and directly throug
 with the same prompts, lengths, order, sampling options and concurrency. It prints ``name, value,
 unit, peer, ratio``, all medians; the ratio is the median of the per-round ratios, and each round
 runs its three ways in another order. ``SGLANG_PYTHON=PYTHON … --server sglang`` starts SGLang on a
-CPU, as ``make test-sglang`` does, with a tiny model. ``--url KIND+URL --model DIR`` uses a running
-server of either kind.
+CPU, as ``make test-sglang`` does, with a tiny model.
 
 All times run from the first request to the last complete answer. The direct load is measured twice:
 with whole answers, which suffice for a batch trainer, and with streams token by token, of which a
 crash loses nothing. The run's adapter reads streams of ``--stream-interval-tokens``.
 
-On a busy machine, wall time includes other work. So for a server that it starts, the server's CPU
-seconds and vLLM's steps are reported as well, which show what each way makes the server do.
+On a busy machine, wall time includes other work. So the server's CPU seconds and vLLM's steps are
+reported as well, which show what each way makes the server do.
 """
 
 import argparse
@@ -36,7 +35,7 @@ import msgspec
 import tidegate
 from benchmarks.engine.shapes import SHAPES, Request, requests
 from benchmarks.processes import free_port, started
-from benchmarks.table import Row, show
+from benchmarks.table import Row, make_parser, show
 from tests.models import make_model_directory
 
 ANSWER_TIMEOUT_S = 900.0
@@ -123,7 +122,7 @@ class Round:
 
     took_s: float
     server_cpu_s: float
-    """CPU time of all server processes; 0 if they are not ours."""
+    """CPU time of all server processes."""
     steps: int
     """Steps of the server's engine; 0 if it does not report them."""
 
@@ -131,7 +130,7 @@ class Round:
 class Meter:
     """Time and CPU time from the first request to the last answer."""
 
-    def __init__(self, session: int | None) -> None:
+    def __init__(self, session: int) -> None:
         self._session = session
         self._made = self._begun = self._ended = self._now()
 
@@ -155,36 +154,27 @@ class Meter:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--server", choices=sorted(OPTIONS), default="vllm", help="to start")
-    parser.add_argument("--url", help="KIND+URL of a server that runs, e.g. sglang+http://…:30000")
-    parser.add_argument("--model", type=Path, help="the directory that it serves")
+    parser = make_parser(__doc__)
+    parser.add_argument("--server", choices=sorted(OPTIONS), default="vllm")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--concurrent", type=int, default=16)
     parser.add_argument("--stream-interval-tokens", type=int, default=16, help="of the run")
     options = parser.parse_args()
-    if (options.url is None) != (options.model is None):
-        parser.error("--url and --model go together")
     with tempfile.TemporaryDirectory(prefix="tidegate") as directory:
-        if options.url is None:
-            kind = options.server
-            fields = SHAPES[MODEL_SHAPES[kind]].fields
-            # An untied head, because vLLM does not update a tied one on a CPU.
-            model = make_model_directory(Path(directory) / "model", tied=False, **fields)
-            with server(kind, model, options.concurrent) as (url, session):
-                show(measure(url, model, options, session), as_json=options.json)
-        else:
-            show(measure(options.url, options.model, options, None), as_json=options.json)
+        fields = SHAPES[MODEL_SHAPES[options.server]].fields
+        # An untied head, because vLLM does not update a tied one on a CPU.
+        model = make_model_directory(Path(directory) / "model", tied=False, **fields)
+        with server(options.server, model, options.concurrent) as (address, session):
+            show(measure(address, model, options, session), as_json=options.json)
 
 
 @contextmanager
 def server(kind: str, model: Path, concurrent: int) -> Iterator[tuple[str, int]]:
-    """Run a server in its own Python; yield ``KIND+URL`` and its session id."""
+    """Run a server in its own Python; yield its URL and its session id."""
     python = os.environ.get(f"{kind.upper()}_PYTHON")
     if python is None:
-        raise SystemExit(f"{kind.upper()}_PYTHON must name a Python that has {kind}; or give --url")
+        raise SystemExit(f"{kind.upper()}_PYTHON must name a Python that has {kind}")
     port = free_port()
     of_model, of_concurrency = NAMES_OF_OPTIONS[kind]
     command = [python, *OPTIONS[kind], "--host", "127.0.0.1", "--port", str(port)]
@@ -192,14 +182,12 @@ def server(kind: str, model: Path, concurrent: int) -> Iterator[tuple[str, int]]
     url = f"http://127.0.0.1:{port}"
     log = model.parent / "server.log"
     with started(command, f"{url}/health", log, ENVIRONMENTS[kind]) as session:
-        yield f"{kind}+{url}", session
+        yield url, session
 
 
-def measure(
-    url: str, model: Path, options: argparse.Namespace, session: int | None
-) -> Iterator[Row]:
+def measure(address: str, model: Path, options: argparse.Namespace, session: int) -> Iterator[Row]:
     """Run the rounds; discard the first as a warm-up."""
-    kind, _, address = url.partition("+")
+    kind, url = options.server, f"{options.server}+{address}"
     workload = requests(SHAPES[MODEL_SHAPES[kind]], options.requests)
     interval_tokens, concurrent = options.stream_interval_tokens, options.concurrent
     ways: dict[str, Callable[[Meter], Coroutine[Any, Any, None]]] = {
@@ -258,7 +246,7 @@ def paired(
 
 
 def one_round(
-    run: Callable[[Meter], Coroutine[Any, Any, None]], address: str, session: int | None
+    run: Callable[[Meter], Coroutine[Any, Any, None]], address: str, session: int
 ) -> Round:
     """Measure one round of one way."""
     meter, before_steps = Meter(session), steps(address)
@@ -266,7 +254,7 @@ def one_round(
     return meter.round(steps(address) - before_steps)
 
 
-def cpu_s(session: int | None) -> float:
+def cpu_s(session: int) -> float:
     """Return the CPU time of a session's processes so far, from their /proc/PID/stat."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):

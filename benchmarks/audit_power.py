@@ -42,28 +42,31 @@ SMOLLM2 = Path("runs/smollm2-135m")
 
 def demo(directory: Path, learning_rate: float, *, deterministic: bool) -> Path:
     """Run the demo's task; return the run's directory."""
-    arguments = ["--mode", "async", "--pause-mode", "keep", "--kv-policy", "keep"]
-    arguments += ["--learning-rate", str(learning_rate), "--versions", str(VERSIONS)]
-    arguments += ["--held-out", "16", "--runs", str(directory)]
-    arguments += ["--name", f"demo-{learning_rate}-{deterministic}"]
-    arguments += ["--deterministic"] * deterministic
-    options = async_grpo.parse_arguments(arguments)
-    asyncio.run(async_grpo.train(options, "async", directory / options.name))
-    return directory / str(options.name)
+    run = directory / f"demo-{learning_rate}-{deterministic}"
+    return _train(run, learning_rate, deterministic, "--held-out", "16")
 
 
 def smollm2(directory: Path, learning_rate: float, *, deterministic: bool) -> Path:
     """Train the last layers of SmolLM2-135M in bfloat16; return the run's directory."""
     arguments = ["--model", str(SMOLLM2), "--task", "words", "--last-layers", "10"]
-    arguments += ["--mode", "async", "--pause-mode", "keep", "--kv-policy", "keep"]
-    arguments += ["--learning-rate", str(learning_rate), "--versions", str(VERSIONS)]
     arguments += ["--groups-per-batch", "4", "--group-size", "8", "--rows-max", "8"]
     arguments += ["--engines", "1", "--step-time-s", "0", "--held-out", "2"]
-    arguments += ["--runs", str(directory), "--name", f"smollm2-{learning_rate}-{deterministic}"]
-    arguments += ["--deterministic"] * deterministic
-    options = async_grpo.parse_arguments(arguments)
-    asyncio.run(async_grpo.train(options, "async", directory / options.name))
-    return directory / str(options.name)
+    run = directory / f"smollm2-{learning_rate}-{deterministic}"
+    return _train(run, learning_rate, deterministic, *arguments)
+
+
+def _train(run: Path, learning_rate: float, deterministic: bool, *arguments: str) -> Path:
+    """Run examples/async_grpo.py with KV kept over updates."""
+    options = async_grpo.parse_arguments(
+        [
+            *("--mode", "async", "--pause-mode", "keep", "--kv-policy", "keep"),
+            *("--learning-rate", str(learning_rate), "--versions", str(VERSIONS)),
+            *("--runs", str(run.parent), "--name", run.name, *["--deterministic"] * deterministic),
+            *arguments,
+        ]
+    )
+    asyncio.run(async_grpo.train(options, "async", run))
+    return run
 
 
 def long(directory: Path, learning_rate: float, *, deterministic: bool) -> Path:

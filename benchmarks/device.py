@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.engine.shapes import SHAPES, Shape, dump, make_directory, requests
-from benchmarks.table import ERROR_CHARACTERS, Figures, sample
+from benchmarks.table import ERROR_CHARACTERS, Figures, make_parser, print_figures, sample
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "device.jsonl"
@@ -305,17 +305,9 @@ class Recorder:
 
     def add(self, row: Row) -> None:
         """Record a row."""
-        line = json.dumps({**row, **self._common})
         with self._path.open("a") as file:
-            file.write(line + "\n")
-        print(line if self._as_json else _text(row), flush=True)
-
-
-def _text(row: Row) -> str:
-    value = row["value"]
-    shown = f"{value:.6g}" if isinstance(value, int | float) else str(value)
-    ratio = f", {row['ratio']:.2f}" if "ratio" in row else ""
-    return f"{row['stage']}: {row['name']}, {shown} {row['unit']}{ratio}".rstrip()
+            file.write(json.dumps({**row, **self._common}) + "\n")
+        print_figures({**row, **self._common}, as_json=self._as_json)
 
 
 def run_stage(name: str, options: argparse.Namespace, recorder: Recorder, limit_s: float) -> None:
@@ -372,12 +364,9 @@ def _refuse_without(device: str) -> str | None:
     return None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the stages that have not ended yet, or one of them in this process."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu; default: cuda:0")
     parser.add_argument("--shape", choices=SIZES, default="real", help="default: real")
     parser.add_argument("--rows", type=Path, default=RESULTS, help=f"default: {RESULTS.name}")
@@ -394,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="directory of the random models, 17 GB; they stay there for the next run",
     )
     parser.add_argument("--one", choices=STAGES, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.one is not None:
         directory = options.models / options.shape
         directory.mkdir(parents=True, exist_ok=True)

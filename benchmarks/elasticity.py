@@ -13,7 +13,6 @@ one, train the same batches of the same tasks. For each seed:
 Then the median, lowest and highest ratio. All is deterministic for a seed.
 """
 
-import argparse
 import asyncio
 import itertools
 import math
@@ -23,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import tidegate
-from benchmarks.table import Row, compared, show
+from benchmarks.table import Row, compared, make_parser, show
 from tidegate.policies.elasticity import Elastic
 from tidegate.simulation.engine.engine import SimulatedEngines
 from tidegate.simulation.engine.scripted import ScriptedHost
@@ -160,13 +159,10 @@ def rows(seeds: Sequence[int], batches: int) -> Iterator[Row]:
 
 def main() -> None:
     """Print the rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--batches", type=int, default=500, help="of each run")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     show(rows(seeds, options.batches), as_json=options.json)

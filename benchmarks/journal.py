@@ -1,23 +1,20 @@
-"""Throughput and commit latency of the journal, against SQLite and a plain file.
+"""Throughput and commit latency of the journal, against SQLite.
 
 ``python -m benchmarks.journal [--json] [--directory DIR]`` prints ``name, value, unit, peer,
 ratio``; each value is the median of five runs, ours and the peer's alternately. The directory
 decides which disk is measured. A group's record is 8 rollouts of 64 tokens of 8 bytes, and ids: 5
-KB. The peer is SQLite with the journal's settings and a commit per record, or the plain file that a
-row's name says, which is synced after each record.
+KB. The peer is SQLite with the journal's settings and a commit per record.
 """
 
-import argparse
 import os
 import sqlite3
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.table import Row, compared, medians, show
+from benchmarks.table import Row, compared, make_parser, medians, show
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.schema import PAGE_BYTES
 
@@ -70,16 +67,6 @@ class Bench:
         connection.close()
         return per_s
 
-    def write_each(self) -> float:
-        """Return the records per second of a plain file."""
-        framed = struct.pack("<I", GROUP_BYTES) + self._record
-        with self.path().open("wb", buffering=0) as file:
-            started_s = time.perf_counter()
-            for _ in range(PEER_RECORDS):
-                file.write(framed)
-                os.fsync(file.fileno())
-            return PEER_RECORDS / (time.perf_counter() - started_s)
-
     def latency_ms(self, share: float, groups_per_s: int) -> float:
         """Return a quantile of the time from append to the commit's report, at a steady rate."""
         appended_s: list[float] = []
@@ -112,9 +99,7 @@ def rows(bench: Bench) -> Iterator[Row]:
     def row(name: str, unit: str, ours: Callable[[], float], peer: Callable[[], float]) -> Row:
         return compared(name, unit, *medians(RUNS, ours, peer))
 
-    per_s, unit = "appended_groups_per_s", "groups/s"
-    yield row(per_s, unit, bench.append_ours, bench.insert_each)
-    yield row(f"{per_s}_beside_file_and_fsync", unit, bench.append_ours, bench.write_each)
+    yield row("appended_groups_per_s", "groups/s", bench.append_ours, bench.insert_each)
     for groups_per_s in (1_000, 20_000):
         for quantile, share in (("median", 0.5), ("p99", 0.99)):
             yield row(
@@ -127,8 +112,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = make_parser(__doc__)
     parser.add_argument("--directory", type=Path, help="on the disk to measure")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:

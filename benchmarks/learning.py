@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 import tidegate
+from benchmarks.table import make_parser, print_figures
 from examples.async_grpo import HELD_OUT_SEED
 from examples.calculator import Task, long_tailed_tasks, solve
 from examples.grpo import WeighTokens, load_trainer, train_step
@@ -202,9 +203,6 @@ class Curve:
     staleness_mean: float
     dropped_share: float
     """Share of the gradient-carrying tokens to which the correction gave no weight."""
-    discarded_tokens: int
-    engine_idle_share: float
-    trainer_idle_share: float
     lengths: list[list[int]]
     """Sampled tokens of each trained rollout, by group."""
     turns_mean: float
@@ -324,7 +322,6 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
             lengths += _lengths(batch)
             turns += _turns(batch)
             rollouts_trained += len(batch.rewards)
-        seen = rollouts.statistics()
         evaluation = await rollouts.evaluate(held_out, episode=solve)
     return Curve(
         way=way.name,
@@ -334,9 +331,6 @@ async def _train(way: Way, seed: int, model: Path, versions: int, time: VirtualT
         reward_after=evaluation.mean_reward,
         staleness_mean=statistics.fmean(staleness),
         dropped_share=weighing.dropped / max(1, weighing.tokens),
-        discarded_tokens=seen.ledger.discarded_total,
-        engine_idle_share=seen.engine_idle_share,
-        trainer_idle_share=seen.trainer_idle_share,
         lengths=lengths,
         turns_mean=turns / rollouts_trained,
         generated=generated,
@@ -400,23 +394,18 @@ FIGURES: dict[str, tuple[str, Callable[[Curve], float | None]]] = {
     },
     **{f"tokens_to_{r:g}": ("tokens", partial(Curve.tokens_to, reward=r)) for r in REWARDS_WANTED},
     "batch_s": ("s", lambda curve: curve.batch_s),
-    "reward_best": ("reward", lambda curve: max(curve.rewards)),
     "reward_last": ("reward", lambda curve: curve.rewards[-1]),
     "reward_after": ("reward", lambda curve: curve.reward_after),
     "staleness_mean": ("versions", lambda curve: curve.staleness_mean),
     "dropped_share": ("share of tokens", lambda curve: curve.dropped_share),
-    "discarded_tokens": ("tokens", lambda curve: curve.discarded_tokens),
-    "engine_idle_share": ("share of time", lambda curve: curve.engine_idle_share),
-    "trainer_idle_share": ("share of time", lambda curve: curve.trainer_idle_share),
 }
 """Unit and value of each figure of a run."""
 
 
 def rows_of(curves: Sequence[Curve], ways: Sequence[Way]) -> Iterator[dict[str, object]]:
     """Yield one row per configuration and figure: medians over seeds, relative to the synchronous
-    run, or to the configuration that trains on each group once; then the forecasts of ``tidegate
-    plan`` from the lengths of the synchronous run and from the configuration's own, relative to
-    what was measured.
+    run, or to the configuration that trains on each group once; then the forecast of ``tidegate
+    plan`` from the lengths of the synchronous run, relative to what was measured.
 
     A configuration without runs, or without runs to compare with, has no rows.
     """
@@ -436,8 +425,6 @@ def rows_of(curves: Sequence[Curve], ways: Sequence[Way]) -> Iterator[dict[str, 
         if is_planned and way.max_uses == 1 and sync:
             planned = [(planned_batch_s(way, sync[c.seed]), c.batch_s) for c in ours]
             yield _row("planned_batch_s", way, planned, unit="s", peer="measured")
-            planned = [(planned_batch_s(way, curve), curve.batch_s) for curve in ours]
-            yield _row("planned_batch_s_own", way, planned, unit="s", peer="measured")
 
 
 def _row(
@@ -513,16 +500,15 @@ LINES = (
 """Configurations of the picture, with the colour and style of their lines."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Run all configurations, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--versions", type=int, default=30)
     parser.add_argument("--ways", default=",".join(way.key for way in WAYS))
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     wanted = options.ways.split(",")
     if unknown := sorted(set(wanted) - {way.key for way in WAYS}):
         parser.error(f"--ways has no {unknown}; choose from {[way.key for way in WAYS]}")
@@ -538,14 +524,7 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
     for row in rows_of(curves, ways):
-        if options.json:
-            print(json.dumps(row, ensure_ascii=False), flush=True)
-        else:
-            print(
-                f"{row['name']:18} {row['way']:26} {row['value']} "
-                f"({row['lowest']} to {row['highest']} {row['unit']})  "
-                f"{row['ratio']} of {row['peer']}"
-            )
+        print_figures(row, as_json=options.json)
     if options.picture is not None:
         draw(options.picture, curves)
     return 0

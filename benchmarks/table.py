@@ -119,10 +119,21 @@ def show(rows: Iterable[Row], *, as_json: bool) -> None:
         print(json.dumps(asdict(row)) if as_json else row.text(), flush=True)
 
 
-def main(description: str | None, rows: Callable[[], Iterable[Row]]) -> None:
-    """Run a benchmark whose only option is ``--json``."""
+def print_figures(row: Mapping[str, object], *, as_json: bool) -> None:
+    """Print a row of named figures."""
+    text = ", ".join(f"{name} {figure}" for name, figure in row.items())
+    print(json.dumps(row, ensure_ascii=False) if as_json else text, flush=True)
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of ``--json``, to which a benchmark adds options of its own."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    show(rows(), as_json=parser.parse_args().json)
+    return parser
+
+
+def main(description: str | None, rows: Callable[[], Iterable[Row]]) -> None:
+    """Run a benchmark whose only option is ``--json``."""
+    show(rows(), as_json=make_parser(description).parse_args().json)

@@ -14,7 +14,6 @@ no other, while another samples as much and trains (its share of the machine), a
 also publishes its weights every second. The three take turns, and each ratio is of one turn.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import LineProcess, free_port, started
+from benchmarks.table import make_parser, print_figures
 from examples.tiny_model import make_model
 
 CLIENT = Path(__file__).parent / "peers" / "tinker_client.py"
@@ -189,14 +189,13 @@ def beside_row(name: str, unit: str, values: Mapping[str, list[float]]) -> dict[
 
 def main() -> None:
     """Start the servers, load them in turn, and print a row per figure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--skyrl", type=Path, help="Python with skyrl[tinker,jax]==0.3.0")
     parser.add_argument("--seconds", type=float, default=10, help="of one window")
     parser.add_argument("--windows", type=int, default=3, help="of each load")
     parser.add_argument("--warm-up-s", type=float, default=40, help="SkyRL's, of each load")
     parser.add_argument("--model", type=Path, help="its directory; default: made anew")
     parser.add_argument("--tenants-beside", action="store_true", help="without SkyRL")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that both servers end, too
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -207,7 +206,7 @@ def main() -> None:
         if options.tenants_beside:
             url = stack.enter_context(tidegate_server(model, folder))
             for row in tenants_beside(url, model, options.seconds, options.windows):
-                print(json.dumps(row) if options.json else beside_text(row), flush=True)
+                print_figures(row, as_json=options.json)
             return
         python = options.skyrl or Path(sys.executable)
         url = stack.enter_context(tidegate_server(model, folder))
@@ -226,22 +225,7 @@ def main() -> None:
                 pairs.append((mine, theirs and theirs.window(what, clients, options.seconds)))
             done = [theirs for _, theirs in pairs if theirs]
             for row in rows_of(what, clients, [mine for mine, _ in pairs], done):
-                print(json.dumps(row) if options.json else text_of(row), flush=True)
-
-
-def beside_text(row: dict[str, Any]) -> str:
-    """Return a row of ``--tenants-beside`` as a line of text."""
-    values = ", ".join(f"{condition} {row[condition]:.4g}" for condition in BESIDE)
-    spread = f"{row['ratio_lowest']:.3g} to {row['ratio_highest']:.3g}"
-    return f"{row['name']}: {values} {row['unit']}; publishing {row['ratio']:.3g}x ({spread})"
-
-
-def text_of(row: dict[str, Any]) -> str:
-    """Return a row as a line of text."""
-    peer = f", {row['peer_value']:.4g} of {row['peer']}, {row['ratio']}x" if row["peer"] else ""
-    spread = f"{row['lowest']:.4g} to {row['highest']:.4g}"
-    what = f"{row['name']}, {row['clients']} clients"
-    return f"{what}: {row['value']:.4g} {row['unit']} ({spread}){peer}"
+                print_figures(row, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,21 @@
 `--deltas` measures patches of elements instead: their bytes, and the time to make and apply them.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from benchmarks.table import Row, compared, show
+from benchmarks.table import Row, compared, make_parser, show
 from benchmarks.transport.weight_end import HOME, End
 from tests.namespaces import Network, are_allowed
 from tidegate.transport.messages import encode
 from tidegate.transport.security import ephemeral_keys
 from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
-from tidegate.transport.weight_channels.relay import RelaySender
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
 
 TENSORS = 16
@@ -44,8 +41,6 @@ class FanOut:
     """Median wall time."""
     cpu_s: float
     """Mean CPU time of the sender and all engines."""
-    silent: int
-    """Number of relays that another one took for dead, over all versions."""
 
 
 def measured(weights: WeightSender, ends: Sequence[Callable[[], End]], nbytes: int) -> FanOut:
@@ -58,19 +53,18 @@ def measured(weights: WeightSender, ends: Sequence[Callable[[], End]], nbytes: i
             end.send(encode(weights.init()).hex())
             end.receive_seconds()
 
-        def fan_out(version: int) -> tuple[float, float, int]:
+        def fan_out(version: int) -> tuple[float, float]:
             begun_s, cpu_begun_s = time.monotonic(), time.process_time()
             [update] = weights.write(version, tensors)
             for end in started:
                 end.send(encode(update).hex())
             received_s = sum(end.receive_seconds() for end in started)
             wall_s, cpu_s = time.monotonic() - begun_s, time.process_time() - cpu_begun_s
-            silent = weights.silent_relays if isinstance(weights, RelaySender) else 0
-            return wall_s, cpu_s + received_s, silent
+            return wall_s, cpu_s + received_s
 
         fan_out(1)
-        walls_s, cpus_s, silent = zip(*map(fan_out, range(2, 2 + REPEATS)), strict=True)
-    return FanOut(median(walls_s), sum(cpus_s) / REPEATS, sum(silent))
+        walls_s, cpus_s = zip(*map(fan_out, range(2, 2 + REPEATS)), strict=True)
+    return FanOut(median(walls_s), sum(cpus_s) / REPEATS)
 
 
 def tensors_of(nbytes: int) -> list[NamedBuffer]:
@@ -107,23 +101,20 @@ def network_rows(counts: list[int]) -> Iterator[Row]:
     for hosts in counts:
         with ExitStack() as stack:
             network = stack.enter_context(Network(hosts, link_mbit_per_s=LINK_MBIT_PER_S))
-            chain = over(network, hosts, lambda a, k: sender("relay", address=a, keys=k))
-            tree = over(network, hosts, lambda a, k: RelaySender(a, keys=k, fan_out=2))
-            naive = over(network, hosts, lambda a, k: sender("zmq", address=a, keys=k))
+            chain = over(network, hosts, "relay")
+            naive = over(network, hosts, "zmq")
         what = f"{hosts} hosts, {LINK_BYTES >> 20} MiB over {LINK_MBIT_PER_S} Mbit/s"
         relays = f"{what}: relays in a chain"
         yield compared(f"{relays}; peer: one by one", "s", chain.wall_s, naive.wall_s)
-        yield compared(f"{relays}; peer: a tree of two each", "s", chain.wall_s, tree.wall_s)
         chunk_s = CHUNK_BYTES / bytes_per_s
         model_s = once_s + (hosts - 1) * chunk_s
         yield compared(f"{relays}; peer: its model", "s", chain.wall_s, model_s)
         yield compared(f"{what}: one by one; peer: its model", "s", naive.wall_s, hosts * once_s)
         # If the CPU time approaches the wall time, CPU is the bottleneck.
         yield compared(f"{relays}; peer: one by one", "CPU-s", chain.cpu_s, naive.cpu_s)
-        yield Row(f"{relays}: taken for dead by another", chain.silent, "relays")
 
 
-def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender]) -> FanOut:
+def over(network: Network, hosts: int, channel: str) -> FanOut:
     """Measure one engine per host, with keys."""
     orchestrator, engine = ephemeral_keys()
     address = f"tcp://{network.address}:5555"
@@ -131,24 +122,23 @@ def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender])
     started = [
         partial(End, address, "", *keys, prefix=network.command(host)) for host in range(hosts)
     ]
-    return measured(make(address, orchestrator), started, LINK_BYTES)
+    return measured(sender(channel, address=address, keys=orchestrator), started, LINK_BYTES)
 
 
 def main() -> None:
     """Print a table, or with --json one object per line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--deltas", action="store_true", help="patches of elements (5 minutes)")
-    arguments = parser.parse_args()
-    if arguments.deltas:
+    options = parser.parse_args()
+    if options.deltas:
         from benchmarks import weight_deltas
 
-        show(weight_deltas.rows(), as_json=arguments.json)
+        show(weight_deltas.rows(), as_json=options.json)
         return
-    show(network_rows(arguments.hosts), as_json=arguments.json)
-    show(local_rows(arguments.engines), as_json=arguments.json)
+    show(network_rows(options.hosts), as_json=options.json)
+    show(local_rows(options.engines), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,14 @@ included. A peer that takes more than five minutes is stopped, and has no row.
         see :mod:`benchmarks.engine.steps`
     update_stall_steps: by how many median steps the longest step exceeds the median, while weights
         are published, staged and swapped; and the same without an update. Time that other processes
-        have the cores is excluded; ``update_stall_wall_steps`` includes it. Medians of alternating
-        rounds
+        have the cores is excluded. Medians of alternating rounds
 
 Peers are `transformers`, with continuous batching and as one static batch, llama.cpp and vLLM's CPU
 build, if ``LLAMA_PYTHON`` and ``VLLM_PYTHON`` name Pythons that have them: see README.md.
-``--device cuda`` runs ours on a GPU, with ``tidegate-cpu``, our own engine on the CPU, as a further
-peer; the other peers stay on the CPU, and ``roofline_share``, which is defined for the CPU, is
-omitted.
+:mod:`benchmarks.device` measures GPUs.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -38,7 +34,7 @@ from pathlib import Path
 
 from benchmarks.engine.machine import Machine
 from benchmarks.engine.shapes import SHAPES, dump, long_prompts, make_directory, requests
-from benchmarks.table import Figures, sample
+from benchmarks.table import Figures, make_parser, print_figures, sample
 
 DTYPES = {
     "tiny": ("float32",),
@@ -49,8 +45,6 @@ DTYPES = {
 """Default dtypes of each model."""
 
 HERE = Path(__file__).parent
-
-CPU = "cpu"
 
 OTHERS = (
     ("llama.cpp", "LLAMA_PYTHON", HERE / "llama_cpp_peer.py"),
@@ -98,9 +92,7 @@ class Case:
         return Row(name, value, unit, peer, ratio, self.model, self.dtype, self.concurrent)
 
 
-def commands(
-    case: Case, model: Path, asked: Path, peers: list[str], device: str
-) -> dict[str, list[str]]:
+def commands(case: Case, model: Path, asked: Path, peers: list[str]) -> dict[str, list[str]]:
     """Return the command of each competitor by name; ours is ``tidegate``."""
     work = [str(model), str(asked)]
     known = {
@@ -111,43 +103,36 @@ def commands(
         if (python := os.environ.get(variable)) and (name, case.model) not in CANNOT_RUN:
             known[name] = [python, str(program), *work, "--dtype", case.dtype]
     ours = [sys.executable, "-m", "benchmarks.engine.ours", *work]
-    if device != CPU:
-        known["tidegate-cpu"] = ours
-        peers, ours = ["tidegate-cpu", *peers], [*ours, "--device", device]
     return {"tidegate": ours, **{name: known[name] for name in peers if name in known}}
 
 
-def measure(case: Case, runs: int, peers: list[str], device: str) -> Iterator[Row]:
+def measure(case: Case, runs: int, peers: list[str]) -> Iterator[Row]:
     """Measure all rows of one case."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_directory(Path(directory) / "model", SHAPES[case.model], case.dtype)
         asked = Path(directory) / "requests.json"
         asked.write_text(dump(requests(SHAPES[case.model], case.concurrent)))
-        to_run = commands(case, model, asked, peers, device)
-        taken = measure_all(to_run, runs)
-        steps = sample([sys.executable, "-m", STEPS, str(model), str(asked), "--device", device])
+        taken = measure_all(commands(case, model, asked, peers), runs)
+        steps = sample([sys.executable, "-m", STEPS, str(model), str(asked)])
     yield from speed_rows(case, taken)
-    if device == CPU:
-        step_us = statistics.median(one["full_step_us"] for one in taken["tidegate"])
-        machine = Machine.measured(case.dtype)
-        limit_us = machine.step_us(SHAPES[case.model], case.dtype, case.concurrent)
-        yield case.row("roofline_share", limit_us / step_us, "of 1", "machine", None)
-        yield case.row("overhead_share", steps["overhead_share"], "of 1", "one decode step", None)
-    for name in ("update_stall_steps", "update_stall_wall_steps"):
-        yield case.row(name, steps[name], "steps", "one decode step", None)
-        yield case.row(name, steps["without_" + name], "steps", "without an update", None)
+    step_us = statistics.median(one["full_step_us"] for one in taken["tidegate"])
+    machine = Machine.measured(case.dtype)
+    limit_us = machine.step_us(SHAPES[case.model], case.dtype, case.concurrent)
+    yield case.row("roofline_share", limit_us / step_us, "of 1", "machine", None)
+    yield case.row("overhead_share", steps["overhead_share"], "of 1", "one decode step", None)
+    stall = "update_stall_steps"
+    yield case.row(stall, steps[stall], "steps", "one decode step", None)
+    yield case.row(stall, steps["without_" + stall], "steps", "without an update", None)
 
 
-def measure_prefill(
-    case: Case, prompt_tokens: int, runs: int, peers: list[str], device: str
-) -> Iterator[Row]:
+def measure_prefill(case: Case, prompt_tokens: int, runs: int, peers: list[str]) -> Iterator[Row]:
     """Measure the prompt tokens per CPU-second of prompts of one length."""
     prompts = long_prompts(SHAPES[case.model], prompt_tokens)
     with tempfile.TemporaryDirectory() as directory:
         model = make_directory(Path(directory) / "model", SHAPES[case.model], case.dtype)
         asked = Path(directory) / "requests.json"
         asked.write_text(dump(prompts))
-        taken = measure_all(commands(case, model, asked, peers, device), runs)
+        taken = measure_all(commands(case, model, asked, peers), runs)
     cpu_s = {who: statistics.median(s["cpu_s"] for s in samples) for who, samples in taken.items()}
     name, tokens = f"prefill_{prompt_tokens}_tokens_per_cpu_s", len(prompts) * prompt_tokens
     ours_s = cpu_s.pop("tidegate")
@@ -185,10 +170,7 @@ def speed_rows(case: Case, taken: dict[str, list[Figures]]) -> Iterator[Row]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="*", choices=("float32", "bfloat16"))
     parser.add_argument("--concurrent", nargs="*", type=int, default=[32, 128])
@@ -199,28 +181,20 @@ def main() -> None:
         nargs="*",
         default=["transformers-continuous", "transformers-static", "llama.cpp", "vllm-cpu"],
     )
-    parser.add_argument("--device", default=CPU, help="what ours computes on: cpu, cuda, cuda:N")
     options = parser.parse_args()
     for model in options.models:
         for dtype in options.dtypes or DTYPES[model]:
             for concurrent in options.concurrent:
-                case = Case(model, dtype, concurrent)
-                _print(measure(case, options.runs, options.peers, options.device), options.json)
-            case = Case(model, dtype, 1)
+                show(measure(Case(model, dtype, concurrent), options.runs, options.peers), options)
             for length in options.prefill:
-                rows = measure_prefill(case, length, options.runs, options.peers, options.device)
-                _print(rows, options.json)
+                case = Case(model, dtype, 1)
+                show(measure_prefill(case, length, options.runs, options.peers), options)
 
 
-def _print(rows: Iterator[Row], as_json: bool) -> None:
+def show(rows: Iterator[Row], options: argparse.Namespace) -> None:
+    """Print rows as they are measured."""
     for row in rows:
-        print(json.dumps(asdict(row)) if as_json else _text(row), flush=True)
-
-
-def _text(row: Row) -> str:
-    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
-    case = f"{row.model} {row.dtype} x{row.concurrent}"
-    return f"{row.name}, {row.value:.4g}, {row.unit}, {row.peer}, {ratio}, {case}"
+        print_figures(asdict(row), as_json=options.json)
 
 
 if __name__ == "__main__":

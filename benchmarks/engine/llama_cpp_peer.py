@@ -3,8 +3,7 @@
 ``LLAMA_PYTHON benchmarks/engine/llama_cpp_peer.py MODEL REQUESTS --dtype D`` prints one JSON object
 like :mod:`benchmarks.engine.ours`. It runs in its own Python, so it imports nothing of ours; see
 README.md. The weights are the same, written as GGUF beside the model. llama.cpp returns logits; the
-token is sampled and its log-prob computed with numpy: ``cpu_s`` includes that, ``model_cpu_s`` does
-not.
+token is sampled and its log-prob computed with numpy, which counts.
 """
 
 import argparse
@@ -103,7 +102,6 @@ class Llama:
         self._batch = llama_cpp.llama_batch_init(PROMPT_TOKENS_PER_BATCH, 0, 1)
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._chance = np.random.default_rng(0)
-        self.model_cpu_s = 0.0
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
         """Decode rows of (token, position, sequence, whether its logits are needed)."""
@@ -113,9 +111,7 @@ class Llama:
             batch.token[i], batch.pos[i] = token, position
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             batch.logits[i] = wanted
-        began_s = time.process_time()
         status = llama_cpp.llama_decode(self._context, batch)
-        self.model_cpu_s += time.process_time() - began_s
         if status:
             raise SystemExit(f"llama_decode returned {status}")
 
@@ -174,14 +170,12 @@ def main() -> None:
     requests = json.loads(options.requests.read_text())
     llama = Llama(write_gguf(options.model, options.dtype), requests, options.dtype)
     llama.run(requests[: len(requests) // 4])
-    llama.model_cpu_s = 0.0
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     tokens = llama.run(requests)
     measured = {
         "tokens": tokens,
         "cpu_s": time.process_time() - cpu_s,
         "wall_s": time.perf_counter() - wall_s,
-        "model_cpu_s": llama.model_cpu_s,
     }
     print(json.dumps(measured))
 

@@ -11,8 +11,7 @@ which every turn decodes. Values are medians.
     update_stall_steps: by how many usual steps the longest step of a round with an update exceeds
         one, without the time that its runnable thread waited for a core: so neither other processes
         count, nor a copy that takes their turn
-    update_stall_wall_steps: the same by wall time
-    without_update_stall_…: both, for the rounds without an update
+    without_update_stall_steps: the same for the rounds without an update
 
 ``--patches`` publishes patches of 1.3 % of the elements (``weight_deltas="elements"``) in place of
 whole sets. A step of Adam at a learning rate of 1e-6 changes as many.
@@ -73,7 +72,6 @@ class Round(NamedTuple):
 class Step(NamedTuple):
     """Time from one step's start to the next one's, in ns."""
 
-    wall: int
     served: int
     """Wall time without the time that the thread was runnable and waited for a core."""
     cpu: int
@@ -163,7 +161,6 @@ def full_steps(marks: Sequence[Mark], one: Round, turns: int) -> list[Step]:
     """Return the steps of a round in which every turn decodes, and so does the next step."""
     return [
         Step(
-            after.at - mark.at,
             after.at - mark.at - (after.unserved - mark.unserved),
             after.cpu - mark.cpu,
             after.kernels - mark.kernels if mark.is_timed else None,
@@ -183,24 +180,18 @@ def reported(rounds: Sequence[tuple[Round, Sequence[Step]]]) -> Figures:
     untimed = [step.cpu for steps in still for step in steps if step.kernels is None]
     return {
         "overhead_share": 1 - statistics.median(kernels) / statistics.median(untimed),
-        "update_stall_steps": _stall([[step.served for step in steps] for steps in updated]),
-        "update_stall_wall_steps": _stall([[step.wall for step in steps] for steps in updated]),
-        "without_update_stall_steps": _stall([[step.served for step in steps] for steps in still]),
-        "without_update_stall_wall_steps": _stall(
-            [[step.wall for step in steps] for steps in still]
-        ),
+        "update_stall_steps": _stall(updated),
+        "without_update_stall_steps": _stall(still),
         "updates": float(len(updated)),
     }
 
 
-def _stall(rounds: Sequence[Sequence[int]]) -> float:
+def _stall(rounds: Sequence[Sequence[Step]]) -> float:
     """Return by how many usual steps the longest step of a round exceeds one, as a median."""
     if not rounds:
         return float("nan")  # no update completed before the answers ended
-    usual_ns = [statistics.median(steps) for steps in rounds]
-    longest_ns = [max(steps) for steps in rounds]
-    pairs = zip(longest_ns, usual_ns, strict=True)
-    return statistics.median((longest - usual) / usual for longest, usual in pairs)
+    served_ns = [[step.served for step in steps] for steps in rounds]
+    return statistics.median(max(steps) / statistics.median(steps) - 1 for steps in served_ns)
 
 
 if __name__ == "__main__":

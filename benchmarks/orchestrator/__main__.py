@@ -26,14 +26,13 @@ Peers run if ``AREAL_PYTHON`` and ``SKYRL_PYTHON`` (or the options) name a Pytho
 benchmarks/peers/README.md.
 """
 
-import argparse
 import os
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.table import Figures, Row, compared, sample, show
+from benchmarks.table import Figures, Row, compared, make_parser, sample, show
 
 PEERS = Path(__file__).parent.parent / "peers"
 
@@ -223,10 +222,7 @@ PARTS: dict[str, Callable[[int, Peers], list[Row]]] = {
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--areal-python", default=os.environ.get("AREAL_PYTHON"))

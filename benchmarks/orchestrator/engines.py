@@ -17,10 +17,11 @@ from collections.abc import Callable
 from functools import partial
 
 import zmq
+from msgspec.structs import replace
 
+from tidegate.simulation.engine.spec import SimulatedEngineSpec, hello_of
 from tidegate.transport.messages import (
     LENGTH,
-    PROTOCOL,
     RUNNING,
     Ack,
     AdapterLive,
@@ -28,7 +29,6 @@ from tidegate.transport.messages import (
     EngineHeartbeat,
     FinishWeightUpdate,
     FromOrchestrator,
-    Hello,
     LoadAdapter,
     Message,
     Shutdown,
@@ -101,22 +101,10 @@ class FakeEngine:
     def start(self) -> None:
         """Send the hello."""
         self._send(
-            Hello(
-                protocol=PROTOCOL,
-                engine=self.name,
-                epoch=time.time_ns(),
-                weight_version=0,
-                architecture="Benchmark",
+            replace(
+                hello_of(self.name, time.time_ns(), SimulatedEngineSpec(adapters_max=16)),
                 vocab_size=VOCAB_SIZE,
-                context_tokens_max=1 << 20,
                 max_running_turns=self._slots,
-                num_kv_blocks=1 << 20,  # contexts are as long as they like
-                block_tokens=16,
-                pause_modes=["keep"],
-                kv_policies=["keep", "recompute"],
-                weight_channels=["shm"],
-                supports_submit_turns=True,
-                adapters_max=16,
             )
         )
 

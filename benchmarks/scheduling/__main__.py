@@ -32,10 +32,10 @@ from pathlib import Path
 
 from benchmarks.scheduling.experiments import EXPERIMENTS, experiment_rows, trajectory_rows
 from benchmarks.scheduling.policies import POLICIES, SYNC, Variant, variants
-from benchmarks.scheduling.rows import Row, bound_rows, heading, read, rows, show
+from benchmarks.scheduling.rows import Row, bound_rows, read, rows
 from benchmarks.scheduling.run import Outcome, run_once
 from benchmarks.scheduling.workloads import RHO, WORKLOADS, Workload
-from benchmarks.table import show as table_rows
+from benchmarks.table import make_parser, show
 
 MODES = ("keep", "abort", "wait")
 
@@ -47,18 +47,15 @@ def main() -> None:
     """Print the table."""
     options = _options()
     if options.trajectories:
-        table_rows(trajectory_rows(WORKLOADS["agentic"], options.seed), as_json=options.json)
+        show(trajectory_rows(WORKLOADS["agentic"], options.seed), as_json=options.json)
         return
     if options.experiments is not None:
         names, etas = options.experiments or list(EXPERIMENTS), options.eta or [2, 4]
         for workload in map(WORKLOADS.__getitem__, options.workload):
             if options.versions is not None:
                 workload = workload.of_versions(options.versions)
-            found = experiment_rows(names, etas, options.seeds, workload)
-            table_rows(found, as_json=options.json)
+            show(experiment_rows(names, etas, options.seeds, workload), as_json=options.json)
         return
-    if not options.json:
-        print(heading(), flush=True)
     table: list[Row] = []
     for run in _chosen(options):
         show(run, as_json=options.json)
@@ -93,7 +90,7 @@ def _runs(workload: Workload, options: argparse.Namespace) -> Iterator[list[Row]
     sync = _run(workload, Variant(SYNC, POLICIES[SYNC], 0), "keep", options.seed)
     for variant in variants(options.policy, options.eta, is_eager=options.eager):
         # All pause modes are equal for policies with a barrier: nothing runs while weights change.
-        for mode in options.mode[:1] if variant.is_barrier else options.mode:
+        for mode in options.mode[:1] if variant.policy.is_barrier else options.mode:
             is_sync = variant.name == SYNC
             outcome = sync if is_sync else _run(workload, variant, mode, options.seed)
             yield rows(workload, variant, mode, outcome, sync)
@@ -109,9 +106,7 @@ def _run(workload: Workload, variant: Variant, mode: str, seed: int) -> Outcome:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=["reasoning-32k"])
     parser.add_argument("--policy", choices=POLICIES, nargs="+", default=list(POLICIES))
     parser.add_argument("--eta", type=int, nargs="+", help="instead of each policy's own choice")
@@ -126,7 +121,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--experiments", choices=EXPERIMENTS, nargs="*", help="these ideas, or all")
     parser.add_argument("--trajectories", action="store_true", help="five runs of agents")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds of an experiment")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--picture", type=Path, help="draw the table into this file")
     options = parser.parse_args()
     if options.all:

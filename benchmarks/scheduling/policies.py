@@ -46,16 +46,6 @@ class Variant:
     is_eager: bool = False
     """Whether groups start as early as the bound allows, rather than just in time."""
 
-    @property
-    def is_colocated(self) -> bool:
-        """Whether the policy is colocated."""
-        return self.policy.is_colocated
-
-    @property
-    def is_barrier(self) -> bool:
-        """Whether the policy has a barrier."""
-        return self.policy.is_barrier
-
     def staleness_policy(self, groups_per_batch: int) -> StalenessPolicy:
         """Create the policy for a run."""
         policy = self.policy.make(groups_per_batch, self.eta)

@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -59,6 +59,11 @@ class Row(table.Row):
     policy: str = ""
     eta: int = 0
     mode: str = ""
+
+    def text(self) -> str:
+        """Return the row for people."""
+        run = f"{self.workload}, {self.policy}, η={self.eta}, {self.mode}"
+        return f"{run}: {table.Row.text(self)}"
 
 
 def rows(
@@ -127,18 +132,6 @@ def _tokens_per_s(outcome: Outcome) -> float:
     return outcome.tally.trained_tokens / outcome.tally.at_s
 
 
-def show(run: Sequence[Row], *, as_json: bool) -> None:
-    """Print one run: a line for each figure as JSON, or one for all of them."""
-    if as_json:
-        for row in run:
-            print(json.dumps(asdict(row)), flush=True)
-        return
-    first = run[0]
-    about = f"{first.workload:14}{first.policy:20}{first.eta:>3} {first.mode:6}"
-    cells = {row.name: _cell(row) for row in run}
-    print(about + "".join(f"{cells.get(name, ''):>14}" for name in NAMES), flush=True)
-
-
 def read(paths: Sequence[Path]) -> list[list[Row]]:
     """Read runs that ``--json`` has written; a later run replaces an earlier equal one."""
     runs: dict[tuple[str, str, int, str], dict[str, Row]] = {}
@@ -147,22 +140,3 @@ def read(paths: Sequence[Path]) -> list[list[Row]]:
             row = Row(**json.loads(line))
             runs.setdefault((row.workload, row.policy, row.eta, row.mode), {})[row.name] = row
     return [list(run.values()) for run in runs.values()]
-
-
-def heading() -> str:
-    """Return the heading of the lines that :func:`show` prints."""
-    words = "".join(f"{_short(name):>14}" for name in NAMES)
-    return f"{'workload':14}{'policy':20}{'eta':>3} {'mode':6}{words}"
-
-
-def _short(name: str) -> str:
-    return {"orchestrator_cpu_share": "cpu share", "speedup_over_sync": "over sync"}.get(
-        name, name.removesuffix("_share").replace("_staleness", " age").replace("_", " ")
-    )
-
-
-def _cell(row: Row) -> str:
-    """Format our figure, with the model's in brackets."""
-    digits = 0 if row.name == "max_staleness" else 4 if row.name.endswith("cpu_share") else 2
-    theirs = "" if row.peer is None else f" ({row.peer:.{digits}f})"
-    return f"{row.value:.{digits}f}{theirs}"

@@ -122,9 +122,9 @@ class Trainer:
         self._workload = workload
         self._scheduler = scheduler
         self._stopwatch = stopwatch
-        machines = MACHINES if variant.is_colocated else TRAINER_MACHINES
+        machines = MACHINES if variant.policy.is_colocated else TRAINER_MACHINES
         self._s_per_token = workload.training_machine_s / machines / workload.batch_tokens
-        self._switch_s = SWITCH_S if variant.is_colocated else 0.0
+        self._switch_s = SWITCH_S if variant.policy.is_colocated else 0.0
         self._total = Tally()
 
     async def run(self, versions: int) -> list[Tally]:
@@ -242,8 +242,8 @@ async def _main(
     context, init = coarse_context(loop), InitWeights(channel="shm")
     scheduler = Scheduler(settings, empty_model_files(), context.router, init, recorder=None)
     # In a colocated run the weights are exchanged as part of the switch.
-    costs = replace(workload.costs, swap_s=0.0) if variant.is_colocated else workload.costs
-    engines = MACHINES if variant.is_colocated else ROLLOUT_MACHINES
+    costs = replace(workload.costs, swap_s=0.0) if variant.policy.is_colocated else workload.costs
+    engines = MACHINES if variant.policy.is_colocated else ROLLOUT_MACHINES
     for number in range(engines):
         spec = make_spec(costs=costs, stopwatch=stopwatch)
         start_engine(f"engine-{number:02}", spec, context, settings.sampling.seed)

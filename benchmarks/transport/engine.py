@@ -8,41 +8,17 @@ import argparse
 import time
 from array import array
 
+from msgspec.structs import replace
+
+from tidegate.simulation.engine.spec import SimulatedEngineSpec, hello_of
 from tidegate.transport.dealer import DealerSocket
-from tidegate.transport.messages import (
-    LENGTH,
-    PROTOCOL,
-    Ack,
-    Hello,
-    Step,
-    Welcome,
-    encode,
-)
+from tidegate.transport.messages import LENGTH, Ack, Step, Welcome, encode
 from tidegate.transport.streams import SendWindow
 
 NAME = "engine"
 VOCAB_SIZE = 32_768
 TOKENS_PER_VERSION = 512
 IDLE_S = 0.1
-
-
-def hello() -> Hello:
-    """Return the engine's hello."""
-    return Hello(
-        protocol=PROTOCOL,
-        engine=NAME,
-        epoch=1,
-        weight_version=0,
-        architecture="None",
-        vocab_size=VOCAB_SIZE,
-        context_tokens_max=1 << 20,
-        max_running_turns=1 << 20,
-        num_kv_blocks=1,
-        block_tokens=16,
-        pause_modes=["keep"],
-        kv_policies=["keep"],
-        weight_channels=["shm"],
-    )
 
 
 def frames(work: argparse.Namespace) -> list[bytes]:
@@ -76,7 +52,8 @@ def send(work: argparse.Namespace) -> None:
     """Send over the real socket, with credits and acknowledgements, as an engine does."""
     steps = frames(work)
     dealer = DealerSocket(work.address, NAME.encode())
-    dealer.send(hello())
+    hello = hello_of(NAME, 1, SimulatedEngineSpec())
+    dealer.send(replace(hello, vocab_size=VOCAB_SIZE, max_running_turns=1 << 20))
     window: SendWindow | None = None
     while window is None:
         for message in dealer.receive(IDLE_S):

@@ -1,10 +1,12 @@
 """Receive rate of messages, against zmq.asyncio.
 
 ``python -m benchmarks.transport messages`` calls :func:`rows`. Receives with the run's own
-``RouterSocket``; ``message_sender.py`` sends.
+``RouterSocket``; another process, of this module with arguments PATH COUNT BYTES, sends.
 """
 
 import asyncio
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ SMALL_MESSAGES = 400_000
 PEER_MESSAGES = 40_000
 """Number of the peer's messages; it is an order of magnitude slower."""
 TIMEOUT_S = 120.0
+MESSAGES_PER_WRITE = 1000
+GREETING_BYTES = 64
 
 
 class Meter:
@@ -52,7 +56,7 @@ class Meter:
 
 def sender(path: str, count: int) -> list[str]:
     """Return the command of a sending process."""
-    command = [sys.executable, "-m", "benchmarks.transport.message_sender"]
+    command = [sys.executable, "-m", "benchmarks.transport.messages"]
     return [*command, path, str(count), str(SMALL_BYTES)]
 
 
@@ -99,3 +103,38 @@ def rows() -> Iterator[Row]:
     ours, peer = figures["ours"], figures["zmq.asyncio"]
     for name, unit in (("per_s", "messages/s"), ("per_cpu_s", "messages/s per core")):
         yield spread_row(f"recv_msgs_{name}", unit, ours[name], peer[name], "zmq.asyncio")
+
+
+def flood(path: str, count: int, size: int) -> None:
+    """Write ZMTP 3.0 (https://rfc.zeromq.org/spec/23/) to a Unix socket, a thousand messages per
+    system call, so that only the receiver is measured; wait until it has hung up."""
+    writes, rest = divmod(count, MESSAGES_PER_WRITE)
+    if rest or not 0 < size < 256:
+        raise SystemExit(f"thousands of messages of 1 to 255 bytes, not {count} of {size}")
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(path)
+        peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        ready = b"\x05READY" + _property("Socket-Type", "DEALER") + _property("Identity", "engine")
+        peer.sendall(bytes([4, len(ready)]) + ready)
+        size_of_answer = _read(peer, GREETING_BYTES + 2)[-1]
+        _read(peer, size_of_answer)  # earlier messages would be taken for part of the handshake
+        messages = (bytes([0, size]) + bytes(size)) * MESSAGES_PER_WRITE
+        for _ in range(writes):
+            peer.sendall(messages)
+        while peer.recv(1024):
+            pass
+
+
+def _read(peer: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        data += peer.recv(count - len(data)) or sys.exit("the receiver has hung up")
+    return data
+
+
+def _property(name: str, value: str) -> bytes:
+    return bytes([len(name)]) + name.encode() + struct.pack(">I", len(value)) + value.encode()
+
+
+if __name__ == "__main__":
+    flood(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
