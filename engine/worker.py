@@ -57,7 +57,7 @@ from tidegate.transport.private_directory import remove_abandoned
 from tidegate.transport.regular_files import check_all_regular
 from tidegate.transport.security import EngineKeys, read_engine_keys
 from tidegate.transport.weight_channels import WeightReceiverConfig, readable_channels
-from tidegate.transport.weight_channels.cuda_memory import CudaGpu
+from tidegate.transport.weight_channels.cuda_memory import Gpu
 
 ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
 """Exit statuses."""
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         runner.adapter_versions = adapters
     hello = _hello(arguments, model, limits, adapters.versions_max)
     link = OrchestratorLink(socket, msgspec.structs.replace(hello, warnings=warnings))
-    gpu = None if device is None else CudaGpu(device)
+    gpu = None if device is None else Gpu(device)
     staging = ranks.staging(model.allocate, WeightReceiverConfig(arguments.connect, keys, gpu=gpu))
     try:
         scheduler = EngineScheduler(

@@ -12,13 +12,14 @@ import torch
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import CudaIpcHandle
+from tidegate.transport.weight_channels.cuda_memory import Gpu
 
 UUID = "5f0c7d3a-0000-4000-8000-000000000001"
 
 TOTAL_BYTES = 2**30
 
 
-class HostGpu:
+class HostGpu(Gpu):
     """One process's view of the simulated GPU."""
 
     def __init__(self, uuid: str = UUID, *, free_bytes: int = TOTAL_BYTES) -> None:

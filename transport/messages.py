@@ -4,25 +4,16 @@ docs/protocol.md describes them for workers in other languages. One message is o
 (behind the identity frame that a ROUTER adds). Arrays travel as MessagePack ``bin`` in raw
 little-endian. New fields go last and have defaults, so an old peer can still read a new message.
 The protocol has turns, but no rollouts, groups or rewards. Structs of one subject are in sibling
-modules and re-exported here: ``sampling.py``, ``scoring.py``, ``weight_messages.py``,
-``adapter_messages.py`` and ``sleep_messages.py``.
+modules and re-exported here: ``sampling.py``, ``scoring.py`` and ``sleep_messages.py``.
 
-Letters in shapes: R rows (turns) of a step message, N tokens in it, M tensors.
+Letters in shapes: R rows (turns) of a step message, N tokens in it.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from tidegate.errors import BadFrame
-from tidegate.transport.adapter_messages import AdapterFailed as AdapterFailed
-from tidegate.transport.adapter_messages import AdapterLive as AdapterLive
-from tidegate.transport.adapter_messages import AdapterLoaded as AdapterLoaded
-from tidegate.transport.adapter_messages import AdapterNeeded as AdapterNeeded
-from tidegate.transport.adapter_messages import HeldAdapter as HeldAdapter
-from tidegate.transport.adapter_messages import LoadAdapter as LoadAdapter
-from tidegate.transport.adapter_messages import SwapAdapter as SwapAdapter
-from tidegate.transport.adapter_messages import UnloadAdapter as UnloadAdapter
 from tidegate.transport.attachments import Attachment as Attachment
 from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
 from tidegate.transport.media import Media as Media
@@ -40,18 +31,6 @@ from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 from tidegate.transport.sleep_messages import Sleep as Sleep
 from tidegate.transport.sleep_messages import SleepRequestFailed as SleepRequestFailed
 from tidegate.transport.sleep_messages import Wake as Wake
-from tidegate.transport.weight_messages import Adapter as Adapter
-from tidegate.transport.weight_messages import BaseVersions as BaseVersions
-from tidegate.transport.weight_messages import CudaIpcHandle as CudaIpcHandle
-from tidegate.transport.weight_messages import FinishWeightUpdate as FinishWeightUpdate
-from tidegate.transport.weight_messages import InitWeights as InitWeights
-from tidegate.transport.weight_messages import StartWeightUpdate as StartWeightUpdate
-from tidegate.transport.weight_messages import TensorPatch as TensorPatch
-from tidegate.transport.weight_messages import TensorSpec as TensorSpec
-from tidegate.transport.weight_messages import UpdateWeights as UpdateWeights
-from tidegate.transport.weight_messages import WeightsFailed as WeightsFailed
-from tidegate.transport.weight_messages import WeightsLive as WeightsLive
-from tidegate.transport.weight_messages import WeightsStaged as WeightsStaged
 
 PROTOCOL = 3
 """Protocol version. A peer with another version is refused in the handshake."""
@@ -62,6 +41,26 @@ by a pause or evicted, to be continued on another engine; cancelled on request."
 
 FINISH_REASONS = ("running", "stop", "length", "abort", "cancelled")
 """Names of the finish codes, indexed by code."""
+
+
+AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+"""Name of an adapter, unique in its run."""
+
+AdapterVersion = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+"""Number of an adapter's version: each adapter counts its own publishes, from 1."""
+
+LIVE_ADAPTER = 0
+"""Value of ``SamplingParams.adapter_version`` for the version that is live when the turn starts,
+and that later swaps replace."""
+
+
+class HeldAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """Live version of one adapter on an engine, for its hello."""
+
+    name: AdapterName
+    """Name of the adapter."""
+    version: AdapterVersion
+    """Number among the adapter's own versions."""
 
 
 # ---------------------------------------------------------------- engine -> orchestrator
@@ -366,6 +365,249 @@ class Resume(Message, frozen=True, kw_only=True, tag="resume"):
 
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     """Ends the engine process, cleanly, now."""
+
+
+# ---------------------------------------------------------------- weights
+
+
+class TensorPatch(msgspec.Struct, frozen=True, array_like=True):
+    """Marks a tensor whose bytes in an update are a patch: its changed elements, compressed."""
+
+    changed: Count
+    """Number of changed elements of the tensor."""
+    gap_bytes: Count
+    """Bytes of the decompressed patch that encode the gaps between changed elements; their
+    differences follow."""
+    result_crc32: Count | None = None
+    """CRC-32 (zlib) of the whole tensor's bytes after the patch; None if no check is requested."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Name, type and location of one tensor in the buffer of an update."""
+
+    name: str
+    dtype: str
+    """Torch's name of the dtype: ``float32``, ``bfloat16``, …"""
+    shape: Annotated[list[int], msgspec.Meta(max_length=16)]
+    offset: Count
+    """Offset of the first byte from the start of the buffer."""
+    nbytes: Count
+    """Number of bytes of the tensor in the buffer; of its patch, if it has one."""
+    crc32: Count | None = None
+    """CRC-32 (zlib) of the bytes in the buffer; None if no check is requested."""
+    patch: TensorPatch | None = None
+    """Set if the bytes are a patch of the same tensor in the version that the update follows; then
+    ``nbytes`` is the patch's size. None: the bytes are the whole tensor."""
+
+
+class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True):
+    """CUDA IPC handle of an update's buffer, as torch exports it."""
+
+    gpu: str
+    """UUID of the GPU that has the memory."""
+    handle: bytes
+    """IPC handle of the allocation that contains the buffer."""
+    nbytes: Count
+    """Size of the buffer, in bytes."""
+    offset: Count
+    """Offset of the buffer from the start of the allocation, in bytes."""
+    ref_counter_handle: bytes
+    """Name of the shared memory that holds torch's reference counters."""
+    ref_counter_offset: Count
+
+
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter: its name, and the scale of the product of its matrices."""
+
+    name: str
+    scale: float
+    """Factor of the product of the adapter's matrices: alpha / r."""
+
+
+class BaseVersions(msgspec.Struct, frozen=True, array_like=True):
+    """Range of versions ``[first, last]`` that differ from an update only in the update's
+    tensors."""
+
+    first: Count
+    """Oldest version of the range."""
+    last: Count
+    """Newest version of the range, included."""
+
+
+# A weight update has vLLM's four phases: init, start, update, finish. The orchestrator sends phases
+# 1-4 for each version; the tensors themselves travel through a weight channel.
+
+
+class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):
+    """Phase 1 of 4: sets up the weight channel."""
+
+    channel: str
+    """Name of the channel, one of ``Hello.weight_channels``."""
+    info: dict[str, Any] = {}
+
+
+class StartWeightUpdate(Message, frozen=True, kw_only=True, tag="start_weight_update"):
+    """Phase 2 of 4: allocates room for ``version`` beside the live weights."""
+
+    version: Count
+
+
+class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
+    """Phase 3 of 4, once per buffer: copy these tensors. Once all have been copied, the engine
+    answers with ``WeightsStaged`` or ``WeightsFailed``."""
+
+    version: Count
+    location: str
+    """Location of the buffer in the channel's own terms: a segment's path, a file's path."""
+    tensors: list[TensorSpec]
+    """Tensors in this buffer; empty if the chunk has no buffer."""
+    is_last: bool = True
+    """Whether this is the last chunk: then check names, shapes and dtypes, and answer."""
+    base_versions: BaseVersions | None = None
+    """Versions that a partial update applies to: if the live version is among them, missing tensors
+    are taken from it, otherwise the update is refused. None: the update is complete. Equal in each
+    chunk of an update."""
+    adapter: Adapter | None = None
+    """The adapter that all of these tensors belong to; None: they belong to the model. A version
+    has only those adapters that come with it."""
+    ipc_handle: CudaIpcHandle | None = None
+    """The buffer on a GPU, which ``location`` cannot name."""
+
+
+class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_update"):
+    """Phase 4 of 4: swap ``version`` in between two steps. Answered by ``WeightsLive``."""
+
+    version: Count
+    pause_mode: PauseMode
+    kv_policy: KvPolicy
+
+
+class WeightsStaged(Message, frozen=True, kw_only=True, tag="weights_staged"):
+    """A version is staged beside the live one, checked, and ready to be swapped in."""
+
+    version: Count
+    staging_us: Count = 0
+    """Time from the start of the update until it was staged, in microseconds."""
+
+
+class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
+    """From now on every token of this engine is sampled by ``version``."""
+
+    version: Count
+    swapped_us: Count = 0
+    """Time of the swap on the engine's monotonic clock, in microseconds."""
+    recomputed_turns: Count = 0
+    """Number of frozen turns whose KV is computed again."""
+    stall_us: Count = 0
+    """Time that no turn made progress because of the swap, in microseconds."""
+
+
+class WeightsFailed(Message, frozen=True, kw_only=True, tag="weights_failed"):
+    """An update was refused; the engine keeps serving the old version."""
+
+    version: Count
+    message: str
+
+
+# ---------------------------------------------------------------- adapters
+
+# LoRA adapters with weight versions of their own, for engines whose hello has ``adapters_max``. One
+# adapter is staged, swapped and tagged independently of the model's weights and of all other
+# adapters. The reasons are in docs/decisions/adapter-versions.md.
+
+
+class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
+    """Loads one version of an adapter beside all versions that are served. Answered by
+    ``AdapterLoaded`` or ``AdapterFailed``. It serves pinned turns at once, and others from
+    ``SwapAdapter`` on."""
+
+    name: AdapterName
+    """Name of the adapter."""
+    version: AdapterVersion
+    """Number among the adapter's own versions."""
+    scale: float
+    """Factor of the product of the adapter's matrices."""
+    chunks: list[UpdateWeights]
+    """Location of the tensors in the weight channel; ``version`` and ``adapter`` of a chunk have no
+    meaning here."""
+    is_live: bool = False
+    """Whether this is the adapter's live version, sent again because the engine asked for it. Takes
+    effect unless a later version is live."""
+    is_staged: bool = False
+    """Whether ``SwapAdapter`` follows; the version stays in memory until then."""
+
+
+class SwapAdapter(Message, frozen=True, kw_only=True, tag="swap_adapter"):
+    """Makes a loaded version the adapter's live one between two steps. Answered by ``AdapterLive``.
+
+    Applies to the turns of this adapter only: ``abort`` ends the running ones, ``keep`` continues
+    them under the new version, ``wait`` lets them end under the old version while new turns use the
+    new one. Pinned turns keep their version.
+    """
+
+    name: AdapterName
+    """Name of the adapter."""
+    version: AdapterVersion
+    """Number among the adapter's own versions."""
+    pause_mode: PauseMode
+    """What happens to the adapter's running turns."""
+    kv_policy: KvPolicy
+    """What happens to the KV of its turns that continue."""
+
+
+class UnloadAdapter(Message, frozen=True, kw_only=True, tag="unload_adapter"):
+    """Drops an adapter, or one version of it, and refuses the turns that use it; unknown ones are
+    ignored. Also the answer to ``AdapterNeeded`` for a version that does not exist (any more)."""
+
+    name: AdapterName
+    """Name of the adapter."""
+    version: AdapterVersion | None = None
+    """Version to drop; None for all versions."""
+
+
+class AdapterLoaded(Message, frozen=True, kw_only=True, tag="adapter_loaded"):
+    """A version of an adapter is in memory and fits the model."""
+
+    name: AdapterName
+    """Name of the adapter."""
+    version: AdapterVersion
+    """Number among the adapter's own versions."""
+    staging_us: Count = 0
+    """Time from the request until it was loaded, in microseconds."""
+
+
+class AdapterFailed(Message, frozen=True, kw_only=True, tag="adapter_failed"):
+    """A version of an adapter was refused, for this reason; nothing else has changed."""
+
+    name: AdapterName
+    """Name of the adapter."""
+    version: AdapterVersion
+    """Number among the adapter's own versions."""
+    message: str
+    """Reason of the refusal."""
+
+
+class AdapterLive(Message, frozen=True, kw_only=True, tag="adapter_live"):
+    """From now on turns that follow the adapter's live version are sampled by this one."""
+
+    name: AdapterName
+    """Name of the adapter."""
+    version: AdapterVersion
+    """Number among the adapter's own versions."""
+    swapped_us: Count = 0
+    """Time of the swap on the engine's monotonic clock, in microseconds."""
+    recomputed_turns: Count = 0
+    """Number of running turns whose KV is computed again."""
+
+
+class AdapterNeeded(Message, frozen=True, kw_only=True, tag="adapter_needed"):
+    """Turns wait for an adapter that the engine does not hold. Answered by ``LoadAdapter`` once
+    there is such a version, or by ``UnloadAdapter``."""
+
+    name: AdapterName
+    """Name of the adapter."""
+    version: Count = LIVE_ADAPTER
+    """Version of pinned turns; ``LIVE_ADAPTER`` for the live one."""
 
 
 FromEngine = (

@@ -6,8 +6,8 @@ orchestrator. Tensors for all-reduce travel separately.
 
 import msgspec
 
+from tidegate.transport.messages import InitWeights, StartWeightUpdate, UpdateWeights
 from tidegate.transport.sleep_messages import Sleep, Wake
-from tidegate.transport.weight_messages import InitWeights, StartWeightUpdate, UpdateWeights
 
 
 class RankMessage(msgspec.Struct, frozen=True, tag_field="kind"):

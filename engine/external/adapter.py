@@ -177,6 +177,9 @@ class EngineAdapter:
     its turns continue elsewhere. Every call to the engine needs its own deadline.
     """
 
+    capabilities: Capabilities
+    """What :meth:`open` returned; set by the worker."""
+
     async def open(self, label: str) -> Capabilities:
         """Connect to the engine; leave it awake, unpaused and without requests.
 

@@ -7,10 +7,9 @@ staging of weights are those of Tidegate's own engine.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
-from tidegate.engine.external.adapter import Capabilities, EngineAdapter, adapter_failed
-from tidegate.engine.external.host_weights import HostWeights, PublishedDirectories
+from tidegate.engine.external.adapter import EngineAdapter, adapter_failed
 from tidegate.engine.external.scoring import ExternalScoreQueue
 from tidegate.engine.external.sleeping import ExternalSleepController
 from tidegate.engine.external.step_message_batcher import StepMessageBatcher
@@ -66,28 +65,24 @@ class ExternalEngineLoop:
         self,
         link: OrchestratorLink,
         adapter: EngineAdapter,
-        capabilities: Capabilities,
+        swapper: WeightSwapper,
         *,
         limits: EngineLimits,
         staging: Staging,
-        weights: HostWeights,
-        directories: PublishedDirectories,
         label: str,
-        make_label: Callable[[int], str],
         stream_interval_tokens: int,
     ) -> None:
-        """``label`` names the engine's current weights; ``make_label`` makes a new name for a
-        version at each call. The engine may collect ``stream_interval_tokens`` of a turn before it
-        sends them."""
+        """``label`` names the engine's current weights. The engine may collect
+        ``stream_interval_tokens`` of a turn before it sends them."""
         self._link = link
         self._adapter = adapter
+        self._swapper = swapper
         self._staging = staging
         self._batcher = StepMessageBatcher(link)
         self._changed = asyncio.Event()
         self._turns = ExternalTurnQueue(
             link,
             adapter,
-            capabilities,
             limits=limits,
             label=label,
             batcher=self._batcher,
@@ -96,23 +91,8 @@ class ExternalEngineLoop:
             stream_interval_tokens=stream_interval_tokens,
         )
         self._streams = self._turns.streams
-        self._swapper = WeightSwapper(
-            adapter,
-            capabilities,
-            link,
-            staging=staging,
-            weights=weights,
-            directories=directories,
-            label=label,
-            make_label=make_label,
-        )
-        self._sleep_controller = ExternalSleepController(
-            adapter,
-            capabilities,
-            reload=self._swapper.reload,
-            match_directory=lambda: not self._swapper.has_swapped,
-        )
-        self._scores = ExternalScoreQueue(adapter, capabilities, link, on_gone=self._fail)
+        self._sleep_controller = ExternalSleepController(adapter, swapper)
+        self._scores = ExternalScoreQueue(adapter, link, on_gone=self._fail)
         self._gate = PauseGate()
         self._resumes_unanswered = 0
         self._replies: list[Message] = []

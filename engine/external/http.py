@@ -6,8 +6,7 @@ raises ``HttpStatusError``.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +29,8 @@ ERROR_CHARACTERS_MAX = 300
 """Length to which a refusal's body is cut."""
 
 UNAUTHORIZED = 401
+
+Query = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 class HttpStatusError(TidegateError):
@@ -91,7 +92,7 @@ class HttpEngine:
         path: str,
         body: object = None,
         *,
-        query: Mapping[str, str] | Sequence[tuple[str, str]] | None = None,
+        query: Query | None = None,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Any:
         """Return a call's JSON answer, or its text if it is not JSON.
@@ -130,7 +131,7 @@ class HttpEngine:
             EngineGone: the connection broke.
         """
         try:
-            async with self._request("POST", path, body, None) as response:
+            async with self._request("POST", path, body) as response:
                 if response.status != 200:
                     raise self._status_error(path, response.status, await response.read())
                 pending = b""
@@ -175,20 +176,13 @@ class HttpEngine:
             f"and that URL is the server's own address, not a router's, without /v1 at the end"
         )
 
-    @asynccontextmanager
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        body: object,
-        query: Mapping[str, str] | Sequence[tuple[str, str]] | None,
-    ) -> AsyncIterator[Any]:
+    def _request(self, method: str, path: str, body: object, query: Query | None = None) -> Any:
+        """Return a context manager, which makes a request and yields the response."""
         data = None if body is None else msgspec.json.encode(body)
         headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})
-        async with self._session().request(
+        return self._session().request(
             method, self.url + path, data=data, params=query, headers=headers
-        ) as response:
-            yield response
+        )
 
     def _status_error(self, path: str, status: int, data: bytes) -> HttpStatusError:
         why = _message(data)

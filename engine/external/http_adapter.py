@@ -4,7 +4,7 @@ A subclass names its server's routes, and implements what only that server does.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from tidegate.engine.external.adapter import (
     ExternalScores,
     ScoreRequest,
 )
-from tidegate.engine.external.http import CONTROL_TIMEOUT_S, HttpEngine, HttpStatusError
+from tidegate.engine.external.http import CONTROL_TIMEOUT_S, HttpEngine, HttpStatusError, Query
 from tidegate.engine.external.tensor_senders import TensorSender
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import ConfigError, EngineGone, ScoreRefused, TurnRefused, WeightsRefused
@@ -186,7 +186,7 @@ class HttpAdapter(EngineAdapter):
         body: object = None,
         *,
         method: str = "POST",
-        query: Mapping[str, str] | Sequence[tuple[str, str]] | None = None,
+        query: Query | None = None,
         timeout_s: float | None = None,
     ) -> Any:
         """Make a call that is refused only if something is wrong with the server."""

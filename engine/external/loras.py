@@ -33,10 +33,8 @@ class HostAdapter:
     @property
     def rank(self) -> int:
         """Largest rank; publishers make sure that all ranks are equal."""
-        return max(self._ranks(), default=0)
-
-    def _ranks(self) -> list[int]:
-        return [tensor.shape[0] for name, tensor in self.tensors.items() if ".lora_A." in name]
+        ranks = (tensor.shape[0] for name, tensor in self.tensors.items() if ".lora_A." in name)
+        return max(ranks, default=0)
 
     def is_as(self, other: "HostAdapter") -> bool:
         """Whether the other adapter has equal tensors and scale."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 
 from tidegate.engine.external.adapter import (
-    Capabilities,
     EngineAdapter,
     ExternalScores,
     ScoreRequest,
@@ -29,15 +28,14 @@ class ExternalScoreQueue:
     def __init__(
         self,
         adapter: EngineAdapter,
-        capabilities: Capabilities,
         link: OrchestratorLink,
         *,
         on_gone: Callable[[TidegateError], None],
     ) -> None:
         """``on_gone`` is called if the engine is gone; another engine then gets the requests."""
         self._adapter = adapter
+        self._capabilities = adapter.capabilities
         self._on_gone = on_gone
-        self._capabilities = capabilities
         self._link = link
         self._pending: dict[int, ScoreTokens] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}

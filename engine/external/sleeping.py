@@ -5,10 +5,9 @@ While memory sleeps, or weights are missing, the engine stays paused:
 before the engine sleeps, and made again after it wakes.
 """
 
-from collections.abc import Awaitable, Callable
-
-from tidegate.engine.external.adapter import Capabilities, EngineAdapter
+from tidegate.engine.external.adapter import EngineAdapter
 from tidegate.engine.external.streams import Streams
+from tidegate.engine.external.swaps import WeightSwapper
 from tidegate.engine.scheduling.pauses import PauseGate
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import EngineGone, WeightsRefused
@@ -31,20 +30,10 @@ NO_PAUSE = (
 class ExternalSleepController:
     """Puts one external engine's weights and KV cache to sleep and wakes them."""
 
-    def __init__(
-        self,
-        adapter: EngineAdapter,
-        capabilities: Capabilities,
-        *,
-        reload: Callable[[], Awaitable[None]],
-        match_directory: Callable[[], bool],
-    ) -> None:
-        """``reload`` loads the live weights again. ``match_directory``: whether the live weights
-        are the model directory's, because no others were ever loaded."""
+    def __init__(self, adapter: EngineAdapter, swapper: WeightSwapper) -> None:
         self._adapter = adapter
-        self._capabilities = capabilities
-        self._reload = reload
-        self._match_directory = match_directory
+        self._capabilities = adapter.capabilities
+        self._swapper = swapper
         self._asleep: set[MemoryTag] = set()
         self._keeps_contents = True
         """Whether sleeping weights keep their contents."""
@@ -132,11 +121,11 @@ class ExternalSleepController:
 
     async def _reload_weights(self) -> None:
         """Reload the model directory's weights. Other weights are lost until the next update."""
-        if not self._match_directory():
+        if self._swapper.has_swapped:
             self.needs_weights = True
             return
         try:
-            await self._reload()
+            await self._swapper.reload()
         except WeightsRefused as error:
             raise EngineGone(
                 f"{self._capabilities.engine} woke, and can't load the weights again: {error}"

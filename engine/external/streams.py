@@ -13,12 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from typing import Literal
 
-from tidegate.engine.external.adapter import (
-    Capabilities,
-    EngineAdapter,
-    GeneratedChunk,
-    adapter_failed,
-)
+from tidegate.engine.external.adapter import EngineAdapter, GeneratedChunk, adapter_failed
 from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.turns import ExternalTurn, read_turn
 from tidegate.engine.link import OrchestratorLink
@@ -56,7 +51,6 @@ class Streams:
     def __init__(
         self,
         adapter: EngineAdapter,
-        capabilities: Capabilities,
         label: str,
         *,
         batcher: StepMessageBatcher,
@@ -68,7 +62,7 @@ class Streams:
         reused. The engine may collect ``stream_interval_tokens`` of a request before it sends
         them."""
         self._adapter = adapter
-        self._capabilities = capabilities
+        self._capabilities = adapter.capabilities
         self._label = self._salt = label
         self._salts = itertools.count(1)
         self.loras: Mapping[str, str] = {}
@@ -289,7 +283,6 @@ class ExternalTurnQueue:
         self,
         link: OrchestratorLink,
         adapter: EngineAdapter,
-        capabilities: Capabilities,
         *,
         limits: EngineLimits,
         label: str,
@@ -300,7 +293,7 @@ class ExternalTurnQueue:
     ) -> None:
         """``on_change`` is called when turns may start, or a request has ended."""
         self._link = link
-        self._capabilities = capabilities
+        self._capabilities = adapter.capabilities
         self._limits = limits
         self._batcher = batcher
         self._on_change = on_change
@@ -314,7 +307,6 @@ class ExternalTurnQueue:
         one."""
         self.streams = Streams(
             adapter,
-            capabilities,
             label,
             batcher=batcher,
             on_request_ended=self._on_request_ended,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tidegate.engine.external.adapter import Capabilities, EngineAdapter
+from tidegate.engine.external.adapter import EngineAdapter
 from tidegate.engine.external.host_weights import HostWeights, PublishedDirectories
 from tidegate.engine.external.loras import LoadedLora, LoraRegistry, names_of
 from tidegate.engine.external.scoring import ExternalScoreQueue
@@ -37,7 +37,6 @@ class WeightSwapper:
     def __init__(
         self,
         adapter: EngineAdapter,
-        capabilities: Capabilities,
         link: OrchestratorLink,
         *,
         staging: Staging,
@@ -49,8 +48,7 @@ class WeightSwapper:
         """``label`` names the model directory's weights; ``make_label`` makes a new name for a
         version at each call."""
         self._adapter = adapter
-        self._capabilities = capabilities
-        self._takes_patches = capabilities.takes_patches
+        self._takes_patches = adapter.capabilities.takes_patches
         """Whether versions that came as patches are passed on as patches; not after a failure."""
         self._link = link
         self._staging = staging
@@ -167,7 +165,7 @@ class WeightSwapper:
         pause."""
         if not brings_weights:
             return partial(self._adapter.rename_weights, label)
-        if self._capabilities.takes_tensors:
+        if self._adapter.capabilities.takes_tensors:
             return partial(self._adapter.load_tensors, self._weights.by_name, label)
         if self._takes_patches and patches is not None:
             file = await asyncio.to_thread(
@@ -197,7 +195,7 @@ class WeightSwapper:
     async def reload(self) -> None:
         """Load the model directory's weights again after the engine has lost them."""
         assert not self.has_swapped, "the live weights are not the directory's"
-        if self._capabilities.takes_tensors:
+        if self._adapter.capabilities.takes_tensors:
             await self._adapter.load_tensors(self._weights.by_name, self._first_label)
         else:
             await self._adapter.load_weights(self._directories.model, self._first_label)
@@ -208,7 +206,7 @@ class WeightSwapper:
         """Pause as the update says; return how many turns must be requested again."""
         if (
             keeps_kv(update.pause_mode, update.kv_policy)
-            and self._capabilities.keeps_kv
+            and self._adapter.capabilities.keeps_kv
             and streams.send_every_token()
         ):
             await streams.freeze()

@@ -11,7 +11,7 @@ import io
 import json
 import re
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from tidegate.engine.external.adapter import (
     of_positions,
 )
 from tidegate.engine.external.host_weights import is_tied, read_mixture, read_sizes
-from tidegate.engine.external.http import HttpStatusError
+from tidegate.engine.external.http import HttpStatusError, Query
 from tidegate.engine.external.http_adapter import (
     MEMORY_TIMEOUT_S,
     PAUSE_TIMEOUT_S,
@@ -47,7 +47,7 @@ from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.printable import print_stderr
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
-from tidegate.transport.weight_channels.cuda_memory import CudaGpu as gpu_of
+from tidegate.transport.weight_channels.cuda_memory import Gpu as gpu_of
 from tidegate.transport.weight_channels.cuda_nccl import NcclFailed, nccl_library, own_device
 
 TRANSFER_METHODS = ("disk", "nccl", "nccl-unpacked", "ipc")
@@ -294,51 +294,6 @@ def content_part(media: Media) -> dict[str, str]:
 
 # ---------------------------------------------------------------- the adapter
 
-Query = Sequence[tuple[str, str]]
-
-
-class VllmMemory:
-    """Sleep and wake of one server."""
-
-    def __init__(self, post: Callable[[str, Query], Awaitable[Any]]) -> None:
-        """``post`` calls a route with a query."""
-        self._post = post
-        self._asleep: set[MemoryTag] = set()
-        self._level: SleepLevel = 1
-
-    async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Put these parts to sleep, beside those that sleep already."""
-        asleep = self._asleep | set(tags)
-        if "weights" in tags:
-            self._level = level
-        if self._asleep:
-            await self.wake_all()
-        # Weights that stay awake must keep their contents over the sleep and wake.
-        sleep_level = self._level if "weights" in asleep else 1
-        await self._post("/sleep", [("level", str(sleep_level)), ("mode", "abort")])
-        self._asleep = set(MEMORY_TAGS)
-        if awake_tags := [tag for tag in MEMORY_TAGS if tag not in asleep]:
-            await self.wake(awake_tags)
-
-    async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Wake these parts. vLLM samples again once all are awake, so the caller
-        must pause it then."""
-        answer = await self._post("/wake_up", [("tags", tag) for tag in tags])
-        self._asleep.difference_update(tags)
-        expected = "sleeping" if self._asleep else "awake"
-        # Older releases answer with an empty body.
-        status = answer.get("status", expected) if isinstance(answer, dict) else expected
-        if status != expected:
-            raise EngineGone(
-                f"vLLM was asked to wake {' and '.join(tags)}, and reports {status!r} where "
-                f"{expected!r} was expected; does another client put it to sleep?"
-            )
-
-    async def wake_all(self) -> None:
-        """Wake everything. Harmless if nothing sleeps."""
-        await self._post("/wake_up", [])
-        self._asleep.clear()
-
 
 class VllmAdapter(HttpAdapter):
     """Adapter of one vLLM server."""
@@ -374,7 +329,9 @@ class VllmAdapter(HttpAdapter):
             )
         self._name = ""
         """The model's name in requests."""
-        self._memory = VllmMemory(self._post_query)
+        self._asleep: set[MemoryTag] = set()
+        self._sleep_level: SleepLevel = 1
+        """Level at which the weights sleep."""
 
     # ------------------------------------------------------------ start
 
@@ -535,7 +492,7 @@ class VllmAdapter(HttpAdapter):
 
     async def _stop_all(self) -> None:
         if self._server_capabilities.sleep_levels:  # an earlier adapter may have died in its sleep
-            await self._memory.wake_all()
+            await self._wake_all()
         await self.pause("abort")
 
     async def _load_model(self, label: str) -> None:
@@ -691,17 +648,44 @@ class VllmAdapter(HttpAdapter):
             )
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Release memory."""
-        await self._memory.sleep(level, tags)
+        """Release memory. vLLM puts all of it to sleep at once, so wake the rest."""
+        asleep = self._asleep | set(tags)
+        if "weights" in tags:
+            self._sleep_level = level
+        if self._asleep:
+            await self._wake_all()
+        # Weights that stay awake must keep their contents over the sleep and wake.
+        sleep_level = self._sleep_level if "weights" in asleep else 1
+        await self._sleep_call("/sleep", [("level", str(sleep_level)), ("mode", "abort")])
+        self._asleep = set(MEMORY_TAGS)
+        if awake_tags := [tag for tag in MEMORY_TAGS if tag not in asleep]:
+            await self._wake(awake_tags)
         await self.pause("abort")
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
         """Allocate memory again. vLLM unpauses itself once all is awake; no request
         is in flight then."""
-        await self._memory.wake(tags)
+        await self._wake(tags)
         await self.pause("abort")
 
-    async def _post_query(self, path: str, query: Query) -> Any:
+    async def _wake(self, tags: Sequence[MemoryTag]) -> None:
+        answer = await self._sleep_call("/wake_up", [("tags", tag) for tag in tags])
+        self._asleep.difference_update(tags)
+        expected = "sleeping" if self._asleep else "awake"
+        # Older releases answer with an empty body.
+        status = answer.get("status", expected) if isinstance(answer, dict) else expected
+        if status != expected:
+            raise EngineGone(
+                f"vLLM was asked to wake {' and '.join(tags)}, and reports {status!r} where "
+                f"{expected!r} was expected; does another client put it to sleep?"
+            )
+
+    async def _wake_all(self) -> None:
+        """Wake all memory. Harmless if nothing sleeps."""
+        await self._sleep_call("/wake_up", [])
+        self._asleep.clear()
+
+    async def _sleep_call(self, path: str, query: Query) -> Any:
         return await self._control(path, query=query, timeout_s=MEMORY_TIMEOUT_S)
 
     async def preemptions(self) -> int | None:

@@ -30,6 +30,7 @@ from tidegate.engine.external.host_weights import (
     read_sizes,
 )
 from tidegate.engine.external.streams import STREAM_INTERVAL_TOKENS
+from tidegate.engine.external.swaps import WeightSwapper
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
@@ -147,7 +148,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     label = make_label(0)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(adapter.close)
-        capabilities = await adapter.open(label)
+        capabilities = adapter.capabilities = await adapter.open(label)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
         stack.callback(socket.close)
         hello = _hello(arguments, capabilities, epoch)
@@ -159,16 +160,22 @@ async def _main(arguments: argparse.Namespace) -> int:
         directories = PublishedDirectories(
             arguments.model, arguments.weights_directory or private.path
         )
-        engine_loop = ExternalEngineLoop(
-            link,
+        swapper = WeightSwapper(
             adapter,
-            capabilities,
-            limits=_limits(hello),
+            link,
             staging=staging,
             weights=weights,
             directories=directories,
             label=label,
             make_label=make_label,
+        )
+        engine_loop = ExternalEngineLoop(
+            link,
+            adapter,
+            swapper,
+            limits=_limits(hello),
+            staging=staging,
+            label=label,
             stream_interval_tokens=arguments.stream_interval_tokens,
         )
         loop = asyncio.get_running_loop()

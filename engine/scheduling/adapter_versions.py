@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tidegate.transport.adapter_messages import LIVE_ADAPTER, HeldAdapter
+from tidegate.transport.messages import LIVE_ADAPTER, HeldAdapter
 
 if TYPE_CHECKING:
     from tidegate.engine.execution.step_layout import AdapterVersion

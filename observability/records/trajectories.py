@@ -25,9 +25,8 @@ from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionS
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.token_attachments import PositionReport
 from tidegate.orchestrator.episodes.media_parts import recorded
-from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.attachments import ATTACHMENTS, AttachmentColumns, AttachmentKind
-from tidegate.transport.messages import KvSpan, SamplingParams
+from tidegate.transport.messages import LIVE_ADAPTER, KvSpan, SamplingParams
 
 TRAJECTORIES_FILE = "trajectories.parquet"
 

@@ -24,9 +24,9 @@ from tidegate.orchestrator.core.control_state import ControlState, NextVersion, 
 from tidegate.orchestrator.core.target_versions import TargetVersions, WeightUpdate
 from tidegate.orchestrator.core.weight_content import WeightContent
 from tidegate.orchestrator.core.weight_versions import WeightVersions
-from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.message import SwapMode
 from tidegate.transport.messages import (
+    LIVE_ADAPTER,
     AdapterFailed,
     AdapterLive,
     AdapterLoaded,

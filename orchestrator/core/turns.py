@@ -23,11 +23,11 @@ from tidegate.orchestrator.core.filing import EVALUATION_HANDLES_FROM, StepOutco
 from tidegate.orchestrator.core.placement import EngineTurns, Placement, PlacementRules
 from tidegate.orchestrator.core.provenance import TurnPrefill
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import (
     FINISH_REASONS,
     LENGTH,
+    LIVE_ADAPTER,
     RUNNING,
     STOP,
     Prefill,

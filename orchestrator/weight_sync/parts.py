@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from tidegate.errors import AuditError
+from tidegate.transport.messages import TensorSpec
 from tidegate.transport.regular_files import read_regular
-from tidegate.transport.weight_messages import TensorSpec
 
 PARTS_FILE = "parts.json"
 

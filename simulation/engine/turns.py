@@ -19,11 +19,11 @@ from tidegate.simulation.checks.coverage import CoverageMark
 from tidegate.simulation.checks.model import HashedContext
 from tidegate.simulation.engine.context import SimulationContext
 from tidegate.simulation.engine.spec import CONTEXT_TOKENS_MAX, TEMPERATURE_MAX, SimulatedEngineSpec
-from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
     LENGTH,
+    LIVE_ADAPTER,
     RUNNING,
     STOP,
     FinishWeightUpdate,

@@ -44,10 +44,9 @@ from tidegate.simulation.engine.scripted import (
 )
 from tidegate.simulation.engine.wire import SHOWN_FRAMES_MAX, FrameLog
 from tidegate.simulation.run.virtual_time import VirtualTime
-from tidegate.transport.messages import InitWeights, UpdateWeights
+from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_channels.shm import ShmSender
-from tidegate.transport.weight_messages import TensorSpec
 
 if TYPE_CHECKING:
     from tidegate.simulation.engine.computing import ComputingEngine, ComputingHost

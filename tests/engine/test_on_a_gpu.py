@@ -35,7 +35,7 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
 )
 from tidegate.transport.weight_channels import WeightReceiverConfig, sender
-from tidegate.transport.weight_channels.cuda_memory import CudaGpu
+from tidegate.transport.weight_channels.cuda_memory import Gpu
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, and Triton"
@@ -198,9 +198,7 @@ def test_weights_by_cuda_ipc_are_staged_out_of_another_processs_memory_and_freed
     runner, expected, driven = runner_on_device(paths[0]), turns(), turns()
     drive(runner_on_device(paths[1]), expected, new_tokens=8)
     set_bytes = sum(tensor.data.nbytes for tensor in named_buffers(paths[1]))
-    staging = Staging(
-        lambda: weights_on_device(paths[0]), WeightReceiverConfig(gpu=CudaGpu(DEVICE))
-    )
+    staging = Staging(lambda: weights_on_device(paths[0]), WeightReceiverConfig(gpu=Gpu(DEVICE)))
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(paths[1])],
         stdin=subprocess.PIPE,

@@ -22,9 +22,9 @@ from tests.engine.orchestra import (
     SeenTurn,
 )
 from tests.engine.replaying import assert_replays
-from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.messages import (
     LENGTH,
+    LIVE_ADAPTER,
     Ack,
     AdapterNeeded,
     CancelTurn,

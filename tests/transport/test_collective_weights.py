@@ -1,40 +1,40 @@
 """Tests of the torch.distributed weight channel, while engines join, leave and die."""
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.transport.weight_ends import (
+    RECEIVER_CONFIG,
+    WAIT_S,
+    Engine,
+    as_bytes,
+    tensors,
+    wait_until,
+)
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import UpdateWeights, encode
 from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
 from tidegate.transport.weight_channels import (
-    NamedBuffer,
     WeightReceiverConfig,
     collective,
     collective_rounds,
-    receiver,
 )
 from tidegate.transport.weight_channels.collective import CollectiveSender
 from tidegate.transport.weight_channels.collective_rounds import PIECE_BYTES
 
 pytestmark = pytest.mark.wire
 
-WAIT_S = 100.0
-
 FOR_EVER_S = 1000.0
 """Longer than any test waits."""
-
-RECEIVER_CONFIG = WeightReceiverConfig("tcp://127.0.0.1:5555")
-"""Orchestrator's address, with no listener; weights use a port beside it."""
 
 
 @pytest.fixture
@@ -47,42 +47,6 @@ def weights() -> Iterator[CollectiveSender]:
 @pytest.fixture(autouse=True)
 def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_rounds, "ROUND_TIMEOUT_S", 5.0)
-
-
-class Engine:
-    """A receiver with a thread of its own."""
-
-    def __init__(
-        self, weights: CollectiveSender, config: WeightReceiverConfig = RECEIVER_CONFIG
-    ) -> None:
-        self._end = receiver(weights.init(), config)
-        self._thread = ThreadPoolExecutor(1)
-
-    def fetch(
-        self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
-    ) -> "Future[dict[str, bytes]]":
-        return self._thread.submit(
-            lambda: {spec.name: bytes(view) for spec, view in self._end.tensors(update, is_wanted)}
-        )
-
-    def fetch_one(self, update: UpdateWeights) -> "Future[str]":
-        """Fetch the first tensor, and no more."""
-        return self._thread.submit(lambda: next(self._end.tensors(update))[0].name)
-
-    def close(self) -> None:
-        self._thread.submit(self._end.close).result(WAIT_S)
-        self._thread.shutdown()
-
-
-def tensors(*sizes: int) -> list[NamedBuffer]:
-    return [
-        NamedBuffer(f"w{n}", "uint8", (size,), memoryview(os.urandom(size)))
-        for n, size in enumerate(sizes)
-    ]
-
-
-def as_bytes(sent: list[NamedBuffer]) -> dict[str, bytes]:
-    return {tensor.name: bytes(tensor.data) for tensor in sent}
 
 
 def test_all_requesters_share_a_round_and_the_same_group_serves_the_next(
@@ -251,15 +215,6 @@ def test_one_that_refuses_its_place_in_a_round_says_so(weights: CollectiveSender
 def wait_for_two(weights: CollectiveSender) -> None:
     """Wait until the other process has sent its request."""
     wait_until(lambda: len(weights._receivers_last_message_s) == 2)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(4000):
-        if is_so():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came to that")
 
 
 def test_requests_are_made_with_the_runs_keys(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
-from tidegate.transport.router import BYTES_PER_DRAIN, RouterSocket
+from tidegate.transport.router import BYTES_PER_DRAIN, FRAMES_PER_DRAIN, RouterSocket
 from tidegate.transport.zeromq import QUEUED_MESSAGES_MAX, REJECTIONS_PER_S_MAX
 
 pytestmark = pytest.mark.wire
@@ -38,6 +38,7 @@ async def test_a_flooding_peer_delays_anothers_word_by_a_message_or_two() -> Non
         inbox = Inbox(router)
         frames = await inbox.wait_for(5001)
     assert [peer for peer, _ in frames].index(b"quiet") <= 2
+    assert max(inbox.batch_sizes) <= FRAMES_PER_DRAIN
 
 
 async def test_a_batch_is_limited_in_bytes_too() -> None:

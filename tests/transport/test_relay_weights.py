@@ -1,12 +1,9 @@
 """Tests of the relay weight channel: one transfer per host, failover, and keys."""
 
-import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,39 +12,42 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.transport.weight_ends import (
+    ORCHESTRATOR,
+    RECEIVER_CONFIG,
+    WAIT_S,
+    Engine,
+    as_bytes,
+    tensors,
+    wait_until,
+)
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, UpdateWeights, encode
-from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
+from tidegate.transport.security import (
+    EngineKeys,
+    make_keys,
+    read_engine_keys,
+    read_orchestrator_keys,
+)
 from tidegate.transport.weight_channels import (
-    NamedBuffer,
     WeightReceiverConfig,
     receiver,
     relay_node,
     relay_receiver,
 )
+from tidegate.transport.weight_channels.base import decode_if
+from tidegate.transport.weight_channels.base import encode as encode_struct
 from tidegate.transport.weight_channels.host_memory import connect
-from tidegate.transport.weight_channels.relay import RelaySender, RelayTree
-from tidegate.transport.weight_channels.relay_messages import (
-    ParentAssignment,
-    ParentRequest,
-    decode,
-    decode_parent_request,
-)
-from tidegate.transport.weight_channels.relay_messages import encode as encode_relay
+from tidegate.transport.weight_channels.relay import RelayChain, RelaySender
+from tidegate.transport.weight_channels.relay_messages import ParentRequest
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     ChunkHeader,
     FetchRequest,
     decode_fetch_request,
 )
-from tidegate.transport.weight_channels.zmq import encode as encode_chunk
 
 pytestmark = pytest.mark.wire
-
-ORCHESTRATOR = "tcp://127.0.0.1:5555"
-"""Orchestrator's address, with no listener; weights use a port beside it."""
-
-WAIT_S = 60.0
 
 DEAD_S = 5.0
 """Five missed keep-alives; fewer might be missed on a busy CPU."""
@@ -64,7 +64,7 @@ class Sender(RelaySender):
 
     def _reply(self, peer: bytes, frames: list[bytes]) -> None:
         if (
-            decode_parent_request(frames[0]) is None
+            decode_if(frames, ParentRequest) is None
             and decode_fetch_request(frames).end > self.served_bytes
         ):
             return
@@ -85,37 +85,8 @@ def _raised_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_node, "TICK_S", 0.1)
 
 
-def tensors() -> list[NamedBuffer]:
-    return [
-        NamedBuffer(f"w{n}", "uint8", (size,), memoryview(os.urandom(size)))
-        for n, size in enumerate(SIZES)
-    ]
-
-
-def as_bytes(sent: list[NamedBuffer]) -> dict[str, bytes]:
-    return {tensor.name: bytes(tensor.data) for tensor in sent}
-
-
-class Engine:
-    """A receiver with a thread of its own, on a host of this name."""
-
-    def __init__(
-        self, weights: RelaySender, host: str, config: WeightReceiverConfig | None = None
-    ) -> None:
-        config = config or WeightReceiverConfig(ORCHESTRATOR)
-        self._end = receiver(
-            weights.init(), WeightReceiverConfig(config.address, config.keys, host)
-        )
-        self._thread = ThreadPoolExecutor(1)
-
-    def fetch(self, update: UpdateWeights) -> "Future[dict[str, bytes]]":
-        return self._thread.submit(
-            lambda: {spec.name: bytes(view) for spec, view in self._end.tensors(update)}
-        )
-
-    def close(self) -> None:
-        self._thread.submit(self._end.close).result(WAIT_S)
-        self._thread.shutdown()
+def on_host(weights: RelaySender, host: str, keys: EngineKeys | None = None) -> Engine:
+    return Engine(weights, WeightReceiverConfig(ORCHESTRATOR, keys, host))
 
 
 @pytest.fixture
@@ -125,7 +96,7 @@ def engines(weights: Sender) -> Iterator[list[Engine]]:
         made = []
         for host in ("a", "b", "c"):
             for _ in range(2):
-                made.append(Engine(weights, host))
+                made.append(on_host(weights, host))
                 ending.callback(made[-1].close)
         yield made
 
@@ -134,7 +105,7 @@ def test_the_sender_sends_once_however_many_hosts_and_engines_there_are(
     weights: Sender, engines: list[Engine]
 ) -> None:
     for version in (1, 2):
-        [update] = weights.write(version, sent := tensors(), keep=[version - 1])
+        [update] = weights.write(version, sent := tensors(*SIZES), keep=[version - 1])
         before = weights.sent_bytes
         for got in [engine.fetch(update) for engine in engines]:
             assert got.result(WAIT_S) == as_bytes(sent)
@@ -144,13 +115,13 @@ def test_the_sender_sends_once_however_many_hosts_and_engines_there_are(
 def test_an_engine_that_comes_late_gets_what_its_host_has_and_so_does_a_late_host(
     weights: Sender, engines: list[Engine]
 ) -> None:
-    [kept] = weights.write(1, old := tensors())
+    [kept] = weights.write(1, old := tensors(*SIZES))
     engines[0].fetch(kept).result(WAIT_S)
-    [newest] = weights.write(2, new := tensors(), keep=[1])
+    [newest] = weights.write(2, new := tensors(*SIZES), keep=[1])
     engines[0].fetch(newest).result(WAIT_S)
     before = weights.sent_bytes
     for host in ("a", "d"):
-        late = Engine(weights, host)
+        late = on_host(weights, host)
         assert late.fetch(newest).result(WAIT_S) == as_bytes(new)
         assert late.fetch(kept).result(WAIT_S) == as_bytes(old)
         late.close()
@@ -158,8 +129,8 @@ def test_an_engine_that_comes_late_gets_what_its_host_has_and_so_does_a_late_hos
 
 
 def test_what_is_not_there_any_more_is_refused(weights: Sender, engines: list[Engine]) -> None:
-    [old] = weights.write(1, tensors())
-    [new] = weights.write(2, sent := tensors())
+    [old] = weights.write(1, tensors(*SIZES))
+    [new] = weights.write(2, sent := tensors(*SIZES))
     refused, taken = engines[0].fetch(old), engines[2].fetch(new)
     with pytest.raises(WeightsRefused, match="not in the sender's memory"):
         refused.result(WAIT_S)
@@ -167,17 +138,17 @@ def test_what_is_not_there_any_more_is_refused(weights: Sender, engines: list[En
 
 
 def test_memory_is_used_again_on_each_host(weights: Sender) -> None:
-    with closing(receiver(weights.init(), WeightReceiverConfig(ORCHESTRATOR))) as end:
+    with closing(receiver(weights.init(), RECEIVER_CONFIG)) as end:
         inodes = set()
         for version in range(4):
-            [update] = weights.write(version, sent := tensors()[:2], keep=[version - 1])
+            [update] = weights.write(version, sent := tensors(*SIZES[:2]), keep=[version - 1])
             assert {s.name: bytes(view) for s, view in end.tensors(update)} == as_bytes(sent)
             inodes.add(end._memory.inode)  # type: ignore[attr-defined]
         assert len(inodes) == 2
 
 
 def test_a_relay_that_ends_while_it_is_being_closed_is_closed(weights: Sender) -> None:
-    engine = Engine(weights, "a")
+    engine = on_host(weights, "a")
     node = engine._end._node  # type: ignore[attr-defined]
     node._is_closing = True
     node._thread.join(WAIT_S)  # the thread checks the flag before it is woken
@@ -217,16 +188,18 @@ def other_process(host: str, init: InitWeights, update: UpdateWeights) -> "subpr
     return process
 
 
-def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_missing_bytes(
-    weights: Sender, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("heirs_host", ["a", "b"], ids=["the same host", "the next host"])
+def test_when_a_relay_is_killed_its_engines_and_the_next_host_fetch_only_missing_bytes(
+    weights: Sender, monkeypatch: pytest.MonkeyPatch, heirs_host: str
 ) -> None:
     monkeypatch.setattr(relay_node, "PARENT_TIMEOUT_S", DEAD_S)
     weights.served_bytes = 8 * CHUNK_BYTES
-    [update] = weights.write(1, sent := tensors())
+    [update] = weights.write(1, sent := tensors(*SIZES))
     doomed = other_process("a", weights.init(), update)
-    heir = Engine(weights, "a")
+    heir = on_host(weights, heirs_host)
     got = heir.fetch(update)
     wait_until(lambda: heir._end._ready_bytes >= 8 * CHUNK_BYTES)  # type: ignore[attr-defined]
+    assert weights.sent_bytes == 8 * CHUNK_BYTES, "the heir asks the relay"
     doomed.kill()
     doomed.communicate(timeout=WAIT_S)
     weights.served_bytes = 1 << 60
@@ -235,30 +208,11 @@ def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_mi
     heir.close()
 
 
-def test_a_host_whose_forerunner_is_killed_is_served_by_another(
-    weights: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay_node, "PARENT_TIMEOUT_S", DEAD_S)
-    weights.served_bytes = 8 * CHUNK_BYTES
-    [update] = weights.write(1, sent := tensors())
-    doomed = other_process("a", weights.init(), update)
-    next_in_line = Engine(weights, "b")
-    got = next_in_line.fetch(update)
-    wait_until(lambda: next_in_line._end._ready_bytes >= 8 * CHUNK_BYTES)  # type: ignore[attr-defined]
-    assert weights.sent_bytes == 8 * CHUNK_BYTES, "the second host asks the first"
-    doomed.kill()
-    doomed.communicate(timeout=WAIT_S)
-    weights.served_bytes = 1 << 60
-    assert got.result(WAIT_S) == as_bytes(sent)
-    assert weights.sent_bytes < TOTAL_BYTES
-    next_in_line.close()
-
-
 def test_a_relay_that_ends_between_connection_and_request_is_passed_over(
     weights: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [update] = weights.write(1, sent := tensors())
-    engine = Engine(weights, "a")
+    [update] = weights.write(1, sent := tensors(*SIZES))
+    engine = on_host(weights, "a")
     ours, ended = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ended.close()
     first = iter([ours])
@@ -273,21 +227,12 @@ def test_a_sender_that_is_gone_is_an_error_with_a_cause(
     weights: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_node, "STALL_TIMEOUT_S", 2.0)
-    [update] = weights.write(1, tensors())
-    engine = Engine(weights, "a")
+    [update] = weights.write(1, tensors(*SIZES))
+    engine = on_host(weights, "a")
     weights.close()
     with pytest.raises(WeightsRefused, match="for 2 s; is the orchestrator alive"):
         engine.fetch(update).result(WAIT_S)
     engine.close()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if is_so():
-            return
-        pause.wait(0.02)
-    raise AssertionError("it never came to that")
 
 
 # ------------------------------------------------------------------------------ keys
@@ -296,13 +241,12 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_with_keys_relays_serve_each_other_and_no_peer_without(tmp_path: Path) -> None:
     own = read_engine_keys(make_keys(tmp_path))
     weights = RelaySender("tcp://127.0.0.1:*", keys=read_orchestrator_keys(tmp_path))
-    config = WeightReceiverConfig(ORCHESTRATOR, own)
-    engines = [Engine(weights, host, config) for host in ("a", "b")]
-    [update] = weights.write(1, sent := tensors())
+    engines = [on_host(weights, host, own) for host in ("a", "b")]
+    [update] = weights.write(1, sent := tensors(*SIZES))
     for engine in engines:
         assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
     assert weights.sent_bytes < TOTAL_BYTES
-    [line] = weights._trees.values()
+    [line] = weights._chains.values()
     assert not answers(line.relays[0], FetchRequest(update.location, 0, 1))
     for engine in engines:
         engine.close()
@@ -310,15 +254,15 @@ def test_with_keys_relays_serve_each_other_and_no_peer_without(tmp_path: Path) -
 
 
 def test_a_relay_without_keys_answers_what_is_asked_well(weights: Sender) -> None:
-    engine = Engine(weights, "a")
-    [update] = weights.write(1, tensors())
+    engine = on_host(weights, "a")
+    [update] = weights.write(1, tensors(*SIZES))
     engine.fetch(update).result(WAIT_S)
-    [line] = weights._trees.values()
+    [line] = weights._chains.values()
     for fetch in (FetchRequest(update.location, 1, 2), FetchRequest(update.location, 0, 1 << 40)):
         why = f"{update.location!r} is not served, or the range is invalid"
         header = ChunkHeader(update.location, fetch.start, why)
-        assert answers(line.relays[0], fetch) == [encode_chunk(header)]
-    assert answers(line.relays[0], FetchRequest(update.location, 0, 1))[0] == encode_chunk(
+        assert answers(line.relays[0], fetch) == [encode_struct(header)]
+    assert answers(line.relays[0], FetchRequest(update.location, 0, 1))[0] == encode_struct(
         ChunkHeader(update.location, 0)
     )
     engine.close()
@@ -328,7 +272,7 @@ def answers(address: str, fetch: FetchRequest) -> list[bytes]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(address)
-        stranger.send(encode_chunk(fetch))
+        stranger.send(encode_struct(fetch))
         return stranger.recv_multipart() if stranger.poll(500) else []
 
 
@@ -336,7 +280,7 @@ def answers(address: str, fetch: FetchRequest) -> list[bytes]:
 
 
 def test_relays_form_a_chain_that_skips_a_silent_host() -> None:
-    line = RelayTree()
+    line = RelayChain()
     assert line.parent(ParentRequest("w", "a")) == ""
     assert line.parent(ParentRequest("w", "b")) == "a"
     assert line.parent(ParentRequest("w", "c")) == "b"
@@ -347,36 +291,15 @@ def test_relays_form_a_chain_that_skips_a_silent_host() -> None:
     assert line.parent(ParentRequest("w", "b", silent_parent="a")) == ""
 
 
-def test_where_each_serves_two_they_form_a_tree() -> None:
-    line = RelayTree()
-    parents = [line.parent(ParentRequest("w", name), fan_out=2) for name in "abcdefg"]
-    assert parents == ["", "", "a", "a", "b", "b", "c"]
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(-1, 6)), max_size=40), st.integers(1, 3))
-def test_no_relay_fetches_from_a_relay_that_fetches_from_it(
-    asked: list[tuple[int, int]], fan_out: int
-) -> None:
-    line, parents = RelayTree(), {}
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(-1, 6)), max_size=40))
+def test_no_relay_fetches_from_a_relay_that_fetches_from_it(asked: list[tuple[int, int]]) -> None:
+    line, parents = RelayChain(), {}
     for here, avoid in asked:
         where = ParentRequest("w", str(here), str(avoid) if avoid >= 0 else "")
-        parents[str(here)] = line.parent(where, fan_out=fan_out)
+        parents[str(here)] = line.parent(where)
         for start in parents:
             seen, at = {start}, parents[start]
             while at:
                 assert at not in seen
                 seen.add(at)
                 at = parents[at]
-
-
-def test_a_question_is_answered_with_what_is_kept(weights: Sender) -> None:
-    [one] = weights.write(1, tensors())
-    [two] = weights.write(2, tensors(), keep=[1])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.setsockopt(zmq.LINGER, 0)
-        client.connect(weights.address.replace("*", "127.0.0.1"))
-        client.send(encode_relay(ParentRequest(two.location, "tcp://10.0.0.1:1")))
-        assert client.poll(round(WAIT_S * 1000))
-        answer = decode(client.recv(), ParentAssignment)
-    assert answer.address == ""
-    assert answer.kept_locations == [one.location, two.location]

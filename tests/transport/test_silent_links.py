@@ -19,9 +19,9 @@ from tidegate.transport.router import RouterSocket
 from tidegate.transport.trainer_sockets import TrainerDealer, TrainerRouter
 from tidegate.transport.tunnel_exit import TunnelExit
 from tidegate.transport.tunnels import TunnelEntrance
-from tidegate.transport.weight_channels import relay_sockets
+from tidegate.transport.weight_channels import relay_node
 from tidegate.transport.weight_channels.base import WeightReceiverConfig
-from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream
+from tidegate.transport.weight_channels.relay_node import RelaySockets, Upstream
 from tidegate.transport.weight_channels.zmq import ZmqReceiver, ZmqSender
 from tidegate.transport.zeromq import KEEPALIVE_INTERVAL_S
 
@@ -90,7 +90,7 @@ def sender() -> Iterator["zmq.Socket[bytes]"]:
 def test_a_relay_asks_over_another_connection_when_one_is_silent(
     sender: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_sockets, "SENDER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(relay_node, "SENDER_TIMEOUT_S", 1.0)
     link = Link(sender.bind_to_random_port("tcp://127.0.0.1"))
     sockets = RelaySockets(Upstream(link.address, None, None))
 

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -49,18 +50,33 @@ class FarEnd:
         assert not self.thread.is_alive()
 
 
+@dataclass
+class Near:
+    """The near end, and the keys for far ends."""
+
+    entrance: TunnelEntrance
+    keys: EngineKeys
+    tunnels: list[Tunnel] = field(default_factory=list)
+
+    def open(self) -> Tunnel:
+        tunnel = self.entrance.open("far")
+        tunnel.connection.settimeout(WAIT_S)
+        self.tunnels.append(tunnel)
+        return tunnel
+
+    def far_end(self) -> FarEnd:
+        return FarEnd(self.entrance.address, "far", self.keys)
+
+
 @pytest.fixture
-def entrance() -> Iterator[tuple[TunnelEntrance, EngineKeys]]:
+def near() -> Iterator[Near]:
     keys, far_keys = ephemeral_keys()
-    made = TunnelEntrance("tcp://127.0.0.1:*", keys)
-    yield made, far_keys
-    made.close()
-
-
-def opened(entrance: TunnelEntrance) -> Tunnel:
-    tunnel = entrance.open("far")
-    tunnel.connection.settimeout(WAIT_S)
-    return tunnel
+    made = Near(TunnelEntrance("tcp://127.0.0.1:*", keys), far_keys)
+    yield made
+    made.entrance.close()
+    for tunnel in made.tunnels:
+        tunnel.connection.close()
+        tunnel.output.close()
 
 
 def received(connection: socket.socket, count: int) -> bytes:
@@ -72,11 +88,10 @@ def received(connection: socket.socket, count: int) -> bytes:
 
 
 def test_megabytes_come_through_both_ways_as_they_were_and_so_does_what_is_printed(
-    entrance: tuple[TunnelEntrance, EngineKeys],
+    near: Near,
 ) -> None:
-    near, keys = entrance
-    tunnel, data = opened(near), random.Random(0).randbytes(3_000_000)
-    far = FarEnd(near.address, "far", keys)
+    tunnel, data = near.open(), random.Random(0).randbytes(3_000_000)
+    far = near.far_end()
     far.connection.sendall(b"ready")
     assert received(tunnel.connection, 5) == b"ready"
     sending = threading.Thread(target=tunnel.connection.sendall, args=(data,))
@@ -92,21 +107,18 @@ def test_megabytes_come_through_both_ways_as_they_were_and_so_does_what_is_print
     assert received(tunnel.connection, 1) == b""
     assert tunnel.output.read() == b"last words"
     assert tunnel.how_it_ended == "exit status 3"
-    tunnel.connection.close()
-    tunnel.output.close()
 
 
 def test_a_near_end_that_says_no_more_lets_the_far_one_end_and_a_kill_does_not_wait(
-    entrance: tuple[TunnelEntrance, EngineKeys],
+    near: Near,
 ) -> None:
-    near, keys = entrance
     for is_killed in (False, True):
-        tunnel = opened(near)
-        far = FarEnd(near.address, "far", keys)
+        tunnel = near.open()
+        far = near.far_end()
         far.connection.sendall(b"x")
         assert received(tunnel.connection, 1) == b"x"
         if is_killed:
-            near.kill(tunnel)
+            near.entrance.kill(tunnel)
             far.thread.join(WAIT_S)
             assert not far.thread.is_alive()
             assert tunnel.how_it_ended == "killed"
@@ -116,84 +128,63 @@ def test_a_near_end_that_says_no_more_lets_the_far_one_end_and_a_kill_does_not_w
         far.stop()
         assert far.ends == 1
         assert received(tunnel.connection, 1) == b""
-        tunnel.connection.close()
-        tunnel.output.close()
 
 
 @pytest.mark.parametrize("frame", [b"\xc1", msgspec.msgpack.encode([1, "said", b"x"])])
 def test_a_piece_that_is_damaged_or_comes_after_a_lost_one_ends_the_tunnel(
-    entrance: tuple[TunnelEntrance, EngineKeys], frame: bytes
+    near: Near, frame: bytes
 ) -> None:
-    near, keys = entrance
-    tunnel = opened(near)
+    tunnel = near.open()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.IDENTITY, b"far")
-        dealer.setsockopt(zmq.CURVE_SERVERKEY, keys.orchestrator)
-        dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, near.keys.orchestrator)
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, near.keys.public)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, near.keys.secret)
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(near.address)
+        dealer.connect(near.entrance.address)
         dealer.send(frame)
         assert dealer.poll(int(WAIT_S * 1000))
         assert msgspec.msgpack.decode(dealer.recv())[1] == "kill"
     assert received(tunnel.connection, 1) == b""
     assert "lost" in str(tunnel.how_it_ended)
-    tunnel.connection.close()
-    tunnel.output.close()
 
 
 def test_a_far_end_that_is_declared_lost_counts_as_lost_although_it_never_connected(
-    entrance: tuple[TunnelEntrance, EngineKeys],
+    near: Near,
 ) -> None:
-    near, _ = entrance
-    tunnel = opened(near)
-    near.lose(tunnel, "its node is gone")
+    tunnel = near.open()
+    near.entrance.lose(tunnel, "its node is gone")
     assert received(tunnel.connection, 1) == b""
     assert tunnel.how_it_ended == "its node is gone"
-    tunnel.connection.close()
-    tunnel.output.close()
 
 
-def test_a_process_that_reads_nothing_is_killed_all_the_same(
-    entrance: tuple[TunnelEntrance, EngineKeys],
-) -> None:
-    near, keys = entrance
-    tunnel = opened(near)
-    far = FarEnd(near.address, "far", keys)
+def test_a_process_that_reads_nothing_is_killed_all_the_same(near: Near) -> None:
+    tunnel = near.open()
+    far = near.far_end()
     far.connection.sendall(b"x")
     assert received(tunnel.connection, 1) == b"x"
     tunnel.connection.sendall(bytes(8_000_000))  # more than the socket buffers hold
-    near.kill(tunnel)
+    near.entrance.kill(tunnel)
     far.thread.join(WAIT_S)
     assert not far.thread.is_alive()
     assert far.ends == 1
     far.stop()
-    tunnel.connection.close()
-    tunnel.output.close()
 
 
-def test_a_far_end_that_comes_after_its_tunnel_was_ended_ends_too(
-    entrance: tuple[TunnelEntrance, EngineKeys],
-) -> None:
-    near, keys = entrance
-    tunnel = opened(near)
-    near.kill(tunnel)
+def test_a_far_end_that_comes_after_its_tunnel_was_ended_ends_too(near: Near) -> None:
+    tunnel = near.open()
+    near.entrance.kill(tunnel)
     assert received(tunnel.connection, 1) == b""
-    far = FarEnd(near.address, "far", keys)
+    far = near.far_end()
     far.connection.sendall(b"ready")
     far.thread.join(WAIT_S)
     assert not far.thread.is_alive()
     far.stop()
-    tunnel.connection.close()
-    tunnel.output.close()
 
 
-def test_a_process_has_ended_although_what_it_started_prints_on_and_on(
-    entrance: tuple[TunnelEntrance, EngineKeys],
-) -> None:
-    near, keys = entrance
-    tunnel = opened(near)
-    far = FarEnd(near.address, "far", keys)
+def test_a_process_has_ended_although_what_it_started_prints_on_and_on(near: Near) -> None:
+    tunnel = near.open()
+    far = near.far_end()
     far.connection.close()
     printed = b"x"
     with suppress(BrokenPipeError):
@@ -203,5 +194,3 @@ def test_a_process_has_ended_although_what_it_started_prints_on_and_on(
     far.stop()
     assert received(tunnel.connection, 1) == b""
     assert tunnel.how_it_ended == "exit status 3"
-    tunnel.connection.close()
-    tunnel.output.close()

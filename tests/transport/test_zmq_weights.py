@@ -1,7 +1,6 @@
 """Tests of the ZeroMQ weight channel over broken networks, dying senders, and with keys."""
 
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import msgspec
 import pytest
 import zmq
 
+from tests.transport.conftest import stranger_socket
+from tests.transport.weight_ends import ORCHESTRATOR, RECEIVER_CONFIG, as_bytes, tensors
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
@@ -35,10 +36,6 @@ from tidegate.transport.weight_channels.zmq import (
 pytestmark = pytest.mark.wire
 
 WAIT_S = 30.0
-ORCHESTRATOR = "tcp://127.0.0.1:5555"
-"""Orchestrator's address, with no listener; weights use a port beside it."""
-
-RECEIVER_CONFIG = WeightReceiverConfig(ORCHESTRATOR)
 
 
 @pytest.fixture
@@ -49,19 +46,11 @@ def weights() -> Iterator[ZmqSender]:
     sender.close()
 
 
-def tensor(name: str, nbytes: int) -> NamedBuffer:
-    return NamedBuffer(name, "uint8", (nbytes,), memoryview(os.urandom(nbytes)))
-
-
 def fetched(
     init: InitWeights, update: UpdateWeights, config: WeightReceiverConfig = RECEIVER_CONFIG
 ) -> dict[str, bytes]:
     with closing(receiver(init, config)) as end:
         return {spec.name: bytes(view) for spec, view in end.tensors(update)}
-
-
-def as_bytes(tensors: list[NamedBuffer]) -> dict[str, bytes]:
-    return {tensor.name: bytes(tensor.data) for tensor in tensors}
 
 
 # ------------------------------------------------------------------------------ transfer
@@ -75,24 +64,23 @@ def test_weights_of_any_size_come_from_beside_the_orchestrators_address(
 ) -> None:
     weights = ZmqSender(address)
     sizes = [1, 0, CHUNK_BYTES - 1, CHUNK_BYTES, 3, (CHUNKS_AHEAD + 2) * CHUNK_BYTES + 1]
-    tensors = [tensor(f"w{n}", size) for n, size in enumerate(sizes)]
-    [update] = weights.write(1, tensors)
-    assert fetched(weights.init(), update, WeightReceiverConfig(address or "")) == as_bytes(tensors)
+    [update] = weights.write(1, sent := tensors(*sizes))
+    assert fetched(weights.init(), update, WeightReceiverConfig(address or "")) == as_bytes(sent)
     weights.close()
 
 
 def test_each_tensor_is_available_before_the_next_has_arrived(weights: ZmqSender) -> None:
-    [update] = weights.write(1, [tensor("first", 5), tensor("last", 20 * CHUNK_BYTES)])
+    [update] = weights.write(1, tensors(5, 20 * CHUNK_BYTES))
     end = receiver(weights.init(), RECEIVER_CONFIG)
     arriving = end.tensors(update)
     spec, _ = next(arriving)
     weights.close()
-    assert spec.name == "first"
+    assert spec.name == "w0"
     end.close()
 
 
 def test_the_version_kept_is_served_beside_the_newest_and_no_other(weights: ZmqSender) -> None:
-    first, second, third = ([tensor("w", 1000 * n)] for n in (1, 2, 3))
+    first, second, third = (tensors(1000 * n) for n in (1, 2, 3))
     [one] = weights.write(1, first)
     [two] = weights.write(2, second, keep=[1])
     assert fetched(weights.init(), one) == as_bytes(first)
@@ -105,8 +93,8 @@ def test_the_version_kept_is_served_beside_the_newest_and_no_other(weights: ZmqS
 
 
 def test_a_version_that_is_written_again_is_not_taken_for_what_it_was(weights: ZmqSender) -> None:
-    [old] = weights.write(1, [tensor("w", 10)])
-    [new] = weights.write(1, again := [tensor("w", 10)])
+    [old] = weights.write(1, tensors(10))
+    [new] = weights.write(1, again := tensors(10))
     assert fetched(weights.init(), new) == as_bytes(again)
     with pytest.raises(WeightsRefused, match="not in the sender's memory"):
         fetched(weights.init(), old)
@@ -116,7 +104,7 @@ def test_memory_is_used_again_at_both_ends(weights: ZmqSender) -> None:
     end = receiver(weights.init(), RECEIVER_CONFIG)
     sent, received = set(), set()
     for version, size in enumerate([5000, 5000, 3000, 5000]):
-        [update] = weights.write(version, [tensor("w", size)])
+        [update] = weights.write(version, tensors(size))
         [(_, view)] = end.tensors(update)
         sent.add(weights._stored[-1].memory.bytes.ctypes.data)
         received.add(id(view.obj))
@@ -214,9 +202,8 @@ class BreakingNetwork:
 def test_a_transfer_whose_connection_is_cut_continues_where_it_was(weights: ZmqSender) -> None:
     port = int(weights.address.rpartition(":")[2])
     network = BreakingNetwork(port, bytes_before_cut=[3 * CHUNK_BYTES, 100, CHUNK_BYTES // 2])
-    tensors = [tensor(f"w{n}", 2 * CHUNK_BYTES + 17) for n in range(4)]
-    [update] = weights.write(1, tensors)
-    assert fetched(network.init, update) == as_bytes(tensors)
+    [update] = weights.write(1, sent := tensors(*[2 * CHUNK_BYTES + 17] * 4))
+    assert fetched(network.init, update) == as_bytes(sent)
     assert network.cuts >= 3
     network.close()
 
@@ -286,10 +273,9 @@ def test_what_an_abandoned_transfer_had_asked_for_does_not_end_up_in_the_next(
 ) -> None:
     end = receiver(weights.init(), RECEIVER_CONFIG)
     for version in range(5):
-        tensors = [tensor("first", 5), tensor("w", 3 * CHUNK_BYTES), tensor("last", 7)]
-        [update] = weights.write(version, tensors)
+        [update] = weights.write(version, sent := tensors(5, 3 * CHUNK_BYTES, 7))
         next(end.tensors(update))  # abandon the transfer after one tensor
-    assert {spec.name: bytes(view) for spec, view in end.tensors(update)} == as_bytes(tensors)
+    assert {spec.name: bytes(view) for spec, view in end.tensors(update)} == as_bytes(sent)
     end.close()
 
 
@@ -297,10 +283,7 @@ def test_what_an_abandoned_transfer_had_asked_for_does_not_end_up_in_the_next(
 
 
 def bare_dealer(address: str) -> "zmq.Socket[bytes]":
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    bare = context.socket(zmq.DEALER)
-    bare.linger = 0
-    bare.rcvtimeo = int(1000 * WAIT_S)
+    bare = stranger_socket(zmq.DEALER)
     bare.connect(address.replace("*", "127.0.0.1"))
     return bare
 
@@ -331,7 +314,7 @@ def test_an_engine_in_any_language_can_ask(weights: ZmqSender) -> None:
 def test_an_invalid_request_gets_an_error_and_others_are_served(
     weights: ZmqSender, request_frames: list[bytes]
 ) -> None:
-    [update] = weights.write(1, sent := [tensor("w", 6)])
+    [update] = weights.write(1, sent := tensors(6))
     frames = [
         msgpack.packb([update.location, *msgpack.unpackb(frame)[1:]])
         if b"{location}" in frame
@@ -357,16 +340,13 @@ def test_an_invalid_request_gets_an_error_and_others_are_served(
     ],
 )
 def test_a_sender_that_makes_no_sense_is_refused(answer: list[bytes]) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    with context.socket(zmq.ROUTER) as strange:
-        strange.linger = 0
+    with stranger_socket(zmq.ROUTER) as strange:
         port = strange.bind_to_random_port("tcp://127.0.0.1")
         end = receiver(
             InitWeights(channel="zmq", info={"address": f"tcp://*:{port}"}), RECEIVER_CONFIG
         )
         spec = TensorSpec("w", "uint8", [7], 0, 7)
         arriving = end.tensors(UpdateWeights(version=1, location="{location}", tensors=[spec]))
-        strange.rcvtimeo = int(1000 * WAIT_S)
         errors: list[str] = []
 
         def read() -> None:
@@ -391,7 +371,7 @@ def test_with_keys_only_receivers_that_have_them_get_weights(
     engine, stranger = make_keys(tmp_path / "ours"), make_keys(tmp_path / "theirs")
     own_keys = read_orchestrator_keys(tmp_path / "ours")
     weights = ZmqSender("tcp://0.0.0.0:5555", keys=own_keys)
-    [update] = weights.write(1, sent := [tensor("w", 2 * CHUNK_BYTES)])
+    [update] = weights.write(1, sent := tensors(2 * CHUNK_BYTES))
     own, theirs = read_engine_keys(engine), read_engine_keys(stranger)
     assert fetched(weights.init(), update, WeightReceiverConfig(ORCHESTRATOR, own)) == as_bytes(
         sent

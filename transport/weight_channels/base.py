@@ -11,9 +11,12 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tidegate.errors import WeightsRefused
+import msgspec
+
+from tidegate.errors import BadFrame, ConfigError, WeightsRefused
+from tidegate.transport.addresses import check_connector, resolve_wildcard_host
 from tidegate.transport.messages import InitWeights, TensorPatch, TensorSpec, UpdateWeights
 from tidegate.transport.security import EngineKeys, OrchestratorKeys
 
@@ -263,3 +266,47 @@ def check_specs(specs: Sequence[TensorSpec], buffer_bytes: int) -> None:
         if spec.name in names:
             raise WeightsRefused(f"tensor {spec.name!r} appears twice in one update")
         names.add(spec.name)
+
+
+# ---------------------------------------------------------------- channels with own sockets
+
+Frame = TypeVar("Frame", bound=msgspec.Struct)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode a message between the ends of a channel as one frame."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(frame: bytes, kind: type[Frame]) -> Frame:
+    """Decode a message between the ends of a channel.
+
+    Raises:
+        BadFrame: the frame is not a message of this kind.
+    """
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"unreadable {kind.__name__} of a weight channel: {error}") from error
+
+
+def decode_if(frames: Sequence[bytes], kind: type[Frame]) -> Frame | None:
+    """Decode a message; None if the frames are something else."""
+    try:
+        return decode(frames[0], kind) if len(frames) == 1 else None
+    except BadFrame:
+        return None
+
+
+def sender_address(init: InitWeights, config: WeightReceiverConfig) -> str:
+    """Return the address in ``init``, as this engine reaches it.
+
+    Raises:
+        WeightsRefused: it is invalid, or on another host while there are no keys.
+    """
+    address = resolve_wildcard_host(config.address, str(init.info.get("address")))
+    try:
+        check_connector(address, has_keys=config.keys is not None)
+    except ConfigError as error:
+        raise WeightsRefused(f"invalid address of the weight sender: {error}") from error
+    return address

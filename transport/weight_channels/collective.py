@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError
 from tidegate.transport.addresses import listening_host
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys
-from tidegate.transport.weight_channels.base import WeightChannel
+from tidegate.transport.weight_channels.base import WeightChannel, decode_if, encode
 from tidegate.transport.weight_channels.collective_receiver import CollectiveReceiver
 from tidegate.transport.weight_channels.collective_rounds import (
     GATHER_S,
@@ -25,8 +25,6 @@ from tidegate.transport.weight_channels.collective_rounds import (
     BroadcastMember,
     RoundAssignment,
     RoundRequest,
-    decode_round_request,
-    encode,
     join_custom_group,
     open_store,
     own_gpu,
@@ -108,7 +106,7 @@ class CollectiveSender(ZmqSender):
             self._socket.close()
 
     def _reply(self, peer: bytes, frames: list[bytes]) -> None:
-        request = decode_round_request(frames[0]) if len(frames) == 1 else None
+        request = decode_if(frames, RoundRequest)
         if request is None:
             super()._reply(peer, frames)
             return

@@ -16,14 +16,19 @@ import zmq
 
 from tidegate.errors import BadFrame, ConfigError, WeightsRefused
 from tidegate.transport.addresses import (
-    check_connector,
     listening_host,
     local_address_towards,
     resolve_wildcard_host,
 )
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import secure_connector
-from tidegate.transport.weight_channels.base import WeightReceiverConfig, views
+from tidegate.transport.weight_channels.base import (
+    WeightReceiverConfig,
+    decode,
+    encode,
+    sender_address,
+    views,
+)
 from tidegate.transport.weight_channels.collective_rounds import (
     ATTEMPTS_MAX,
     PIECE_BYTES,
@@ -32,8 +37,6 @@ from tidegate.transport.weight_channels.collective_rounds import (
     BroadcastMember,
     RoundAssignment,
     RoundRequest,
-    decode_round_assignment,
-    encode,
     open_store,
     own_gpu,
 )
@@ -56,9 +59,8 @@ class CollectiveReceiver:
         Raises:
             WeightsRefused: the address is invalid.
         """
-        self._address = resolve_wildcard_host(config.address, str(init.info.get("address")))
+        self._address = sender_address(init, config)
         try:
-            check_connector(self._address, has_keys=config.keys is not None)
             own = local_address_towards(self._address)
         except ConfigError as error:
             raise WeightsRefused(f"invalid address of the weight sender: {error}") from error
@@ -180,7 +182,7 @@ class CollectiveReceiver:
 
     def _read_assignment(self, transfer: "_RoundTransfer") -> RoundAssignment | None:
         try:
-            assignment = decode_round_assignment(self._socket.recv_multipart()[0])
+            assignment = decode(self._socket.recv_multipart()[0], RoundAssignment)
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
         if assignment.location != transfer.location or (
@@ -200,7 +202,7 @@ class CollectiveReceiver:
         """Return whether the sender has reported that this group's round has failed."""
         while self._socket.poll(0):
             with suppress(BadFrame):  # an unreadable frame is ignored; the request is repeated
-                assignment = decode_round_assignment(self._socket.recv_multipart()[0])
+                assignment = decode(self._socket.recv_multipart()[0], RoundAssignment)
                 if assignment.group == group and assignment.world_size == 0:
                     return True
         return False

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count
 
 if TYPE_CHECKING:
@@ -77,36 +76,6 @@ class RoundAssignment(msgspec.Struct, frozen=True, array_like=True, tag="round_a
     nbytes: Count = 0
     """Bytes [start, nbytes) will be broadcast."""
     refusal: str = ""
-
-
-_encoder = msgspec.msgpack.Encoder()
-_join = msgspec.msgpack.Decoder(RoundRequest)
-_round = msgspec.msgpack.Decoder(RoundAssignment)
-
-
-def encode(message: RoundRequest | RoundAssignment) -> bytes:
-    """Encode a message as one frame."""
-    return _encoder.encode(message)
-
-
-def decode_round_request(frame: bytes) -> RoundRequest | None:
-    """Decode a request; None if the frame is something else."""
-    try:
-        return _join.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-
-
-def decode_round_assignment(frame: bytes) -> RoundAssignment:
-    """Decode the sender's answer.
-
-    Raises:
-        BadFrame: the frame is not a ``RoundAssignment``.
-    """
-    try:
-        return _round.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"the weight sender's reply can't be decoded: {error}") from error
 
 
 # ------------------------------------------------------------ torch.distributed

@@ -1,14 +1,13 @@
 """CUDA IPC: shares GPU memory between processes through torch's ``_share_cuda_`` handles.
 
-The ``cuda_ipc`` channel uses it through the :class:`Gpu` protocol, which tests implement without
-CUDA. The fields are those of ``_share_cuda_`` without its event: the sender synchronises before it
-sends a handle, and an event opened by the receiver would never be closed.
+The fields of a handle are those of ``_share_cuda_`` without its event: the sender synchronises
+before it sends a handle, and an event opened by the receiver would never be closed.
 """
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import CudaIpcHandle
@@ -62,18 +61,19 @@ def host_bytes(tensor: "torch.Tensor") -> memoryview:
     return host.view(-1).view(torch.uint8).numpy().data
 
 
-class Gpu(Protocol):
-    """One GPU, as seen by one process."""
+class Gpu:
+    """A CUDA device, through torch. Tests override every method, with host memory."""
 
-    @property
-    def uuid(self) -> str:
+    def __init__(self, device: "torch.device") -> None:
+        """``device`` must have an index."""
+        import torch
+
+        properties = torch.cuda.get_device_properties(device)
+        self._device = device
+        self.uuid = str(properties.uuid)
         """UUID that identifies the device across processes."""
-        ...
-
-    @property
-    def total_bytes(self) -> int:
+        self.total_bytes = int(properties.total_memory)
         """Total memory of the device, in bytes."""
-        ...
 
     def allocate(self, nbytes: int) -> "torch.Tensor":
         """Allocate [nbytes] uint8, in an allocation of its own as far as torch allows.
@@ -81,15 +81,26 @@ class Gpu(Protocol):
         Raises:
             WeightsRefused: there is not enough memory.
         """
-        ...
+        import torch
+
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise WeightsRefused(
+                f"no memory on {self._device} for another {nbytes / 2**20:.0f} MiB of weights "
+                "beside the engines'; lower num_kv_blocks, put engines to sleep while you "
+                f"publish, or set weight_channel to 'shm': {error}"
+            ) from error
 
     def has(self, tensor: "torch.Tensor") -> bool:
         """Return whether the tensor is on this device."""
-        ...
+        return tensor.device == self._device
 
     def settle(self) -> None:
         """Block until all work that this process has launched on the device is done."""
-        ...
+        import torch
+
+        torch.cuda.synchronize(self._device)
 
     def share(self, allocation: "torch.Tensor") -> CudaIpcHandle:
         """Return an IPC handle of the memory; release it with :meth:`unshare`.
@@ -97,12 +108,39 @@ class Gpu(Protocol):
         Raises:
             WeightsRefused: the memory cannot be shared.
         """
-        ...
+        try:
+            shared = allocation.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise WeightsRefused(
+                f"memory on {self._device} can't be shared with another process: {error}. Set "
+                "weight_channel to 'shm'"
+            ) from error
+        _, handle, nbytes, offset, counter, counter_offset, _, _ = shared
+        memory = CudaIpcHandle(
+            self.uuid, bytes(handle), nbytes, offset, bytes(counter), counter_offset
+        )
+        if len(memory.handle) != HANDLE_BYTES or memory.handle[1] != _MALLOC:
+            self.unshare(memory)
+            raise WeightsRefused(
+                f"torch shares this memory by {len(memory.handle)} bytes, {memory.handle[:2]!r}…, "
+                f"as it does with expandable segments; leave expandable_segments out of "
+                f"PYTORCH_CUDA_ALLOC_CONF, or set weight_channel to 'shm'"
+            )
+        return memory
 
     def unshare(self, memory: CudaIpcHandle) -> None:
         """Release a handle: the memory is freed once this process drops it, even if others opened
-        it."""
-        ...
+        it.
+
+        torch expects exactly one reader to decrement each share's counter, and would keep the
+        memory forever if none came. There may be any number of readers, and the run tracks them
+        itself.
+        """
+        import torch
+
+        torch.UntypedStorage._release_ipc_counter_cuda(
+            memory.ref_counter_handle, memory.ref_counter_offset
+        )
 
     def open(self, memory: CudaIpcHandle) -> "torch.Tensor":
         """Open another process's memory as [nbytes] uint8, until its last tensor is dropped.
@@ -110,7 +148,26 @@ class Gpu(Protocol):
         Raises:
             WeightsRefused: there is no such memory.
         """
-        ...
+        import torch
+
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(
+                self._device.index,
+                memory.handle,
+                memory.nbytes,
+                memory.offset,
+                memory.ref_counter_handle,
+                memory.ref_counter_offset,
+                _NO_EVENT,
+                False,
+            )
+        except RuntimeError as error:
+            raise WeightsRefused(
+                f"the trainer's memory on {self._device} can't be opened: {error}; is the trainer "
+                f"alive, on this host, and in this container?"
+            ) from error
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return empty.set_(storage, 0, (memory.nbytes,), (1,))  # as torch's own IPC reader does
 
 
 def ref_counter_problem(name: bytes, offset: int) -> str | None:
@@ -159,111 +216,7 @@ def host_name() -> str:
         return ""
 
 
-class CudaGpu:
-    """A CUDA device, through torch."""
-
-    def __init__(self, device: "torch.device") -> None:
-        """``device`` must have an index."""
-        import torch
-
-        properties = torch.cuda.get_device_properties(device)
-        self._device = device
-        self._uuid = str(properties.uuid)
-        self._total_bytes = int(properties.total_memory)
-
-    @property
-    def uuid(self) -> str:
-        """See :class:`Gpu`."""
-        return self._uuid
-
-    @property
-    def total_bytes(self) -> int:
-        """See :class:`Gpu`."""
-        return self._total_bytes
-
-    def allocate(self, nbytes: int) -> "torch.Tensor":
-        """See :class:`Gpu`."""
-        import torch
-
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError as error:
-            raise WeightsRefused(
-                f"no memory on {self._device} for another {nbytes / 2**20:.0f} MiB of weights "
-                "beside the engines'; lower num_kv_blocks, put engines to sleep while you "
-                f"publish, or set weight_channel to 'shm': {error}"
-            ) from error
-
-    def has(self, tensor: "torch.Tensor") -> bool:
-        """See :class:`Gpu`."""
-        return tensor.device == self._device
-
-    def settle(self) -> None:
-        """See :class:`Gpu`."""
-        import torch
-
-        torch.cuda.synchronize(self._device)
-
-    def share(self, allocation: "torch.Tensor") -> CudaIpcHandle:
-        """See :class:`Gpu`."""
-        try:
-            shared = allocation.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise WeightsRefused(
-                f"memory on {self._device} can't be shared with another process: {error}. Set "
-                "weight_channel to 'shm'"
-            ) from error
-        _, handle, nbytes, offset, counter, counter_offset, _, _ = shared
-        memory = CudaIpcHandle(
-            self._uuid, bytes(handle), nbytes, offset, bytes(counter), counter_offset
-        )
-        if len(memory.handle) != HANDLE_BYTES or memory.handle[1] != _MALLOC:
-            self.unshare(memory)
-            raise WeightsRefused(
-                f"torch shares this memory by {len(memory.handle)} bytes, {memory.handle[:2]!r}…, "
-                f"as it does with expandable segments; leave expandable_segments out of "
-                f"PYTORCH_CUDA_ALLOC_CONF, or set weight_channel to 'shm'"
-            )
-        return memory
-
-    def unshare(self, memory: CudaIpcHandle) -> None:
-        """See :class:`Gpu`.
-
-        torch expects exactly one reader to decrement each share's counter, and would keep the
-        memory forever if none came. There may be any number of readers, and the run tracks them
-        itself.
-        """
-        import torch
-
-        torch.UntypedStorage._release_ipc_counter_cuda(
-            memory.ref_counter_handle, memory.ref_counter_offset
-        )
-
-    def open(self, memory: CudaIpcHandle) -> "torch.Tensor":
-        """See :class:`Gpu`."""
-        import torch
-
-        try:
-            storage = torch.UntypedStorage._new_shared_cuda(
-                self._device.index,
-                memory.handle,
-                memory.nbytes,
-                memory.offset,
-                memory.ref_counter_handle,
-                memory.ref_counter_offset,
-                _NO_EVENT,
-                False,
-            )
-        except RuntimeError as error:
-            raise WeightsRefused(
-                f"the trainer's memory on {self._device} can't be opened: {error}; is the trainer "
-                f"alive, on this host, and in this container?"
-            ) from error
-        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-        return empty.set_(storage, 0, (memory.nbytes,), (1,))  # as torch's own IPC reader does
-
-
-def find_gpu(name: str) -> CudaGpu:
+def find_gpu(name: str) -> Gpu:
     """Return the device that this process calls ``cuda`` or ``cuda:N``.
 
     Raises:
@@ -283,4 +236,4 @@ def find_gpu(name: str) -> CudaGpu:
             f"{torch.cuda.device_count()} CUDA devices, numbered from 0; set device to one of "
             "them, or weight_channel to 'shm'"
         )
-    return CudaGpu(device)
+    return Gpu(device)

@@ -17,13 +17,8 @@ import zmq
 
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys, ephemeral_keys
-from tidegate.transport.weight_channels.base import WeightChannel
-from tidegate.transport.weight_channels.relay_messages import (
-    ParentAssignment,
-    ParentRequest,
-    decode_parent_request,
-    encode,
-)
+from tidegate.transport.weight_channels.base import WeightChannel, decode_if, encode
+from tidegate.transport.weight_channels.relay_messages import ParentAssignment, ParentRequest
 from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
 from tidegate.transport.weight_channels.zmq import ZmqSender
 
@@ -31,7 +26,7 @@ NAME = "relay"
 
 
 @dataclass(slots=True)
-class RelayTree:
+class RelayChain:
     """The relays that have asked for one location, in that order. A relay fetches only from earlier
     ones, so there are no cycles."""
 
@@ -39,13 +34,9 @@ class RelayTree:
     silent: set[str] = field(default_factory=set)
     """Relays that a child has reported as silent."""
 
-    def parent(self, request: ParentRequest, *, fan_out: int = 1) -> str:
+    def parent(self, request: ParentRequest) -> str:
         """Return the address of the relay that the requester fetches chunks from; empty if it
-        fetches them from the sender.
-
-        The sender is node 0 and the requester node n + 1 of a tree in which each serves
-        ``fan_out``.
-        """
+        fetches them from the sender."""
         if request.silent_parent:
             self.silent.add(request.silent_parent)
         self.silent.discard(request.relay_address)  # it has just sent a message
@@ -53,33 +44,24 @@ class RelayTree:
             self.relays.append(request.relay_address)
         before = self.relays[: self.relays.index(request.relay_address)]
         candidates = [relay for relay in before if relay not in self.silent]
-        index = len(candidates) // fan_out
-        return candidates[index - 1] if index else ""
+        return candidates[-1] if candidates else ""
 
 
 class RelaySender(ZmqSender):
     """A ZmqSender that delegates most of the sending to relays."""
 
-    def __init__(
-        self, address: str | None = None, *, keys: OrchestratorKeys | None = None, fan_out: int = 1
-    ) -> None:
-        """Listen as :class:`ZmqSender` does; ``fan_out`` is how many hosts each host serves.
+    def __init__(self, address: str | None = None, *, keys: OrchestratorKeys | None = None) -> None:
+        """Listen as :class:`ZmqSender` does.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._trees: dict[str, RelayTree] = {}
-        """One line per requested location; accessed by the serving thread only."""
-        self._fan_out = fan_out
+        self._chains: dict[str, RelayChain] = {}
+        """Of each requested location; accessed by the serving thread only."""
         self._relay_keys = None if keys is None else ephemeral_keys()[1]
         """Keys shared by all relays. Engines get them with the first message, which is encrypted.
         Any process that has them can serve and fetch the run's weights."""
         super().__init__(address, keys=keys)
-
-    @property
-    def silent_relays(self) -> int:
-        """Number of relays reported silent for the most recently requested version."""
-        return sum(len(tree.silent) for tree in list(self._trees.values())[-1:])
 
     def init(self) -> InitWeights:
         """Return what engines are told once they connect: the address to ask for weights, and the
@@ -91,7 +73,7 @@ class RelaySender(ZmqSender):
         return InitWeights(channel=NAME, info=info)
 
     def _reply(self, peer: bytes, frames: list[bytes]) -> None:
-        request = decode_parent_request(frames[0]) if len(frames) == 1 else None
+        request = decode_if(frames, ParentRequest)
         if request is None:
             super()._reply(peer, frames)
         else:
@@ -100,14 +82,13 @@ class RelaySender(ZmqSender):
     def _parent(self, request: ParentRequest) -> ParentAssignment:
         with self._lock:
             sizes = {stored.location: stored.nbytes for stored in self._stored}
-        self._trees = {at: tree for at, tree in self._trees.items() if at in sizes}
+        self._chains = {at: chain for at, chain in self._chains.items() if at in sizes}
         nbytes = sizes.get(request.location)
         if nbytes is None:
             reason = f"{request.location!r} is not in the sender's memory (any more)"
             return ParentAssignment(request.location, kept_locations=list(sizes), refusal=reason)
-        tree = self._trees.setdefault(request.location, RelayTree())
-        address = tree.parent(request, fan_out=self._fan_out)
-        return ParentAssignment(request.location, address, nbytes, list(sizes))
+        parent = self._chains.setdefault(request.location, RelayChain()).parent(request)
+        return ParentAssignment(request.location, parent, nbytes, list(sizes))
 
 
 CHANNEL = WeightChannel(

@@ -1,12 +1,10 @@
 """Messages between the ``relay`` channel's sender, the hosts' relays and their engines."""
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
-from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count
-from tidegate.transport.weight_channels.zmq import ChunkHeader
 
 PARENT_TIMEOUT_S = 3.0
 """A parent silent for this long counts as dead."""
@@ -56,38 +54,3 @@ class LocationProgress(msgspec.Struct, frozen=True, array_like=True, tag="locati
     location: str
     ready_bytes: Count = 0
     refusal: str = ""
-
-
-RelayMessage = TypeVar(
-    "RelayMessage", ParentRequest, ParentAssignment, LocationRequest, LocationProgress
-)
-
-
-def encode(message: ParentRequest | ParentAssignment | LocationRequest | LocationProgress) -> bytes:
-    """Encode a message as one frame."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode(frame: bytes, kind: type[RelayMessage]) -> RelayMessage:
-    """Decode a message.
-
-    Raises:
-        BadFrame: the frame is not a message of this kind.
-    """
-    try:
-        return msgspec.msgpack.decode(frame, type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"unreadable word between relays of weights: {error}") from error
-
-
-def decode_parent_request(frame: bytes) -> ParentRequest | None:
-    """Decode a parent request; None if the frame is something else."""
-    try:
-        return decode(frame, ParentRequest)
-    except BadFrame:
-        return None
-
-
-def keep_alive(location: str) -> ChunkHeader:
-    """Return a keep-alive: a chunk header without a chunk."""
-    return ChunkHeader(location, 0)

@@ -16,8 +16,13 @@ from dataclasses import dataclass, field
 import zmq
 
 from tidegate.errors import BadFrame, WeightsRefused
+from tidegate.transport.addresses import local_address_towards
 from tidegate.transport.limits import cut
+from tidegate.transport.messages import InitWeights
+from tidegate.transport.private_directory import PrivateDirectory
+from tidegate.transport.security import EngineKeys, OrchestratorKeys, secure_connector
 from tidegate.transport.wakeup import Wakeup
+from tidegate.transport.weight_channels.base import decode, encode
 from tidegate.transport.weight_channels.host_memory import (
     MESSAGE_BYTES_MAX,
     HostMemory,
@@ -31,23 +36,106 @@ from tidegate.transport.weight_channels.relay_messages import (
     LocationRequest,
     ParentAssignment,
     ParentRequest,
-    decode,
-    encode,
-    keep_alive,
 )
-from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream, is_readable
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     CHUNKS_PER_REQUEST_MAX,
     ChunkHeader,
     FetchRequest,
     Transfer,
+    chunk_router,
     decode_fetch_request,
     keep_freed_chunks,
     receive_chunk,
 )
-from tidegate.transport.weight_channels.zmq import encode as encode_chunk
-from tidegate.transport.zeromq import Socket
+from tidegate.transport.zeromq import Context, Socket, enable_heartbeats, enable_keepalive
+
+SENDER_TIMEOUT_S = 10.0
+"""Silence after which the connection to the sender is renewed. Its messages fit a packet, and
+sockets to parents are renewed anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Address of the sender, and this process's keys towards it and towards other relays."""
+
+    address: str
+    keys: EngineKeys | None
+    relay_keys: EngineKeys | None
+
+    @classmethod
+    def of(cls, address: str, init: InitWeights, keys: EngineKeys | None) -> "Upstream":
+        """Read the relays' CURVE keys from ``InitWeights``, which the sender's run sends first."""
+        public, secret = (str(init.info.get(key, "")).encode() for key in ("public", "secret"))
+        relay_keys = EngineKeys(public, secret, public) if public else None
+        return cls(address, keys, relay_keys)
+
+
+class RelaySockets:
+    """A relay's sockets. They have a ZeroMQ context of their own, because a context has one ZAP
+    authenticator."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        """Connect to the sender, which need not answer yet, and listen for other relays.
+
+        Raises:
+            ConfigError: this host has no route to the sender.
+        """
+        self._upstream = upstream
+        self._context: Context = zmq.Context()
+        self._private: PrivateDirectory | None = None
+        try:
+            self.sender = self.to_parent("", silent_s=SENDER_TIMEOUT_S)
+            """DEALER to the sender, which assigns parents."""
+            self.router = self._bind()
+            """ROUTER for relays of other hosts."""
+            self.address = self.router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def to_parent(self, address: str, *, silent_s: float | None = None) -> Socket:
+        """Open a socket to another relay, or to the sender if ``address`` is empty.
+
+        The connection is renewed after ``silent_s`` without a message from the peer.
+        """
+        keys = self._upstream.relay_keys if address else self._upstream.keys
+        address = address or self._upstream.address
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        enable_keepalive(socket)
+        if silent_s is not None:
+            enable_heartbeats(socket, silent_s)
+        if keys is not None:
+            secure_connector(socket, keys)
+        socket.connect(address)
+        return socket
+
+    def close(self) -> None:
+        """Close the sockets; all sockets to parents must be closed before."""
+        self.sender.close()
+        self.router.close()
+        self._context.term()  # the authenticator thread notices, and closes its sockets
+        if self._private is not None:
+            self._private.remove()
+
+    def _bind(self) -> Socket:
+        shared, keys = self._upstream.relay_keys, None
+        if shared is not None:
+            keys = OrchestratorKeys(shared.public, shared.secret, frozenset({shared.public}))
+        address = local_address_towards(self._upstream.address)
+        if address is None:
+            self._private = PrivateDirectory("relay")
+            address = f"ipc://{self._private.path}/relay"
+        socket = chunk_router(self._context, address, keys)
+        socket.bind(address)
+        return socket
+
+
+def is_readable(socket: Socket) -> bool:
+    """Return whether a message can be read."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +446,8 @@ class RelayNode:
             elif now_s - max(slot.requested_s, slot.parent_message_s) > PARENT_TIMEOUT_S:
                 self._request_parent(slot, silent_parent=slot.parent)
             elif are_keep_alives_due:
-                for peer in slot.requesting_peers:
-                    self._router.send_multipart([peer, encode_chunk(keep_alive(slot.location))])
+                for peer in slot.requesting_peers:  # a header without a chunk keeps them waiting
+                    self._router.send_multipart([peer, encode(ChunkHeader(slot.location, 0))])
 
     # ------------------------------------------------------------ upstream: the parent
 
@@ -445,7 +533,7 @@ class RelayNode:
     def _request(self, slot: Slot, requests: list[FetchRequest]) -> None:
         if slot.source is not None:
             for request in requests:
-                slot.source.send(encode_chunk(request))
+                slot.source.send(encode(request))
 
     def _fetch(self, slot: Slot) -> None:
         """Receive chunks from the parent, and forward them."""
@@ -480,7 +568,7 @@ class RelayNode:
         self._clients.refuse(slot.location, cut(reason))
         for peer in slot.requesting_peers:
             refusal = ChunkHeader(slot.location, 0, cut(reason))
-            self._router.send_multipart([peer, encode_chunk(refusal)])
+            self._router.send_multipart([peer, encode(refusal)])
         slot.close()
 
     # ------------------------------------------------------------ downstream: other relays
@@ -502,7 +590,7 @@ class RelayNode:
                 fetch.start,
                 f"{fetch.location!r} is not served, or the range is invalid",
             )
-            self._router.send_multipart([peer, encode_chunk(refusal)])
+            self._router.send_multipart([peer, encode(refusal)])
             return
         for start in range(fetch.start, fetch.end, CHUNK_BYTES):
             if not self._send_chunk(slot, peer, start):
@@ -512,7 +600,7 @@ class RelayNode:
         chunk = slot.chunk(start)
         if chunk is None:
             return False
-        header = encode_chunk(ChunkHeader(slot.location, start))
+        header = encode(ChunkHeader(slot.location, start))
         self._router.send_multipart([peer, header], zmq.SNDMORE)
         self._router.send(chunk, copy=False)
         return True

@@ -10,10 +10,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
-from tidegate.errors import BadFrame, ConfigError, WeightsRefused
-from tidegate.transport.addresses import check_connector, resolve_wildcard_host
+from tidegate.errors import BadFrame, WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
-from tidegate.transport.weight_channels.base import WeightReceiverConfig, check_specs
+from tidegate.transport.weight_channels.base import (
+    WeightReceiverConfig,
+    check_specs,
+    decode,
+    encode,
+    sender_address,
+)
 from tidegate.transport.weight_channels.host_memory import (
     CONNECT_TIMEOUT_S,
     MESSAGE_BYTES_MAX,
@@ -26,11 +31,8 @@ from tidegate.transport.weight_channels.relay_messages import (
     STALL_TIMEOUT_S,
     LocationProgress,
     LocationRequest,
-    decode,
-    encode,
 )
-from tidegate.transport.weight_channels.relay_node import RelayBootstrap, RelayNode
-from tidegate.transport.weight_channels.relay_sockets import Upstream
+from tidegate.transport.weight_channels.relay_node import RelayBootstrap, RelayNode, Upstream
 
 POLL_S = 0.1
 """Polling interval for whether the weights are still wanted."""
@@ -48,12 +50,7 @@ class RelayReceiver:
         Raises:
             WeightsRefused: the sender's address is invalid, or the relay belongs to another user.
         """
-        address = resolve_wildcard_host(config.address, str(init.info.get("address")))
-        try:
-            check_connector(address, has_keys=config.keys is not None)
-        except ConfigError as error:
-            raise WeightsRefused(f"invalid address of the weight sender: {error}") from error
-        self._upstream = Upstream.of(address, init, config.keys)
+        self._upstream = Upstream.of(sender_address(init, config), init, config.keys)
         self._name = f"tidegate-weights-{init.info.get('sender')}{config.host}"
         self._node: RelayNode | None = None
         self._memory: ReadOnlyHostMemory | None = None

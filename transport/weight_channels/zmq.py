@@ -23,7 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tidegate.errors import BadFrame, ConfigError, WeightsRefused
-from tidegate.transport.addresses import check_connector, resolve_wildcard_host, with_any_port
+from tidegate.transport.addresses import with_any_port
 from tidegate.transport.limits import Count, cut
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.private_directory import PrivateDirectory
@@ -33,7 +33,10 @@ from tidegate.transport.weight_channels.base import (
     WeightChannel,
     WeightReceiverConfig,
     check_buffers,
+    decode,
+    encode,
     layout,
+    sender_address,
     views,
 )
 from tidegate.transport.zap_authenticator import ZapAuthenticator
@@ -77,16 +80,6 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """Reason why the chunk cannot be sent; no frame follows then. Empty: it is sent."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_fetch = msgspec.msgpack.Decoder(FetchRequest)
-_chunk = msgspec.msgpack.Decoder(ChunkHeader)
-
-
-def encode(message: FetchRequest | ChunkHeader) -> bytes:
-    """Encode a message as one frame."""
-    return _encoder.encode(message)
-
-
 def decode_fetch_request(frames: Sequence[bytes]) -> FetchRequest:
     """Decode an engine's request.
 
@@ -95,22 +88,7 @@ def decode_fetch_request(frames: Sequence[bytes]) -> FetchRequest:
     """
     if len(frames) != 1:
         raise BadFrame(f"a request for weights is one frame, but yours had {len(frames)}")
-    try:
-        return _fetch.decode(frames[0])
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"unreadable request for weights: {error}") from error
-
-
-def decode_chunk_header(frame: bytes) -> ChunkHeader:
-    """Decode the first frame of a sender's answer.
-
-    Raises:
-        BadFrame: the frame is not a chunk header.
-    """
-    try:
-        return _chunk.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"the weight sender's reply can't be decoded: {error}") from error
+    return decode(frames[0], FetchRequest)
 
 
 # ---------------------------------------------------------------- transfer progress
@@ -212,7 +190,7 @@ def receive_chunk(
     """
     header = socket.recv(flags, copy=False)
     try:
-        chunk = decode_chunk_header(header.bytes)
+        chunk = decode(header.bytes, ChunkHeader)
         target = transfer.buffer_for(chunk)
         if target is None or not header.more:
             if header.more:
@@ -264,6 +242,24 @@ REQUEST_BYTES_MAX = 1024
 QUEUED_CHUNKS_MAX = 64
 """High-water marks: requests of one engine, and chunks queued to it. Legitimate engines have a few;
 a flood's excess is dropped."""
+
+
+def chunk_router(context: Context, address: str, keys: OrchestratorKeys | None) -> Socket:
+    """Create the ROUTER that chunks are requested from, to be bound to ``address``. With keys, the
+    context gets its ZAP authenticator."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS_MAX)
+    socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+    enable_keepalive(socket)
+    if keys is not None:
+        secure_listener(socket, keys)
+        ZapAuthenticator(socket, keys)
+    if address.startswith("tcp:"):
+        socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_BYTES)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+    return socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,22 +348,11 @@ class ZmqSender:
         return chosen
 
     def _bind(self, address: str | None, keys: OrchestratorKeys | None) -> Socket:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS_MAX)
-        socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS_MAX)
-        socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-        enable_keepalive(socket)
-        if keys is not None:
-            secure_listener(socket, keys)
-            ZapAuthenticator(socket, keys)
         own = None if address is None else with_any_port(address)
         if own is None:
             self._private = PrivateDirectory("weights")
             self.address = f"ipc://{self._private.path}/weights"
-        else:
-            socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_BYTES)
-            socket.setsockopt(zmq.IPV6, "[" in own)
+        socket = chunk_router(self._context, own or self.address, keys)
         try:
             socket.bind(own or self.address)
         except zmq.ZMQError as error:
@@ -450,12 +435,8 @@ class ZmqReceiver:
         Raises:
             WeightsRefused: the address is invalid.
         """
-        self._address = resolve_wildcard_host(config.address, str(init.info.get("address")))
+        self._address = sender_address(init, config)
         self._buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        try:
-            check_connector(self._address, has_keys=config.keys is not None)
-        except ConfigError as error:
-            raise WeightsRefused(f"invalid address of the weight sender: {error}") from error
         self._socket = new_socket(zmq.DEALER, self._address)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, round(1000 * POLL_S))

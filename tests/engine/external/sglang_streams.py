@@ -1,19 +1,22 @@
-"""Reads the stream of one SGLang request, and compares it with the weights.
+"""SGLang's adapter for tests: streams of requests, compared with the weights, and a double.
 
-Works with the double and with a real server.
+Streams work with a real server, too.
 """
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.engine.external.sglang_double import SglangDouble, make_app
+from tests.served_app import served
 from tidegate.engine.execution.block_cache import cache_argument
 from tidegate.engine.external.adapter import Capabilities, GeneratedChunk, GenerationRequest
-from tidegate.engine.external.sglang import SglangAdapter
+from tidegate.engine.external.sglang import SglangAdapter, make_adapter
 from tidegate.transport.messages import SamplingParams
 
 PROMPT = list(range(1, 25))
@@ -45,6 +48,36 @@ class Sglang:
         async with aclosing(self.adapter.generate(request)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
+
+
+HELD_AT = 100
+"""Tokens at which the double holds a request until a test calls the server."""
+
+
+@dataclass
+class SglangAndDouble(Sglang):
+    """Test operations, with the server double at hand."""
+
+    double: SglangDouble
+
+
+@asynccontextmanager
+async def sglang(
+    model: Path, way: str = "disk", *, run_model: Path | None = None, **how: Any
+) -> AsyncIterator[SglangAndDouble]:
+    """Open an adapter of a new double, which takes weights in this way."""
+    double = SglangDouble(model, **how)
+    with served(lambda: (make_app(double), double.sample_for_ever)) as url:
+        adapter = make_adapter(url, run_model or model, weights=way)
+        try:
+            capabilities = await adapter.open("v0")
+            reported = len(double.calls)
+            double.holds = lambda prompt, sampled, label: (
+                sampled >= HELD_AT and len(double.calls) == reported
+            )
+            yield SglangAndDouble(adapter, capabilities, double)
+        finally:
+            await adapter.close()
 
 
 @dataclass

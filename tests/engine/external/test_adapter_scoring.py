@@ -33,6 +33,7 @@ class Failing(EngineAdapter):
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+        self.capabilities = ABLE
 
     async def score(self, request: ScoreRequest) -> ExternalScores:
         raise self._error
@@ -49,7 +50,7 @@ def test_a_request_for_an_adapter_is_refused_because_no_engine_of_others_scores_
     sent: list[object] = []
     link = cast(OrchestratorLink, SimpleNamespace(send=sent.append))
     adapter = Failing(KeyError())
-    queue = ExternalScoreQueue(adapter, ABLE, link, on_gone=lambda error: None)
+    queue = ExternalScoreQueue(adapter, link, on_gone=lambda error: None)
     queue.submit(replace(ASKED, adapter="a"))
     [refused] = sent
     assert isinstance(refused, ScoreFailed)
@@ -66,9 +67,7 @@ async def test_a_request_that_an_engine_breaks_off_gives_up_the_engine_and_is_no
 ) -> None:
     gone: asyncio.Future[TidegateError] = asyncio.get_running_loop().create_future()
     adapter = Failing(error)
-    queue = ExternalScoreQueue(
-        adapter, ABLE, cast(OrchestratorLink, Silent()), on_gone=gone.set_result
-    )
+    queue = ExternalScoreQueue(adapter, cast(OrchestratorLink, Silent()), on_gone=gone.set_result)
     queue.submit(ASKED)
     queue.start(version=3)
     async with asyncio.timeout(10):

@@ -17,13 +17,12 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.engine.external.sglang_double import SglangDouble, make_app
-from tests.engine.external.sglang_streams import TOLERANCE, off_by
-from tests.engine.external.test_sglang_adapter import SglangAndDouble, sglang
+from tests.engine.external.sglang_streams import TOLERANCE, SglangAndDouble, off_by, sglang
 from tests.engine.external.vllm_double import VllmDouble
 from tests.engine.orchestra import Orchestra
-from tests.models import make_model_directory
 from tests.served_app import served
-from tidegate.engine.external.vllm import Query, VllmAdapter, VllmMemory, make_adapter
+from tidegate.engine.external.http import Query
+from tidegate.engine.external.vllm import VllmAdapter, make_adapter
 from tidegate.errors import EngineGone
 from tidegate.observability.audit.audit import audit_run
 from tidegate.transport.messages import (
@@ -46,12 +45,6 @@ KEEPS = SLEEPS | {"enable_weights_cpu_backup": True}
 FEW = SamplingParams(max_tokens=6)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    parent = tmp_path_factory.mktemp("models")
-    return [make_model_directory(parent / f"v{n}", seed=n, tied=False) for n in range(2)]
-
-
 @asynccontextmanager
 async def paused_vllm(model: Path) -> AsyncIterator[tuple[VllmAdapter, VllmDouble]]:
     with VllmDouble(model, enable_sleep_mode=True) as double:
@@ -67,16 +60,16 @@ async def paused_vllm(model: Path) -> AsyncIterator[tuple[VllmAdapter, VllmDoubl
 
 
 async def test_vllm_sleeps_in_parts_though_it_puts_all_to_sleep_at_once(
-    models: list[Path],
+    directories: list[Path],
 ) -> None:
-    async with paused_vllm(models[0]) as (adapter, double):
+    async with paused_vllm(directories[0]) as (adapter, double):
         await adapter.sleep(1, ["kv_cache"])
         assert double.sleeping == {"kv_cache"}
         await adapter.sleep(2, ["weights"])
         assert double.sleeping == {"weights", "kv_cache"}
         await adapter.wake(["weights"])
         assert double.sleeping == {"kv_cache"}
-        await adapter.load_weights(models[1], "v1")
+        await adapter.load_weights(directories[1], "v1")
         await adapter.wake(["kv_cache"])
         assert (double.sleeping, double.paused) == (set(), "new")  # it continues by itself: stopped
         calls = [call for call in double.calls if not call.startswith("pause")]
@@ -91,34 +84,34 @@ async def test_vllm_sleeps_in_parts_though_it_puts_all_to_sleep_at_once(
     ]
 
 
-async def test_a_vllm_that_another_client_wakes_is_given_up(models: list[Path]) -> None:
-    async with paused_vllm(models[0]) as (adapter, double):
+async def test_a_vllm_that_another_client_wakes_is_given_up(directories: list[Path]) -> None:
+    async with paused_vllm(directories[0]) as (adapter, double):
         await adapter.sleep(1, ["weights", "kv_cache"])
         double.sleeping.clear()
         with pytest.raises(EngineGone, match="another client"):
             await adapter.wake(["kv_cache"])
 
 
-async def test_an_empty_reply_of_vllm_counts_as_success() -> None:
-    calls = []
+async def test_an_empty_reply_of_vllm_counts_as_success(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paused_vllm(directories[0]) as (adapter, double):
+        call = adapter._sleep_call
 
-    async def post(path: str, query: Query) -> None:
-        calls.append((path, [value for _, value in query]))
+        async def call_without_answer(path: str, query: Query) -> None:
+            await call(path, query)
 
-    memory = VllmMemory(post)
-    await memory.sleep(2, ["weights"])
-    await memory.wake(["weights"])
-    assert calls == [
-        ("/sleep", ["2", "abort"]),
-        ("/wake_up", ["kv_cache"]),
-        ("/wake_up", ["weights"]),
-    ]
+        monkeypatch.setattr(adapter, "_sleep_call", call_without_answer)
+        await adapter.sleep(2, ["weights"])
+        assert double.sleeping == {"weights"}
+        await adapter.wake(["weights"])
+        assert double.sleeping == set()
 
 
-async def test_a_vllm_that_sleeps_since_another_run_is_woken(models: list[Path]) -> None:
-    async with paused_vllm(models[0]) as (adapter, double):
+async def test_a_vllm_that_sleeps_since_another_run_is_woken(directories: list[Path]) -> None:
+    async with paused_vllm(directories[0]) as (adapter, double):
         await adapter.sleep(2, ["weights", "kv_cache"])
-        again = make_adapter(double.url, models[0])
+        again = make_adapter(double.url, directories[0])
         await again.open("v1")
         await again.close()
         assert (double.sleeping, double.label) == (set(), "v1")
@@ -130,35 +123,37 @@ async def test_a_vllm_that_sleeps_since_another_run_is_woken(models: list[Path])
     ids=["no saver", "saver", "backup"],
 )
 async def test_sglang_sleeps_at_the_levels_that_it_was_started_for(
-    models: list[Path], settings: dict[str, Any], levels: tuple[SleepLevel, ...]
+    directories: list[Path], settings: dict[str, Any], levels: tuple[SleepLevel, ...]
 ) -> None:
-    async with sglang(models[0], settings=settings) as engine:
+    async with sglang(directories[0], settings=settings) as engine:
         assert engine.capabilities.sleep_levels == set(levels)
         if levels:
-            await sleep_and_wake(engine, models, levels[0])
+            await sleep_and_wake(engine, directories, levels[0])
 
 
-async def sleep_and_wake(engine: SglangAndDouble, models: list[Path], level: SleepLevel) -> None:
+async def sleep_and_wake(
+    engine: SglangAndDouble, directories: list[Path], level: SleepLevel
+) -> None:
     await engine.adapter.pause("abort")
     await engine.adapter.sleep(level, ["weights", "kv_cache"])
     await engine.adapter.wake(["weights"])
     if level == 2:
-        await engine.adapter.load_weights(models[1], "v1")
+        await engine.adapter.load_weights(directories[1], "v1")
     await engine.adapter.wake(["kv_cache"])
     await engine.adapter.resume()
     stream = await engine.stream(FEW, salt="after").end()
-    assert off_by(models, stream, [(level - 1, 6)]) < TOLERANCE
+    assert off_by(directories, stream, [(level - 1, 6)]) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
 def sleepy(
-    models: list[Path], tmp_path_factory: pytest.TempPathFactory
+    directories: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Orchestra, VllmDouble]]:
     """A worker shared by tests that leave it awake and running."""
-    with VllmDouble(models[0], enable_sleep_mode=True) as double:
+    with VllmDouble(directories[0], enable_sleep_mode=True) as double:
         options = ["--url", f"vllm+{double.url}"]
         directory = tmp_path_factory.mktemp("sleepy")
-        with Orchestra(directory, models[0], options, program=PROGRAM) as engine:
+        with Orchestra(directory, directories[0], options, program=PROGRAM) as engine:
             engine.welcome(credit_steps=64)
             yield engine, double
             engine.send(Shutdown())
@@ -240,16 +235,16 @@ async def train_asleep(model: Path, run: Path, urls: list[str]) -> None:
 
 
 async def test_a_run_sleeps_over_vllm_and_sglang_and_every_token_audits(
-    models: list[Path], tmp_path: Path
+    directories: list[Path], tmp_path: Path
 ) -> None:
     """SGLang keeps no weights and is sent new ones over HTTP; vLLM reads them from files."""
-    double = SglangDouble(models[0], settings=SLEEPS)
+    double = SglangDouble(directories[0], settings=SLEEPS)
     with (
         served(lambda: (make_app(double), double.sample_for_ever)) as url,
-        VllmDouble(models[0], enable_sleep_mode=True) as vllm,
+        VllmDouble(directories[0], enable_sleep_mode=True) as vllm,
     ):
         urls = [f"sglang+{url}#weights=http", f"vllm+{vllm.url}"]
-        await train_asleep(models[0], tmp_path / "run", urls)
+        await train_asleep(directories[0], tmp_path / "run", urls)
         assert (double.sleeping, double.paused, double.is_dead) == (set(), None, False)
         assert (vllm.sleeping, vllm.paused) == (set(), "")
     calls = [path for path, _ in double.calls]

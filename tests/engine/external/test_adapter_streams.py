@@ -34,6 +34,8 @@ LIMITS = EngineLimits(
 class Slow(EngineAdapter):
     """An engine that answers preemption queries late."""
 
+    capabilities = ABLE
+
     def __init__(self) -> None:
         self.taken, self.continues = asyncio.Event(), asyncio.Event()
         self.asked, self.answers = asyncio.Event(), asyncio.Event()
@@ -90,7 +92,7 @@ async def test_tokens_are_of_the_version_they_came_under_however_long_the_check_
         assert error is None
         over.set()
 
-    streams = Streams(engine, ABLE, "v0", batcher=batcher, on_request_ended=on_request_ended)
+    streams = Streams(engine, "v0", batcher=batcher, on_request_ended=on_request_ended)
     prompt = np.arange(3, dtype="<i4").tobytes()
     message = SubmitTurn(turn=7, token_ids=prompt, sampling=SamplingParams(max_tokens=2))
     async with asyncio.timeout(10):

@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from tests.engine.external.sglang_double import SglangDouble
-from tests.models import make_model_directory
 
 PROMPT = [30, 41, 52, 63]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return [make_model_directory(folder / str(seed), seed=seed) for seed in range(2)]
 
 
 @contextlib.asynccontextmanager
@@ -33,11 +26,11 @@ async def sampling(double: SglangDouble) -> AsyncIterator[None]:
 
 
 async def answer_over_an_update(
-    models: list[Path], mode: str, *, samples_ahead: bool
+    directories: list[Path], mode: str, *, samples_ahead: bool
 ) -> tuple[dict[str, Any], list[int]]:
     """Return the answer to a request whose weights change after three tokens or more."""
     settings = {"disable_overlap_schedule": not samples_ahead}
-    double = SglangDouble(models[0], settings=settings)
+    double = SglangDouble(directories[0], settings=settings)
     sampled = {"max_new_tokens": 200, "temperature": 1.0, "sampling_seed": 5, "ignore_eos": True}
     body = {"rid": "one", "input_ids": PROMPT, "sampling_params": sampled, "return_logprob": True}
     async with sampling(double):
@@ -46,7 +39,7 @@ async def answer_over_an_update(
             await asyncio.sleep(0)
         request = double.running["one"]
         await double.pause({"mode": mode})
-        update = {"model_path": str(models[1]), "weight_version": "new"}
+        update = {"model_path": str(directories[1]), "weight_version": "new"}
         await double.update(update | {"flush_cache": mode == "retract"})
         await double.continue_generation({})
         await request_of
@@ -65,20 +58,20 @@ def logprob_of(model: Path, tokens: list[int], at: int) -> float:
 
 @pytest.mark.parametrize("samples_ahead", [False, True])
 async def test_a_step_under_way_is_labelled_with_the_new_weights(
-    models: list[Path], samples_ahead: bool
+    directories: list[Path], samples_ahead: bool
 ) -> None:
-    meta, tokens = await answer_over_an_update(models, "in_place", samples_ahead=samples_ahead)
+    meta, tokens = await answer_over_an_update(directories, "in_place", samples_ahead=samples_ahead)
     old, new = meta["weight_versions"]
     assert (old["version"], new["version"], new["end"]) == ("default", "new", 200)
     reported = meta["output_token_logprobs"][new["start"]][0]
-    by_old_weights = logprob_of(models[0], tokens, len(PROMPT) + new["start"])
+    by_old_weights = logprob_of(directories[0], tokens, len(PROMPT) + new["start"])
     assert (abs(reported - by_old_weights) < 1e-4) == samples_ahead
 
 
 async def test_a_retracted_request_is_sampled_by_the_new_weights_as_its_label_says(
-    models: list[Path],
+    directories: list[Path],
 ) -> None:
-    meta, tokens = await answer_over_an_update(models, "retract", samples_ahead=True)
+    meta, tokens = await answer_over_an_update(directories, "retract", samples_ahead=True)
     start = meta["weight_versions"][1]["start"]
     reported = meta["output_token_logprobs"][start][0]
-    assert abs(reported - logprob_of(models[1], tokens, len(PROMPT) + start)) < 1e-4
+    assert abs(reported - logprob_of(directories[1], tokens, len(PROMPT) + start)) < 1e-4

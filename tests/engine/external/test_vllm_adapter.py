@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.engine.external.vllm_double import VllmDouble
+from tests.engine.external.vllm_weights import refusal
 from tests.engine.orchestra import Models
 from tests.models import make_model_directory
 from tidegate.engine.external import http, vllm
@@ -66,18 +67,6 @@ async def opened(
         await adapter.close()
 
 
-async def refusal(model: Path, **settings: Any) -> str:
-    """Return why a server started with these settings is refused."""
-    with VllmDouble(model, **settings) as double:
-        adapter = make_adapter(double.url, model)
-        try:
-            with pytest.raises(ConfigError) as error:
-                await adapter.open("v0")
-        finally:
-            await adapter.close()
-    return str(error.value)
-
-
 def _npy(values: "np.ndarray[Any, Any]") -> str:
     file = io.BytesIO()
     np.save(file, values)
@@ -102,6 +91,7 @@ async def test_a_server_without_routes_for_training_is_refused_with_how_to_start
     assert "/pause" in without_dev
     assert "--enable-scale-out" in await refusal(model, scale_out=False)
     assert "0.19.1 is too old" in await refusal(model, version="0.19.1")
+    assert "--logprobs-mode" in await refusal(model, logprobs_mode="raw_logits")
 
 
 async def test_a_server_whose_environment_has_no_pip_is_refused_with_what_to_install(
@@ -134,10 +124,6 @@ async def test_a_server_with_a_key_is_sent_it_and_one_without_it_says_how(
             assert len(await generate(adapter, request(SamplingParams(max_tokens=3)))) == 3
 
 
-async def test_a_server_that_returns_logits_as_log_probs_is_refused(models: Models) -> None:
-    assert "--logprobs-mode" in await refusal(models.directories[0], logprobs_mode="raw_logits")
-
-
 async def test_a_server_of_another_kind_is_refused_with_its_address(
     models: Models, double: VllmDouble
 ) -> None:
@@ -168,6 +154,10 @@ async def test_capabilities_follow_the_servers_version_and_settings(
         assert capabilities.has_processed_logprobs
         assert capabilities.sleep_levels == set()  # started without --enable-sleep-mode
         assert (capabilities.running_turns_max, capabilities.block_tokens) == (8, 16)
+        assert not capabilities.sampling & {"kept_tokens", "routed_experts"}
+    with VllmDouble(models.directories[0], stream_interval=8) as collecting:
+        async with opened(collecting, models.directories[0]) as (_, capabilities):
+            assert not capabilities.keeps_kv
     with VllmDouble(models.directories[0], version="0.30.1", logprobs_mode="raw_logprobs") as older:
         older.config["dtype"] = "torch.bfloat16"  # as --dtype auto serves a float32 directory
         async with opened(older, models.directories[0]) as (_, capabilities):
@@ -209,14 +199,6 @@ async def test_an_engine_collects_tokens_and_an_abort_hands_back_those_it_has_no
     assert [len(chunk.logprobs) for chunk in received] == lengths
     assert received[-1].ended == "abort"
     assert received[-1].labels == [VersionLabel("v0", 0, HELD_AT)]
-
-
-async def test_a_server_that_always_collects_tokens_is_not_asked_to_keep_kv_over_updates(
-    models: Models,
-) -> None:
-    with VllmDouble(models.directories[0], stream_interval=8) as double:
-        async with opened(double, models.directories[0]) as (_, capabilities):
-            assert not capabilities.keeps_kv
 
 
 async def test_foreign_weights_are_replaced_at_the_start(
@@ -274,20 +256,6 @@ async def test_closing_a_stream_aborts_its_request(models: Models, double: VllmD
         async with asyncio.timeout(10):
             while double.asked:  # noqa: ASYNC110 - the double's thread says nothing
                 await asyncio.sleep(0.005)
-
-
-async def test_requests_are_handed_back_by_an_abort_with_what_they_have(
-    models: Models, double: VllmDouble
-) -> None:
-    async with opened(double, models.directories[0]) as (adapter, _):
-        async with aclosing(adapter.generate(request(FOREVER))) as chunks:
-            tokens = len((await anext(chunks)).token_ids)
-            await adapter.pause("abort")
-            async for chunk in chunks:
-                tokens += len(chunk.token_ids)
-        assert chunk.ended == "abort"
-        assert chunk.labels == [VersionLabel("v0", 0, tokens)]
-        await adapter.resume()
 
 
 async def test_a_request_rejected_by_a_pause_is_retried_not_refused(
@@ -391,12 +359,6 @@ async def test_a_healthy_server_whose_engine_hangs_is_given_up_unless_a_call_occ
                 await adapter.check()
         finally:
             double.loop_answers.set()
-
-
-async def test_a_server_without_these_flags_refuses_the_options_by_name(models: Models) -> None:
-    with VllmDouble(models.directories[0]) as double:
-        async with opened(double, models.directories[0]) as (_, capabilities):
-            assert not capabilities.sampling & {"kept_tokens", "routed_experts"}
 
 
 @pytest.mark.parametrize(

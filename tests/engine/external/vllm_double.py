@@ -11,9 +11,10 @@ import base64
 import io
 import itertools
 import json
+import math
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,21 +26,22 @@ import uvicorn
 from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.engine.external.vllm_double_about import BLOCK_TOKENS, BLOCKS_EACH, REQUESTS_MAX, About
 from tests.engine.external.vllm_double_loras import Loras, error_body
-from tests.engine.external.vllm_double_patches import changed
 from tests.engine.external.vllm_double_weights import Transfers
 from tests.served_app import guarded
 from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
-from tidegate.engine.external.vllm_patches import EXTENSION, RPC, read_changes
+from tidegate.engine.external.vllm_patches import EXTENSION, RPC, TensorChange, read_changes
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 from tidegate.engine.sampling.options import RowOptions
 from tidegate.errors import TidegateError
 from tidegate.transport.messages import SamplingParams
+
+BLOCK_TOKENS, BLOCKS_EACH, REQUESTS_MAX = 16, 16, 8
+CONTEXT_TOKENS_MAX = BLOCK_TOKENS * BLOCKS_EACH
 
 PREFILL_CHUNK_TOKENS = 16
 STEP_S = 0.002
@@ -282,29 +284,82 @@ class VllmDouble:
     # ------------------------------------------------------------ routes
 
     def _app(self) -> Starlette:
-        about = About(self)
         dev = {
             "/pause": self._pause,
             "/resume": self._resume,
             "/is_paused": self._is_paused,
             "/collective_rpc": self._collective_rpc,
-            "/server_info": about.server_info,
+            "/server_info": self._server_info,
             "/weight_info": self._weight_info,
             "/update_weight_version": self._name,
             "/sleep": self._sleep,
             "/wake_up": self._wake_up,
         }
         routes = {
-            "/version": about.version,
-            "/health": about.health,
-            "/metrics": about.metrics,
-            "/openapi.json": about.openapi,
-            "/v1/models": about.models,
+            "/version": self._version,
+            "/health": self._health,
+            "/metrics": self._metrics,
+            "/openapi.json": self._openapi,
+            "/v1/models": self._models,
             "/inference/v1/generate": self._generate,
         } | (self.loras.routes | self.transfers.routes | dev if self.config["dev"] else {})
         self.paths = list(routes)
         return Starlette(
             routes=[Route(path, its, methods=["GET", "POST"]) for path, its in routes.items()]
+        )
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": self.version})
+
+    async def _health(self, request: Request) -> Response:
+        return Response()
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(
+            "# TYPE vllm:num_preemptions_total counter\n"
+            'vllm:num_preemptions_total{engine="0",model_name="tiny"} '
+            f"{self.preemptions}.0\n"
+        )
+
+    async def _openapi(self, request: Request) -> Response:
+        body: list[str] = self.config["body"]
+        schemas: dict[str, Any] = {"GenerateRequest": {"properties": {name: {} for name in body}}}
+        paths: dict[str, Any] = {path: {} for path in self.paths}
+        return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
+
+    async def _models(self, request: Request) -> Response:
+        served = {"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}
+        return JSONResponse({"data": [served, *self.loras.cards]})
+
+    async def _server_info(self, request: Request) -> Response:
+        if why := self.config.get("server_info_error"):
+            body = {"error": {"message": why, "type": "InternalServerError", "code": 500}}
+            return JSONResponse(body, status_code=500)
+        return JSONResponse(
+            {
+                "vllm_config": {
+                    "model_config": {
+                        "model": self.config["model"],
+                        "logprobs_mode": self.config["logprobs_mode"],
+                        "max_logprobs": 20,
+                        "quantization": self.config["quantization"],
+                        "dtype": self.config["dtype"],
+                        **self.attachment_flags,
+                        "enable_sleep_mode": self.config["enable_sleep_mode"],
+                    },
+                    "scheduler_config": {
+                        "max_num_seqs": REQUESTS_MAX,
+                        "stream_interval": self.config["stream_interval"],
+                    },
+                    "cache_config": {"block_size": BLOCK_TOKENS, "num_gpu_blocks": 128},
+                    "parallel_config": {
+                        "worker_extension_cls": self.config["worker_extension_cls"]
+                    },
+                    "device_config": {"device": self.config["device"]},
+                    "lora_config": self.loras.config,
+                    "weight_transfer_config": self.config["weight_transfer"],
+                }
+            }
         )
 
     async def _weight_info(self, request: Request) -> Response:
@@ -447,3 +502,41 @@ class VllmDouble:
 def _is_guarded(path: str) -> bool:
     """Whether a route needs the API key; control routes do not."""
     return path.startswith(("/v1", "/v2", "/inference", "/cohere"))
+
+
+def changed(
+    served: Mapping[str, torch.Tensor], changes: Iterable[TensorChange]
+) -> dict[str, torch.Tensor]:
+    """Return the served tensors with changes, checked as by 0.33.0's checkpoint_weight_patch.py:
+    by copies in which NaN means "unchanged".
+
+    Raises:
+        ValueError, TypeError: as vLLM does, before anything has changed.
+    """
+    changes = list(changes)
+    for change in changes:
+        indices, values, count = change.indices, change.values, math.prod(change.shape)
+        if not values.dtype.is_floating_point:
+            raise TypeError(f"{change.name}: sparse checkpoint patches require a floating dtype")
+        if (indices.ndim, values.ndim) != (1, 1) or indices.numel() != values.numel():
+            raise ValueError(f"{change.name}: sparse indices and values must have matching lengths")
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{change.name}: sparse patch indices must be int32 or int64")
+        in_order = indices.sort().values
+        if (
+            values.isnan().any()
+            or ((indices < 0) | (indices >= count)).any()
+            or (in_order[1:] == in_order[:-1]).any()
+        ):
+            raise ValueError(
+                "Sparse checkpoint patches contain NaN values, out-of-range indices, or duplicate "
+                "indices"
+            )
+    after = dict(served)
+    for change in changes:
+        whole = torch.full((math.prod(change.shape),), math.nan, dtype=change.values.dtype)
+        whole.index_copy_(0, change.indices.long(), change.values)
+        copied = whole.view(change.shape).to(served[change.name].dtype)
+        assert copied.shape == served[change.name].shape, "a same-shaped final copy"
+        after[change.name] = torch.where(copied.isnan(), served[change.name], copied)
+    return after

@@ -5,6 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -12,6 +13,7 @@ from tests.engine.external.vllm_double import VllmDouble
 from tests.engine.orchestra import Models
 from tidegate.engine.external.adapter import Capabilities, GeneratedChunk, GenerationRequest
 from tidegate.engine.external.vllm import VllmAdapter, make_adapter
+from tidegate.errors import ConfigError
 from tidegate.transport.messages import SamplingParams
 
 PROMPT = list(range(1, 40))
@@ -30,6 +32,19 @@ async def vllm(
             yield double, adapter, await adapter.open("v0")
         finally:
             await adapter.close()
+
+
+async def refusal(model: Path, way: str = "disk", **config: Any) -> str:
+    """Return why a server started with these settings is refused, and left as it is."""
+    with VllmDouble(model, **config) as double:
+        adapter = make_adapter(double.url, model, weights=way)
+        try:
+            with pytest.raises(ConfigError) as error:
+                await adapter.open("v0")
+        finally:
+            await adapter.close()
+        assert way == "disk" or double.calls == []
+    return str(error.value)
 
 
 def tensors_of(models: Models, version: int) -> dict[str, torch.Tensor]:
