@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import tidegate
@@ -54,16 +55,8 @@ class Accelerator(SimpleNamespace):
         return model
 
 
-class Vocabulary:
-    """Double of a transformers tokenizer: the ids of the model's tokens."""
-
-    def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer
-
-        self.ids = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.ids
+def tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
 
 
 def trainer_of(model: Any, path: Path, **fields: Any) -> Any:
@@ -76,7 +69,7 @@ def trainer_of(model: Any, path: Path, **fields: Any) -> Any:
         "tools": None,
         "num_generations": GROUP_SIZE,
         "temperature": 1.0,
-        "processing_class": Vocabulary(path),
+        "processing_class": tokenizer(path),
     }
     return SimpleNamespace(**(default | fields))
 
@@ -92,9 +85,7 @@ async def two_turns(episode: tidegate.Episode, prompt: str) -> dict[str, Any]:
 
 
 def text_of(path: Path, token_ids: list[int]) -> str:
-    from tokenizers import Tokenizer
-
-    return str(Tokenizer.from_file(str(path / "tokenizer.json")).decode(token_ids))
+    return str(tokenizer(path).decode(token_ids))
 
 
 async def answer(episode: tidegate.Episode, row: dict[str, Any]) -> dict[str, Any]:
@@ -322,19 +313,22 @@ def test_prompts_that_are_no_batch_of_the_run_are_refused(
         rollouts(prompts, trainer_of(model, path))
 
 
-def test_a_run_that_may_drop_groups_is_refused(model: Any, path: Path) -> None:
-    with serve(path, group_filter=tidegate.DynamicSampling()) as run:
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"group_filter": tidegate.DynamicSampling()}, "may drop some: leave both out"),
+        (
+            {"max_staleness": 2, "max_uses": 2},
+            "max_uses=2 would hand over groups of earlier prompts",
+        ),
+    ],
+)
+def test_a_run_that_hands_over_other_groups_than_those_asked_for_is_refused(
+    model: Any, path: Path, settings: dict[str, Any], why: str
+) -> None:
+    with serve(path, **settings) as run:
         rollouts = tidegate.trl_rollout_func(run, episode=plain_reward)
-        with pytest.raises(ConfigError, match="may drop some: leave both out"):
-            rollouts(PROMPTS, trainer_of(model, path))
-
-
-def test_a_run_that_trains_on_groups_of_earlier_prompts_is_refused(model: Any, path: Path) -> None:
-    with serve(path, max_staleness=2, max_uses=2) as run:
-        rollouts = tidegate.trl_rollout_func(run, episode=plain_reward)
-        with pytest.raises(
-            ConfigError, match="max_uses=2 would hand over groups of earlier prompts"
-        ):
+        with pytest.raises(ConfigError, match=why):
             rollouts(PROMPTS, trainer_of(model, path))
 
 

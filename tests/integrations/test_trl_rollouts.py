@@ -42,36 +42,32 @@ def test_without_trl_it_says_what_to_install_before_anything_is_generated() -> N
         tidegate.TRLRollouts(run, args=Arguments())
 
 
-def test_a_run_whose_batches_wait_for_every_publish_is_refused() -> None:
-    run: Any = SimpleNamespace(settings=run_settings(model="m", max_staleness=0))
-    with pytest.raises(ConfigError, match="max_staleness of at least 1, got 0"):
-        tidegate.TRLRollouts(run, args=Arguments())
-
-
-@pytest.mark.parametrize("max_staleness", [2, 4])
-def test_a_run_that_leaves_no_batch_to_ask_ahead_for_is_refused(max_staleness: int) -> None:
-    settings = run_settings(model="m", max_staleness=max_staleness, max_uses=2)
-    run: Any = SimpleNamespace(settings=settings)
-    is_ahead = "raise max_staleness to 4" if max_staleness < 4 else "has its tasks and its episode"
-    with pytest.raises(ConfigError, match=is_ahead):
-        tidegate.TRLRollouts(run, args=Arguments())
-
-
 async def solve(episode: tidegate.Episode, task: int) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("given", [{}, {"tasks": [1]}, {"episode": solve}])
-def test_a_run_of_this_process_without_tasks_or_episode_is_refused(given: dict[str, Any]) -> None:
-    run: Any = SimpleNamespace(settings=run_settings(model="m", max_staleness=1))
-    with pytest.raises(ConfigError, match="has its tasks and its episode from here"):
-        tidegate.TRLRollouts(run, **given, args=Arguments())
-
-
-def test_a_rank_that_trl_never_asks_for_rows_is_refused_a_run() -> None:
-    run: Any = SimpleNamespace()
-    with pytest.raises(ConfigError, match="this is rank 1: give the others' trainers rollout_work"):
-        tidegate.TRLRollouts(run, args=Arguments(process_index=1))
+@pytest.mark.parametrize(
+    ("settings", "given", "why"),
+    [
+        ({"max_staleness": 0}, {}, "max_staleness of at least 1, got 0"),
+        ({"max_staleness": 2, "max_uses": 2}, {}, "raise max_staleness to 4"),
+        ({"max_staleness": 4, "max_uses": 2}, {}, "has its tasks and its episode"),  # nothing else
+        ({"max_staleness": 1}, {}, "has its tasks and its episode from here"),
+        ({"max_staleness": 1}, {"tasks": [1]}, "has its tasks and its episode from here"),
+        ({"max_staleness": 1}, {"episode": solve}, "has its tasks and its episode from here"),
+        (
+            {},
+            {"args": Arguments(process_index=1)},
+            "rank 1: give the others' trainers rollout_work",
+        ),
+    ],
+)
+def test_a_run_that_does_not_fit_trl_is_refused(
+    settings: dict[str, Any], given: dict[str, Any], why: str
+) -> None:
+    run: Any = SimpleNamespace(settings=run_settings(model="m", **settings))
+    with pytest.raises(ConfigError, match=why):
+        tidegate.TRLRollouts(run, **({"args": Arguments()} | given))
 
 
 # ---------------------------------------------------------------- what is not trained on
