@@ -231,7 +231,6 @@ def _log(share: float) -> float:
 
 
 def _check_positive(**values: float) -> None:
-    """Check divisors."""
     for name, value in values.items():
         if not value > 0:
             raise ConfigError(f"{name} must be > 0, got {value}")

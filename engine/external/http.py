@@ -177,7 +177,6 @@ class HttpEngine:
         )
 
     def _request(self, method: str, path: str, body: object, query: Query | None = None) -> Any:
-        """Return a context manager, which makes a request and yields the response."""
         data = None if body is None else msgspec.json.encode(body)
         headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})
         return self._session().request(

@@ -122,7 +122,6 @@ class HttpAdapter(EngineAdapter):
         raise NotImplementedError
 
     async def _refused(self, refusal: HttpStatusError) -> Exception:
-        """Return the error to raise for a refused turn."""
         return TurnRefused(f"{self.kind} refuses this turn: {refusal.why}")
 
     # ------------------------------------------------------------ start and end

@@ -158,7 +158,6 @@ def _ended_of(reason: dict[str, Any] | None) -> Ended | None:
 
 
 def _read_top(positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:
-    """Return the top log-probs of some positions."""
     entries = [entry for position in positions for entry in position]
     return TopLogprobs([entry[1] for entry in entries], [entry[0] for entry in entries])
 

@@ -220,7 +220,6 @@ def _buffer_layouts(tensors: Sequence[NamedTensor]) -> list[_BufferLayout]:
 
 
 def _tensor_at(buffer: "torch.Tensor", spec: TensorSpec) -> "torch.Tensor":
-    """Return a view of the buffer."""
     import torch
 
     dtype: torch.dtype = getattr(torch, spec.dtype)

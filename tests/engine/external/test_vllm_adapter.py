@@ -248,16 +248,6 @@ async def test_an_adapter_that_the_server_has_no_more_counts_as_unloaded(models:
             await adapter.unload_lora("tidegate-lora-v1")
 
 
-async def test_closing_a_stream_aborts_its_request(models: Models, double: VllmDouble) -> None:
-    async with opened(double, models.directories[0]) as (adapter, _):
-        async with aclosing(adapter.generate(request(FOREVER))) as chunks:
-            await anext(chunks)
-            assert len(double.asked) == 1
-        async with asyncio.timeout(10):
-            while double.asked:  # noqa: ASYNC110 - the double's thread says nothing
-                await asyncio.sleep(0.005)
-
-
 async def test_a_request_rejected_by_a_pause_is_retried_not_refused(
     models: Models,
 ) -> None:
