@@ -46,6 +46,15 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{NAMES[part]}.{kind}"
 
 
+def rotated_as_pairs(weights: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder a projection's rows [heads * D, H] for llama.cpp's rotation of Llama models.
+
+    It turns neighbours 2i and 2i + 1 of a head together; Hugging Face's turns i and i + D / 2.
+    """
+    halves = weights.reshape(heads, 2, -1, weights.shape[1])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
 def write_gguf(model: Path, dtype: str) -> Path:
     """Write the weights as GGUF; matrices in ``dtype``, vectors in float32, as llama.cpp
     requires."""
@@ -53,6 +62,9 @@ def write_gguf(model: Path, dtype: str) -> Path:
     path = model / "model.gguf"
     writer = gguf.GGUFWriter(path, config["model_type"])
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    rotated = {}
+    if config["model_type"] == "llama":
+        rotated = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(config["num_hidden_layers"])
@@ -70,6 +82,8 @@ def write_gguf(model: Path, dtype: str) -> Path:
     with safe_open(model / "model.safetensors", framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
             tensor = tensors.get_tensor(name).float().numpy()
+            if heads_of := rotated.get(name.split(".")[-2]):
+                tensor = rotated_as_pairs(tensor, heads_of)
             if tensor.ndim == 1 or dtype == "float32":
                 writer.add_tensor(gguf_name(name), tensor)
             else:
