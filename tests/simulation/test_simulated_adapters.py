@@ -15,11 +15,10 @@ from tidegate.orchestrator.core import snapshot_codec
 from tidegate.orchestrator.core.adapter_versions import Adapters, LoraVersions
 from tidegate.orchestrator.core.control_events import AdapterMemory
 from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.released_versions import ReleasedVersions
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.snapshot_codec import SavedCore
 from tidegate.orchestrator.core.target_versions import WeightUpdate
-from tidegate.orchestrator.core.turns import TurnTracker
+from tidegate.orchestrator.core.turns import ReleasedVersions, TurnTracker
 from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.simulation.checks.coverage import ADAPTER_MARKS
 from tidegate.simulation.run.adapter_runs import (
