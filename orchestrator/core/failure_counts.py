@@ -49,7 +49,9 @@ def failure_statistics(counts: Mapping[FailureKey, int]) -> tuple[FailureStatist
     pairs = sorted({(key.cause, key.reason) for key in counts})
     return tuple(
         FailureStatistics(
-            *pair, **{each.value: counts.get(FailureKey(*pair, each), 0) for each in FailureOutcome}
+            cause,
+            reason,
+            **{o.value: counts.get(FailureKey(cause, reason, o), 0) for o in FailureOutcome},
         )
-        for pair in pairs
+        for cause, reason in pairs
     )
