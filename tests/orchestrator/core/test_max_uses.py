@@ -172,6 +172,38 @@ def test_a_withdrawn_batch_gives_its_used_group_back() -> None:
     assert ask(driver) == [(0, 2)]
 
 
+def test_a_used_group_of_a_rolled_back_version_is_forgotten() -> None:
+    driver = new_driver(replace(TWICE, max_staleness=4))
+    train(driver)
+    assert train(driver) == [(1, 1)]
+    used = driver.core.handed.used
+    assert [(group.group_id, group.newest_version) for group in used.values()] == [(0, 0), (1, 1)]
+    driver.do(ev.VersionRetracted(1))
+    assert [*driver.core.handed.used] == [0]
+
+
+def test_a_trained_group_of_a_rolled_back_version_is_not_kept_later() -> None:
+    driver = new_driver(replace(TWICE, max_staleness=4))
+    train(driver)
+    finish(driver, 1)
+    assert ask(driver) == [(1, 1)]
+    driver.name([2])
+    driver.do(ev.VersionRetracted(1))
+    driver.publish_and_swap([])
+    assert [*driver.core.handed.used] == [0]
+
+
+def test_a_used_group_of_a_lost_batch_is_not_used_again() -> None:
+    driver = new_driver(replace(TWICE, max_staleness=2))
+    train(driver)
+    assert ask(driver) == [(0, 2)]
+    driver.publish_and_swap([])
+    driver.publish_and_swap([])
+    assert [each.reason for each in driver.lost] == ["stale"]
+    assert not driver.core.handed.used
+    assert not driver.core.ledger.discarded
+
+
 @pytest.mark.parametrize("snapshot", [False, True], ids=["replayed", "loaded"])
 @pytest.mark.parametrize("batches", [0, 1, 2, 3])
 def test_a_resume_gives_every_use_back_that_the_checkpoint_lacks(
