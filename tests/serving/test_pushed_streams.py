@@ -45,7 +45,9 @@ class Serving:
     @staticmethod
     async def parts(request: ActiveRequest, stops: StopConditions) -> AsyncIterator[Output]:
         tokenizer, labels = OutputTokenizer(MODEL.encoder), VersionLabels()
-        readers = [OutputReader(each, stops, tokenizer, labels) for each in request.choices]
+        readers = [
+            OutputReader(each, stops, tokenizer, labels, each.index) for each in request.choices
+        ]
         async for output in running_outputs(readers):
             yield output
         await request.wait()  # raises what a choice has failed with

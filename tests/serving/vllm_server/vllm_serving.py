@@ -40,7 +40,8 @@ def difference(
     """Largest difference of sampled tokens' log-probs, from ``start`` on, to those of a model."""
     expected = logprobs_of(model, [*prompt, *(token for token, _ in said)])[len(prompt) - 1 :]
     rows = list(zip(expected, said, strict=False))[start:]
-    return max(abs(row[token].item() - logprob) for row, (token, logprob) in rows)
+    found: float = max(abs(row[token].item() - logprob) for row, (token, logprob) in rows)
+    return found
 
 
 class Client:
