@@ -557,4 +557,7 @@ async def off_loop(work: Callable[[], Result]) -> Result:
         raise ApiError(503, f"{LARGE_WORK_WAITING_MAX} large requests are worked on; retry later")
     future = _threads.submit(work)
     future.add_done_callback(lambda _: _places.release())
-    return await asyncio.wrap_future(future)
+    try:
+        return await asyncio.wrap_future(future)
+    finally:
+        del future  # an error's traceback refers to this frame, and the future to the error
