@@ -110,26 +110,33 @@ def recomputed_logprobs(
     return torch.cat(reported), torch.cat(computed)
 
 
-@pytest.mark.parametrize("pause", [{"kv_policy": "recompute"}, {"pause_mode": "abort"}])
+@pytest.fixture(scope="module")
+def recomputing(model: Path) -> Trained:
+    """A run that recomputes KV at each swap."""
+    return train(model, max_staleness=2, kv_policy="recompute")
+
+
 def test_every_token_is_of_the_weights_that_its_tag_names(
-    model: Path, pause: dict[str, Any]
+    model: Path, recomputing: Trained
 ) -> None:
-    trained = train(model, max_staleness=2, **pause)
-    mixed = 0
-    for batch in trained.batches:
-        for row in range(len(batch.rewards)):
-            reported, computed = recomputed_logprobs(trained.versions, batch, row)
-            assert torch.allclose(reported, computed, atol=TOLERANCE)
-            of_others = recomputed_logprobs(trained.versions, batch, row, newer=1)[1]
-            assert not torch.allclose(reported, of_others, atol=10 * TOLERANCE)
-            mixed += len(sampling_versions(batch, row)) > 1
-    assert mixed, "no rollout was under way at a swap, so the test shows little"
+    for trained in (recomputing, train(model, max_staleness=2, pause_mode="abort")):
+        mixed = 0
+        for batch in trained.batches:
+            for row in range(len(batch.rewards)):
+                reported, computed = recomputed_logprobs(trained.versions, batch, row)
+                assert torch.allclose(reported, computed, atol=TOLERANCE)
+                of_others = recomputed_logprobs(trained.versions, batch, row, newer=1)[1]
+                assert not torch.allclose(reported, of_others, atol=10 * TOLERANCE)
+                mixed += len(sampling_versions(batch, row)) > 1
+        assert mixed, "no rollout was under way at a swap, so the test shows little"
 
 
-def test_a_run_is_the_same_to_the_bit_when_it_is_repeated(model: Path) -> None:
-    first, second = train(model, max_staleness=2), train(model, max_staleness=2)
-    assert first.published_s == second.published_s
-    for one, other in zip(first.batches, second.batches, strict=True):
+def test_a_run_is_the_same_to_the_bit_when_it_is_repeated(
+    model: Path, recomputing: Trained
+) -> None:
+    again = train(model, max_staleness=2, kv_policy="recompute")
+    assert again.published_s == recomputing.published_s
+    for one, other in zip(recomputing.batches, again.batches, strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
         assert torch.equal(one.logprobs, other.logprobs)
         assert torch.equal(one.weight_versions, other.weight_versions)
