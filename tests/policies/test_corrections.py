@@ -66,6 +66,15 @@ def test_sequence_corrections_agree_with_numpy(name: str, batch: Ragged) -> None
         assert_laid_out(actual, expected, layout)
 
 
+def test_k3_is_a_sequences_mean_in_which_opposite_ratios_do_not_cancel() -> None:
+    even = torch.full((1, 10), 0.1)  # each token's k3 is 0.005, their sum 0.05
+    opposite = torch.tensor([[2.0, -2.0]])
+
+    assert corrections.k3_mask(even, torch.ones(1, 10), k3_max=0.01).all()
+    assert not corrections.k3_mask(opposite, torch.ones(1, 2)).any()
+    assert corrections.geometric_mask(opposite, torch.ones(1, 2)).all()
+
+
 @settings(deadline=None)
 @given(batch=ragged)
 def test_the_dppo_mask_agrees_with_numpy(batch: Ragged) -> None:

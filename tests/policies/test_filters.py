@@ -1,7 +1,7 @@
 import pytest
 
 from tidegate.errors import ConfigError
-from tidegate.policies.filters import DynamicSampling, PromptHistory
+from tidegate.policies.filters import DynamicSampling, GroupFilter, PromptHistory
 
 
 def test_groups_of_equal_rewards_are_rejected_once_all_have_ended() -> None:
@@ -34,3 +34,8 @@ def test_prompts_are_passed_over_once_they_are_solved() -> None:
 def test_one_reward_can_decide_nothing() -> None:
     with pytest.raises(ConfigError, match="decide_after must be >= 2, got 1"):
         DynamicSampling(decide_after=1)
+
+
+def test_a_filter_that_overrides_nothing_keeps_everything() -> None:
+    assert GroupFilter().reject([0.0, 0.0], running=0) is None
+    assert not GroupFilter().skip(PromptHistory(100, 100.0))
