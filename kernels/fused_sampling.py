@@ -42,45 +42,6 @@ class SamplingColumns:
     """[S], float32; 0 keeps all."""
     uniforms: torch.Tensor
     """[S], float64, in [0, 1)."""
-    allowed: torch.Tensor | None = None
-    """[S, ceil(V / 32)], int32: bit ``v % 32`` of word ``v // 32`` says whether
-    token v is allowed."""
-
-
-def fused_sample_reference(
-    logits: torch.Tensor, columns: SamplingColumns
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference of :func:`fused_sample_triton`, row by row in float64. Slow and obviously right."""
-    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    logprobs = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
-    for row, uniform in enumerate(columns.uniforms.tolist()):
-        row_logprobs = _processed(logits[row], columns, row)
-        cumulative = row_logprobs.exp().cumsum(-1)
-        last = int(row_logprobs.isfinite().nonzero()[-1])
-        token = min(int((cumulative <= uniform * cumulative[-1]).sum()), last)
-        if columns.temperature[row] == 0:
-            token = int(row_logprobs.argmax())
-        tokens[row], logprobs[row] = token, row_logprobs[token]
-    return tokens, logprobs
-
-
-def _processed(logits: torch.Tensor, columns: SamplingColumns, row: int) -> torch.Tensor:
-    """Return one row's log-probabilities after all options, -inf for excluded tokens. [V]"""
-    logits, vocab = logits.double(), len(logits)
-    if columns.allowed is not None:
-        bitmask = columns.allowed[row].repeat_interleave(32)[:vocab]
-        bits = bitmask >> (torch.arange(vocab, device=bitmask.device) % 32) & 1
-        logits = logits.masked_fill(bits == 0, -torch.inf)
-    if (temperature := float(columns.temperature[row])) == 0:
-        return torch.log_softmax(logits, -1)
-    logits = logits / temperature
-    cutoff = logits.amax() + columns.min_p[row].double().log()
-    logits = logits.masked_fill(logits < cutoff, -torch.inf)
-    ranked = logits.sort(descending=True).values[: int(columns.top_k[row]) or vocab]
-    probabilities = torch.softmax(ranked, -1)
-    if (top_p := float(columns.top_p[row])) < 1:
-        ranked = ranked[probabilities.cumsum(-1) - probabilities < top_p]
-    return torch.log_softmax(logits.masked_fill(logits < ranked[-1], -torch.inf), -1)
 
 
 def fused_sample_triton(
@@ -106,14 +67,11 @@ def fused_sample_triton(
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    allowed = columns.allowed
     if rows:
         _sample_kernel[(rows,)](
-            logits, logits if allowed is None else allowed, columns.temperature, columns.top_k,
-            columns.top_p, columns.min_p, columns.uniforms, tokens, logprobs,
-            vocab, logits.stride(0), 0 if allowed is None else allowed.stride(0),
-            TILE=VOCAB_TILE, TILES=next_power_of_2(-(-vocab // VOCAB_TILE)),
-            MASKED=allowed is not None, num_warps=8,
+            logits, columns.temperature, columns.top_k, columns.top_p, columns.min_p,
+            columns.uniforms, tokens, logprobs, vocab, logits.stride(0),
+            TILE=VOCAB_TILE, TILES=next_power_of_2(-(-vocab // VOCAB_TILE)), num_warps=8,
         )  # fmt: skip
     return tokens, logprobs
 
@@ -125,7 +83,7 @@ def _refuse_shapes(logits: torch.Tensor, columns: SamplingColumns) -> None:
             f"expected logits [S, V], float32, with contiguous rows; "
             f"got {list(logits.shape)}, {logits.dtype}"
         )
-    rows, vocab = logits.shape
+    rows = logits.shape[0]
     dtypes = {"top_k": torch.int64, "uniforms": torch.float64}
     for name in ("temperature", "top_k", "top_p", "min_p", "uniforms"):
         column, dtype = getattr(columns, name), dtypes.get(name, torch.float32)
@@ -134,28 +92,18 @@ def _refuse_shapes(logits: torch.Tensor, columns: SamplingColumns) -> None:
                 f"{name} must be {dtype} with one entry for each of {rows} rows, "
                 f"got {list(column.shape)}, {column.dtype}"
             )
-    mask_words = -(-vocab // 32)
-    if columns.allowed is not None and columns.allowed.shape != (rows, mask_words):
-        raise ValueError(
-            f"allowed holds {mask_words} words of 32 tokens for each of {rows} rows, "
-            f"got {list(columns.allowed.shape)}"
-        )
 
 
-# Below, ``row`` is (its logits' pointer, its mask's pointer, V), and ``rule`` (peak, divisor,
-# floor): a token's scaled logit is (logit - peak) / divisor, at most 0, and at least floor.
+# Below, ``row`` is (its logits' pointer, V), and ``rule`` (peak, divisor, floor): a token's scaled
+# logit is (logit - peak) / divisor, at most 0, and at least floor.
 
 
 @jit
-def _read(row, first, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Load the logits of a tile of tokens, -inf for disallowed tokens and past the vocabulary."""
-    logits_ptr, allowed_ptr, vocab = row
+def _read(row, first, TILE: tl.constexpr):
+    """Load the logits of a tile of tokens, -inf past the vocabulary."""
+    logits_ptr, vocab = row
     v = first + tl.arange(0, TILE)
-    x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"))
-    if MASKED:
-        mask_word = tl.load(allowed_ptr + v // 32, mask=v < vocab, other=0)
-        x = tl.where(((mask_word >> (v % 32)) & 1) == 1, x, float("-inf"))
-    return x
+    return tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"))
 
 
 @jit
@@ -167,29 +115,29 @@ def _key(x):
 
 
 @jit
-def _weigh(row, rule, threshold, first, TILE: tl.constexpr, MASKED: tl.constexpr):
+def _weigh(row, rule, threshold, first, TILE: tl.constexpr):
     """Return a tile's scaled logits, which of them are kept, and their weights in a draw."""
     peak, divisor, cutoff = rule
-    x = _read(row, first, TILE, MASKED)
+    x = _read(row, first, TILE)
     scaled = (x - peak) / divisor
     kept = (_key(x) >= threshold) & ~(scaled < cutoff)  # not >=, so that NaN is kept and detected
     return scaled, kept, tl.where(kept, tl.exp(scaled), 0.0)
 
 
 @jit
-def _peak(row, TILE: tl.constexpr, MASKED: tl.constexpr):
+def _peak(row, TILE: tl.constexpr):
     """Return the largest logit, and the first token that has it."""
     peak = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), 0, tl.int32)
-    for first in range(0, row[2], TILE):
-        tile_peak, lane = tl.max(_read(row, first, TILE, MASKED), axis=0, return_indices=True)
+    for first in range(0, row[1], TILE):
+        tile_peak, lane = tl.max(_read(row, first, TILE), axis=0, return_indices=True)
         best = tl.where(tile_peak > peak, first + lane, best)
         peak = tl.maximum(peak, tile_peak)
     return peak, best
 
 
 @jit
-def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr):
     """Return the largest key such that the tokens that min-p keeps, with keys at or above it, have
     a total weight of at least the target.
 
@@ -201,8 +149,8 @@ def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASK
     for _ in range(0, 32):
         candidate = threshold | bit
         reached = tl.full((), 0.0, tl.float64)
-        for first in range(0, row[2], TILE):
-            _scaled, kept, weight = _weigh(row, rule, candidate, first, TILE, MASKED)
+        for first in range(0, row[1], TILE):
+            _scaled, kept, weight = _weigh(row, rule, candidate, first, TILE)
             if COUNTS:
                 weight = kept.to(tl.float32)
             reached += tl.sum(weight, axis=0).to(tl.float64)
@@ -212,7 +160,7 @@ def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASK
 
 
 @jit
-def _mass(row, rule, threshold, top_k, TILE: tl.constexpr, MASKED: tl.constexpr):
+def _mass(row, rule, threshold, top_k, TILE: tl.constexpr):
     """Return the total weight of the tokens that top-k keeps.
 
     Of the tokens that tie for the last of the k places, only as many as complete k are counted.
@@ -220,8 +168,8 @@ def _mass(row, rule, threshold, top_k, TILE: tl.constexpr, MASKED: tl.constexpr)
     count = tl.full((), 0, tl.int32)
     lowest = tl.full((), 0.0, tl.float32)
     mass = tl.full((), 0.0, tl.float64)
-    for first in range(0, row[2], TILE):
-        scaled, kept, weight = _weigh(row, rule, threshold, first, TILE, MASKED)
+    for first in range(0, row[1], TILE):
+        scaled, kept, weight = _weigh(row, rule, threshold, first, TILE)
         count += tl.sum(kept.to(tl.int32), axis=0)
         lowest = tl.minimum(lowest, tl.min(tl.where(kept, scaled, 0.0), axis=0))
         mass += tl.sum(weight, axis=0).to(tl.float64)
@@ -230,20 +178,12 @@ def _mass(row, rule, threshold, top_k, TILE: tl.constexpr, MASKED: tl.constexpr)
 
 
 @jit
-def _draw(
-    row,
-    rule,
-    threshold,
-    uniform,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _draw(row, rule, threshold, uniform, TILE: tl.constexpr, TILES: tl.constexpr):
     """Return the token whose interval holds the uniform number, and the sum of all weights."""
     tiles = tl.arange(0, TILES)
     sums = tl.zeros([TILES], tl.float64)
-    for first in range(0, row[2], TILE):
-        _scaled, _kept, weight = _weigh(row, rule, threshold, first, TILE, MASKED)
+    for first in range(0, row[1], TILE):
+        _scaled, _kept, weight = _weigh(row, rule, threshold, first, TILE)
         sums = tl.where(tiles == first // TILE, tl.sum(weight, axis=0).to(tl.float64), sums)
     total = tl.sum(sums, axis=0)
     target = uniform * total
@@ -252,17 +192,16 @@ def _draw(
     tile = tl.minimum(tile, tl.max(tl.where(sums > 0, tiles, 0), axis=0))
     target -= tl.sum(tl.where(tiles < tile, sums, 0.0), axis=0)
     lanes = tl.arange(0, TILE)
-    _scaled, _kept, weight = _weigh(row, rule, threshold, tile * TILE, TILE, MASKED)
+    _scaled, _kept, weight = _weigh(row, rule, threshold, tile * TILE, TILE)
     cumulative = tl.cumsum(weight.to(tl.float64), axis=0)
     lane = tl.sum((cumulative <= target).to(tl.int32), axis=0)
     lane = tl.minimum(lane, tl.max(tl.where(weight > 0, lanes, 0), axis=0))
-    return tl.minimum(tile * TILE + lane, row[2] - 1), total.to(tl.float32)
+    return tl.minimum(tile * TILE + lane, row[1] - 1), total.to(tl.float32)
 
 
 @jit
 def _sample_kernel(
     logits_ptr,  # [S, V]
-    allowed_ptr,  # [S, words], if MASKED
     temperature_ptr,  # [S], as are the next four
     top_k_ptr,
     top_p_ptr,
@@ -272,14 +211,12 @@ def _sample_kernel(
     logprobs_ptr,  # [S] out
     vocab,
     row_stride,
-    allowed_stride,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
     """Sample one row per program: find its peak and thresholds, sum its tiles, and draw."""
     s = tl.program_id(0).to(tl.int64)
-    row = (logits_ptr + s * row_stride, allowed_ptr + s * allowed_stride, vocab)
+    row = (logits_ptr + s * row_stride, vocab)
     temperature = tl.load(temperature_ptr + s)
     is_greedy = temperature == 0
     divisor = tl.where(is_greedy, 1.0, temperature)
@@ -288,17 +225,17 @@ def _sample_kernel(
     min_p = tl.where(is_greedy, 0.0, tl.load(min_p_ptr + s))
     cutoff = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
 
-    peak, best = _peak(row, TILE, MASKED)
+    peak, best = _peak(row, TILE)
     rule = (peak, divisor, cutoff)
     threshold = tl.full((), 0, tl.uint32)
     if (top_k > 0) & (top_k < vocab):
-        threshold = _threshold(row, rule, top_k.to(tl.float64), True, TILE, MASKED)
+        threshold = _threshold(row, rule, top_k.to(tl.float64), True, TILE)
     if top_p < 1:
-        target = top_p.to(tl.float64) * _mass(row, rule, threshold, top_k, TILE, MASKED)
-        by_mass = _threshold(row, rule, target, False, TILE, MASKED)
+        target = top_p.to(tl.float64) * _mass(row, rule, threshold, top_k, TILE)
+        by_mass = _threshold(row, rule, target, False, TILE)
         threshold = tl.maximum(threshold, by_mass)
     uniform = tl.load(uniforms_ptr + s)
-    drawn, total = _draw(row, rule, threshold, uniform, TILE, TILES, MASKED)
+    drawn, total = _draw(row, rule, threshold, uniform, TILE, TILES)
     token = tl.where(is_greedy, best, drawn)
     scaled = (tl.load(logits_ptr + s * row_stride + token) - peak) / divisor
     tl.store(tokens_ptr + s, token.to(tl.int64))

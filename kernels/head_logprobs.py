@@ -1,4 +1,4 @@
-"""Log-probability and entropy of given tokens from hidden states, without storing the logits.
+"""Log-probabilities of given tokens from hidden states, without storing the logits.
 
 The kernel exists because at T = 8192 and V = 151,936 the float32 logits are 5 GB, for 32 KB of
 results.
@@ -13,8 +13,6 @@ al., arXiv:2411.09009 (there for a loss).
 
 Letters in shapes: T tokens, H hidden size, V vocabulary, Z parts of the vocabulary.
 """
-
-from dataclasses import dataclass
 
 import torch
 
@@ -33,33 +31,6 @@ HIDDEN_TILE_BYTES = 128
 """64 hidden numbers of bfloat16: with both tiles 24 KB a step, several of which are in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Results per given token."""
-
-    logprobs: torch.Tensor
-    """[T], float32, natural log."""
-    entropies: torch.Tensor
-    """[T], float32, nats: entropy of the distribution that the token's log-probability is from."""
-
-
-def head_logprobs_reference(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    token_ids: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
-) -> TokenLogprobs:
-    """Reference of :func:`head_logprobs_triton` in torch. Slow and obviously right."""
-    logits = hidden.float() @ head.float().t()
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    logprobs = torch.log_softmax(logits / temperature, -1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return TokenLogprobs(logprobs.gather(-1, token_ids[:, None]).squeeze(-1), entropies)
-
-
 @torch.no_grad()
 def head_logprobs_triton(
     hidden: torch.Tensor,
@@ -68,7 +39,7 @@ def head_logprobs_triton(
     *,
     temperature: float = 1.0,
     soft_cap: float | None = None,
-) -> TokenLogprobs:
+) -> torch.Tensor:
     """Return ``log p(token_ids[t])`` under ``softmax(head @ hidden[t] / temperature)``.
 
     Runs on a CPU only with Triton's interpreter.
@@ -81,7 +52,7 @@ def head_logprobs_triton(
         soft_cap: logits first become ``soft_cap * tanh(logit / soft_cap)``, as in Gemma 2.
 
     Returns:
-        Both columns; products and sums are float32 whatever the dtypes. No gradient.
+        [T], float32, natural log; products and sums are float32 whatever the dtypes. No gradient.
     """
     _refuse(hidden, head, token_ids, temperature)
     if hidden.dtype != head.dtype or not (hidden.is_contiguous() and head.is_contiguous()):
@@ -91,7 +62,7 @@ def head_logprobs_triton(
         )
     (tokens, width), vocab = hidden.shape, head.shape[0]
     parts = -(-vocab // VOCAB_PART)
-    sums = hidden.new_empty((4, parts, tokens), dtype=torch.float32)
+    sums = hidden.new_empty((3, parts, tokens), dtype=torch.float32)
     if tokens:
         # Tokens are the fast axis: programs of one part run together and share its reads.
         _head_logprobs_kernel[(-(-tokens // TOKEN_TILE), parts)](
@@ -100,17 +71,10 @@ def head_logprobs_triton(
             WIDTH=width, PART=VOCAB_PART, TOKENS=TOKEN_TILE, VOCAB=VOCAB_TILE,
             HIDDEN=HIDDEN_TILE_BYTES // hidden.element_size(), CAPPED=soft_cap is not None,
         )  # fmt: skip
-    return _merged(sums)
-
-
-def _merged(sums: torch.Tensor) -> TokenLogprobs:
-    """Merge the parts' peaks, totals, weighted logits and chosen logits. [4, Z, T]"""
-    peaks, totals, weighted, chosen = sums
+    peaks, totals, chosen = sums  # each [Z, T]
     peak = peaks.amax(0)
-    shares = torch.exp(peaks - peak)
-    total = (totals * shares).sum(0)
-    log_z = peak + total.log()
-    return TokenLogprobs(chosen.sum(0) - log_z, log_z - (weighted * shares).sum(0) / total)
+    total = (totals * torch.exp(peaks - peak)).sum(0)
+    return chosen.sum(0) - (peak + total.log())
 
 
 def _refuse(
@@ -132,7 +96,6 @@ def _head_logprobs_kernel(
     token_ids_ptr,  # [T]
     peaks_ptr,  # [Z, T] out: the largest logit of a part
     totals_ptr,  # [Z, T] out: sum of exp(logit - peak)
-    weighted_ptr,  # [Z, T] out: sum of logit * exp(logit - peak)
     chosen_ptr,  # [Z, T] out: the given token's logit, 0 where another part has it
     tokens,
     vocab,
@@ -154,7 +117,6 @@ def _head_logprobs_kernel(
     hidden_at = hidden_ptr + t.to(tl.int64)[:, None] * WIDTH + h[None, :]
     peak = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
-    weighted = tl.zeros([TOKENS], tl.float32)
     chosen = tl.zeros([TOKENS], tl.float32)
     for first in range(part * PART, tl.minimum((part + 1) * PART, vocab), VOCAB):
         v = first + tl.arange(0, VOCAB)
@@ -174,12 +136,9 @@ def _head_logprobs_kernel(
         bounded = tl.where(is_in_vocab[None, :], logit, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(bounded, axis=1))
         weight = tl.exp(bounded - new_peak[:, None])
-        shrink = tl.exp(peak - new_peak)
-        total = total * shrink + tl.sum(weight, axis=1)
-        weighted = weighted * shrink + tl.sum(weight * logit, axis=1)
+        total = total * tl.exp(peak - new_peak) + tl.sum(weight, axis=1)
         peak = new_peak
     at = part.to(tl.int64) * tokens + t
     tl.store(peaks_ptr + at, peak, mask=is_token)
     tl.store(totals_ptr + at, total, mask=is_token)
-    tl.store(weighted_ptr + at, weighted, mask=is_token)
     tl.store(chosen_ptr + at, chosen, mask=is_token)

@@ -55,15 +55,15 @@ def _launch(weights: Weights, hidden: torch.Tensor, row: RowScoring) -> PendingS
     if row.reads != "logprobs" or row.top_logprobs:
         (score,) = score_rows(weights, hidden, [row])
         return lambda: score
-    scores = head_logprobs_triton(
+    logprobs = head_logprobs_triton(
         hidden.float(),
         weights.head.unpacked(),
         torch.from_numpy(row.token_ids).long().to(hidden.device),
         temperature=row.temperature,
         soft_cap=weights.config.logits_soft_cap,
     )
-    logprobs = copy_to_host(scores.logprobs)
-    return lambda: RowScore(logprobs=logprobs.numpy())
+    on_host = copy_to_host(logprobs)
+    return lambda: RowScore(logprobs=on_host.numpy())
 
 
 @dataclass(frozen=True, slots=True)

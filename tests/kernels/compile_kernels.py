@@ -108,8 +108,8 @@ def layers(dtype: torch.dtype) -> None:
 
 def columns() -> None:
     """Launch the fused sampling kernel."""
-    ids, ones, allowed = torch.zeros(4, dtype=torch.int64), torch.ones(4), torch.zeros(4, 4748)
-    rows = SamplingColumns(ones, ids, ones, ones, ones.double(), allowed.int())
+    ids, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
+    rows = SamplingColumns(ones, ids, ones, ones, ones.double())
     fused_sample_triton(torch.zeros(4, 151_936), rows)
 
 

@@ -5,12 +5,8 @@ import pytest
 import torch
 
 from tidegate.kernels import fused_sampling as module
-from tidegate.kernels.fused_sampling import (
-    SamplingColumns,
-    fused_sample_reference,
-    fused_sample_triton,
-)
-from tidegate.kernels.sampling import sample
+from tidegate.kernels.fused_sampling import SamplingColumns, fused_sample_triton
+from tidegate.kernels.sampling import weigh
 from tidegate.kernels.uniforms import uniforms
 
 pytestmark = pytest.mark.slow
@@ -44,10 +40,15 @@ def make_logits(rows: int, vocab: int, spread: float = 2.0) -> torch.Tensor:
 
 
 def assert_drawn_alike(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    """Assert that the draws are those of an engine on a CPU; return the tokens."""
     tokens, logprobs = fused_sample_triton(logits, columns)
-    expected_tokens, expected_logprobs = fused_sample_reference(logits, columns)
-    assert tokens.tolist() == expected_tokens.tolist()
-    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
+    limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
+    temperature, *others = (column.cpu().numpy() for column in limits)
+    distribution = weigh(logits.cpu(), temperature, *others)
+    expected = distribution.draw(temperature, columns.uniforms.cpu().numpy())
+    assert tokens.tolist() == expected.tolist()
+    expected_logprobs = distribution.logprobs(expected[:, None]).squeeze(-1)
+    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, rtol=1e-5, atol=1e-5)
     return tokens
 
 
@@ -72,7 +73,7 @@ def test_without_limits_a_draw_inverts_the_whole_distribution(vocab: int) -> Non
     ],
     ids=str,
 )
-def test_each_limit_and_all_together_leave_what_the_reference_leaves(
+def test_each_limit_and_all_together_leave_what_a_cpu_leaves(
     given: dict[str, float],
 ) -> None:
     assert_drawn_alike(make_logits(2, TILE + 5), make_columns(2, **given))
@@ -87,24 +88,6 @@ def test_rows_with_different_options_share_a_launch() -> None:
     assert_drawn_alike(make_logits(4, 300), columns)
 
 
-def test_a_draw_is_the_one_that_the_cpu_engine_makes() -> None:
-    rows, vocab = 8, 200
-    logits = make_logits(rows, vocab)
-    columns = make_columns(rows, top_k=40, top_p=0.9, temperature=0.8)
-
-    expected, expected_logprobs = sample(
-        logits.cpu(),
-        columns.temperature.cpu().numpy(),
-        columns.top_k.cpu().numpy(),
-        columns.top_p.cpu().numpy(),
-        columns.uniforms.cpu().numpy(),
-    )
-
-    tokens, logprobs = fused_sample_triton(logits, columns)
-    assert tokens.tolist() == expected.tolist()
-    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("top_p", "kept"), [(0.70, {0}), (0.74, {0, 1, 2})])
 def test_tokens_that_tie_with_the_last_one_kept_are_kept_and_counted_once(
     top_p: float, kept: set[int]
@@ -117,22 +100,6 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept_and_counted_once(
     tokens = assert_drawn_alike(logits, columns)
 
     assert set(tokens.tolist()) == kept
-
-
-def test_masked_tokens_are_never_drawn_and_have_no_probability() -> None:
-    vocab = 200
-    logits = make_logits(3, vocab)
-    logits[:, 3] = 50.0
-    allowed = np.random.default_rng(0).random((3, vocab)) < 0.3
-    allowed[:, 3] = False
-    allowed[:, 7] = True
-    padded = np.zeros((3, -(-vocab // 32) * 32), bool)
-    padded[:, :vocab] = allowed
-    words = np.packbits(padded, axis=-1, bitorder="little").view(np.int32)
-    for given in ({}, {"top_k": 4, "top_p": 0.9}, {"temperature": 0.0}):
-        columns = replace(make_columns(3, **given), allowed=torch.from_numpy(words).to(DEVICE))
-        tokens = assert_drawn_alike(logits, columns)
-        assert allowed[np.arange(3), tokens.cpu().numpy()].all()
 
 
 def test_the_ends_of_the_unit_interval_draw_tokens_that_may_be() -> None:
@@ -154,9 +121,7 @@ def test_a_row_draws_the_same_whatever_rows_are_beside_it() -> None:
 
     together = fused_sample_triton(logits, columns)
 
-    one = SamplingColumns(
-        *(getattr(columns, name)[3:4] for name in SamplingColumns.__slots__ if name != "allowed")
-    )
+    one = SamplingColumns(*(getattr(columns, name)[3:4] for name in SamplingColumns.__slots__))
     alone = fused_sample_triton(logits[3:4], one)
     assert torch.equal(alone[0], together[0][3:4])
     assert torch.equal(alone[1], together[1][3:4])
@@ -188,7 +153,5 @@ def test_columns_that_do_not_fit_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"top_k must be torch.int64 with one entry for each of 2"):
         fused_sample_triton(logits, replace(columns, top_k=columns.top_k.int()))
-    with pytest.raises(ValueError, match="allowed holds 2 words of 32 tokens for each of 2 rows"):
-        fused_sample_triton(logits, replace(columns, allowed=columns.top_k[:, None].int()))
     with pytest.raises(ValueError, match=r"torch\.bfloat16"):
         fused_sample_triton(logits.bfloat16(), columns)
