@@ -12,7 +12,6 @@ size, P positions, B blocks of a context, V vocabulary.
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,80 +19,12 @@ import numpy.typing as npt
 import torch
 
 from tidegate.kernels.compiled import FLOAT, INT, POINTER, address, function, library
-from tidegate.kernels.native import ACTIVATIONS, DrawReports
-from tidegate.kernels.weight_matrix import Matrix, PackedMatrix
+from tidegate.kernels.native import DrawReports
+from tidegate.kernels.weight_matrix import Matrix
 
 ADD_LAYERS = (*[POINTER] * 5, *[INT] * 3)
 
 DECODE = (*[POINTER] * 14, *[INT] * 3)
-
-
-class Projection(NamedTuple):
-    """A matrix [N, K] with panels, and its bias [N]."""
-
-    matrix: Matrix
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseLayer:
-    """Weights, KV cache and tables of one layer, contiguous, on the CPU, of one dtype."""
-
-    input_norm: torch.Tensor
-    """Gain of the norm before attention, [H]."""
-    qkv: Projection
-    """[(A + 2K) * D, H]"""
-    qk_norm: torch.Tensor | None
-    """Gains of the norms of query and key heads, [A + K, D]."""
-    rotations: torch.Tensor
-    """[P, 2, D], of :func:`tidegate.kernels.rope.rope_table`."""
-    cache: torch.Tensor
-    """[blocks, 2, K, block_tokens, D]"""
-    window_tokens: int | None
-    """Number of positions that a token attends to, itself included; None: all."""
-    output: Projection
-    """Output projection of attention, [H, A * D]."""
-    attention_post_norm: torch.Tensor | None
-    """Gain of the norm of attention's output, [H]; None for no norm."""
-    mlp_norm: torch.Tensor
-    """Gain of the norm before the MLP, [H]."""
-    gate_up: Projection
-    """Gate and up projections, stacked, [2I, H]."""
-    down: Projection
-    """Down projection of the MLP, [H, I]."""
-    mlp_post_norm: torch.Tensor | None
-    """Gain of the norm of the MLP's output, [H]; None for no norm."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedLayerParams:
-    """Parameters that all layers share."""
-
-    num_heads: int
-    """Number of query heads, A."""
-    activation: str
-    """One of ``native.ACTIVATIONS``."""
-    norm_epsilon: float
-    norm_adds_one: bool
-    """Whether norms multiply by 1 + gain."""
-    attention_scale: float
-    """Factor of the products of queries and keys."""
-    attention_soft_cap: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEnds:
-    """What a model has before its layers and after them."""
-
-    embedding: Matrix
-    """[V, H], of the layers' dtype."""
-    embedding_scale: float
-    """Factor of the embeddings, representable in their dtype."""
-    final_norm: torch.Tensor
-    """Gain, [H]."""
-    head: Matrix
-    """[V, H], float32, made by :func:`~tidegate.kernels.exact_matrix.make_exact_matrix` for the
-    layers' dtype."""
 
 
 class DecodeColumns(NamedTuple):
@@ -113,7 +44,9 @@ class DecodeColumns(NamedTuple):
     """Index of each row's random number in its seed's stream."""
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
+    """Addresses of a matrix [N, K] and its bias [N]; :func:`product` makes it."""
+
     _fields_ = (
         ("weights", POINTER),
         ("scales", POINTER),
@@ -123,7 +56,9 @@ class _Product(ctypes.Structure):
     )
 
 
-class _Layer(ctypes.Structure):
+class LayerAddresses(ctypes.Structure):
+    """Addresses of one layer's weights, KV cache and rotary table; 0 for norms that it lacks."""
+
     _fields_ = (
         ("input_norm", POINTER),
         ("qk_norm", POINTER),
@@ -132,15 +67,19 @@ class _Layer(ctypes.Structure):
         ("mlp_post_norm", POINTER),
         ("rotations", POINTER),
         ("cache", POINTER),
-        ("qkv", _Product),
-        ("output", _Product),
-        ("gate_up", _Product),
-        ("down", _Product),
+        ("qkv", Product),
+        ("output", Product),
+        ("gate_up", Product),
+        ("down", Product),
         ("window", INT),
     )
+    """``rotations``: [P, 2, D]. ``cache``: [blocks, 2, K, block_tokens, D]. ``window``: number of
+    positions that a token attends to, itself included; 0 for all."""
 
 
-class _Ends(ctypes.Structure):
+class ModelEnds(ctypes.Structure):
+    """What a model has before its layers and after them."""
+
     _fields_ = (
         ("embedding", POINTER),
         ("final_norm", POINTER),
@@ -149,9 +88,14 @@ class _Ends(ctypes.Structure):
         ("vocab", INT),
         ("embedding_scale", FLOAT),
     )
+    """``head``: [V, H], float32, of a matrix that
+    :func:`~tidegate.kernels.exact_matrix.make_exact_matrix` made for the layers' dtype.
+    ``embedding_scale``: factor of the embeddings, representable in their dtype."""
 
 
-class _Sizes(ctypes.Structure):
+class LayerSizes(ctypes.Structure):
+    """Sizes and parameters that all layers share."""
+
     _fields_ = (
         ("layers", INT),
         ("hidden", INT),
@@ -166,46 +110,48 @@ class _Sizes(ctypes.Structure):
         ("scale", FLOAT),
         ("soft_cap", FLOAT),
     )
+    """``activation``: index in ``native.ACTIVATIONS``. ``norm_adds_one``: whether norms multiply by
+    1 + gain. ``scale``: factor of the products of queries and keys. ``soft_cap``: 0 for none."""
+
+
+def product(matrix: Matrix, bias: torch.Tensor | None) -> Product:
+    """Return the addresses of a matrix with panels, and of its bias."""
+    panels = matrix.panels
+    assert panels is not None  # a precondition
+    at = panels.weights.data_ptr(), at_or_0(panels.scales), at_or_0(bias)
+    return Product(*at, *matrix.shape)
+
+
+def at_or_0(tensor: torch.Tensor | None) -> int:
+    """Return a tensor's address; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class Layers:
-    """Addresses of the tensors that a sequence of layers computes with.
+    """The layers of a model, by the addresses of what they compute with.
 
-    The tensors are referenced, because compiled code holds only their addresses. Values written to
-    them take effect in the next step.
+    The tensors are contiguous, on the CPU, and of one dtype. Values written to them take effect in
+    the next step.
     """
 
     def __init__(
         self,
-        layers: Sequence[DenseLayer],
-        params: SharedLayerParams,
-        ends: ModelEnds | None = None,
+        layers: Sequence[LayerAddresses],
+        sizes: LayerSizes,
+        ends: ModelEnds | None,
+        *,
+        dtype: torch.dtype,
+        tensors: object,
     ) -> None:
-        """Without ``ends`` there is no :meth:`decode`."""
-        first = layers[0]
-        _, _, kv_heads, block_tokens, head_dim = first.cache.shape
-        self._dense_layers = layers
-        self._layers = (_Layer * len(layers))(*map(_layer, layers))
-        self._sizes = _Sizes(
-            len(layers),
-            first.input_norm.shape[0],
-            params.num_heads,
-            kv_heads,
-            head_dim,
-            block_tokens,
-            first.down.matrix.shape[1],
-            ACTIVATIONS.index(params.activation),
-            params.norm_adds_one,
-            params.norm_epsilon,
-            params.attention_scale,
-            params.attention_soft_cap or 0.0,
-        )
-        at = ctypes.addressof(self._layers), ctypes.addressof(self._sizes)
-        self._at_layers, self._at_sizes = at
-        self._add = _function("tg_layers", ADD_LAYERS, first.input_norm.dtype)
-        self._decode = _function("tg_decode", DECODE, first.input_norm.dtype)
-        self._model_ends = ends
-        self._ends = None if ends is None else _ends(ends)
+        """Without ``ends`` there is no :meth:`decode`. ``tensors`` are kept, because compiled code
+        holds only their addresses."""
+        self._tensors = tensors
+        self._layers = (LayerAddresses * len(layers))(*layers)
+        self._sizes = sizes
+        self._at_layers, self._at_sizes = ctypes.addressof(self._layers), ctypes.addressof(sizes)
+        self._add = _function("tg_layers", ADD_LAYERS, dtype)
+        self._decode = _function("tg_decode", DECODE, dtype)
+        self._ends = ends
         self._columns: DecodeColumns | None = None
         """Columns of the last :meth:`decode`; most steps have the same ones."""
         self._at_columns: list[int] = []
@@ -283,42 +229,3 @@ def _function(name: str, arguments: tuple[type, ...], dtype: torch.dtype) -> Cal
     functions = library()
     assert functions is not None  # otherwise no matrix has panels
     return function(functions, name, arguments, dtype)
-
-
-def _ends(ends: ModelEnds) -> _Ends:
-    return _Ends(
-        embedding=ends.embedding.storage.data_ptr(),
-        final_norm=ends.final_norm.data_ptr(),
-        head=ends.head.storage.data_ptr(),
-        embedding_is_packed=isinstance(ends.embedding, PackedMatrix),
-        vocab=ends.head.shape[0],
-        embedding_scale=ends.embedding_scale,
-    )
-
-
-def _layer(layer: DenseLayer) -> _Layer:
-    return _Layer(
-        input_norm=layer.input_norm.data_ptr(),
-        qk_norm=_at(layer.qk_norm),
-        attention_post_norm=_at(layer.attention_post_norm),
-        mlp_norm=layer.mlp_norm.data_ptr(),
-        mlp_post_norm=_at(layer.mlp_post_norm),
-        rotations=layer.rotations.data_ptr(),
-        cache=layer.cache.data_ptr(),
-        qkv=_product(layer.qkv),
-        output=_product(layer.output),
-        gate_up=_product(layer.gate_up),
-        down=_product(layer.down),
-        window=layer.window_tokens or 0,
-    )
-
-
-def _product(projection: Projection) -> _Product:
-    panels = projection.matrix.panels
-    assert panels is not None  # a precondition of ``DenseLayer``
-    at = panels.weights.data_ptr(), _at(panels.scales), _at(projection.bias)
-    return _Product(*at, *projection.matrix.shape)
-
-
-def _at(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -12,7 +12,15 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_tables import make_rope_table
 from tidegate.kernels.exact_matrix import ExactMatrix
-from tidegate.kernels.layers import DenseLayer, Layers, ModelEnds, Projection, SharedLayerParams
+from tidegate.kernels.layers import (
+    LayerAddresses,
+    Layers,
+    LayerSizes,
+    ModelEnds,
+    at_or_0,
+    product,
+)
+from tidegate.kernels.native import ACTIVATIONS
 from tidegate.kernels.weight_matrix import PackedMatrix
 
 
@@ -42,19 +50,26 @@ def dense_layers(
     if weights.group is not None or not all(map(_is_dense, weights.layers)):
         return None
     config = weights.config
-    params = SharedLayerParams(
-        num_heads=config.num_heads,
-        activation=config.activation,
-        norm_epsilon=config.norm_epsilon,
+    sizes = LayerSizes(
+        layers=len(weights.layers),
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_tokens=caches[0].shape[3],
+        inner=config.intermediate_size,
+        activation=ACTIVATIONS.index(config.activation),
         norm_adds_one=config.norm_adds_one,
-        attention_scale=config.attention_scale or config.head_dim**-0.5,
-        attention_soft_cap=config.attention_soft_cap,
+        epsilon=config.norm_epsilon,
+        scale=config.attention_scale or config.head_dim**-0.5,
+        soft_cap=config.attention_soft_cap or 0.0,
     )
     layers = [
-        _dense(layer, cache, kinds.rotations[kind], kinds.windows[kind])
+        _addresses(layer, cache, kinds.rotations[kind], kinds.windows[kind])
         for layer, cache, kind in zip(weights.layers, caches, kinds.of_layers, strict=True)
     ]
-    return Layers(layers, params, _ends(weights))
+    tensors = weights, caches, kinds
+    return Layers(layers, sizes, _ends(weights), dtype=weights.dtype, tensors=tensors)
 
 
 def _ends(weights: Weights) -> ModelEnds | None:
@@ -66,10 +81,12 @@ def _ends(weights: Weights) -> ModelEnds | None:
     if not is_compiled or not is_exact or config.labels or config.logits_soft_cap is not None:
         return None
     return ModelEnds(
-        embedding=weights.embedding,
+        embedding=weights.embedding.storage.data_ptr(),
+        final_norm=weights.final_norm.data_ptr(),
+        head=head.storage.data_ptr(),
+        embedding_is_packed=isinstance(weights.embedding, PackedMatrix),
+        vocab=head.shape[0],
         embedding_scale=float(torch.tensor(config.embedding_scale, dtype=weights.dtype)),
-        final_norm=weights.final_norm,
-        head=head,
     )
 
 
@@ -78,20 +95,20 @@ def _is_dense(layer: LayerWeights) -> bool:
     return layer.router is None and all(matrix.panels is not None for matrix in matrices)
 
 
-def _dense(
+def _addresses(
     layer: LayerWeights, cache: torch.Tensor, rotations: torch.Tensor, window_tokens: int | None
-) -> DenseLayer:
-    return DenseLayer(
-        input_norm=layer.input_norm,
-        qkv=Projection(layer.qkv, layer.qkv_bias),
-        qk_norm=layer.qk_norm,
-        rotations=rotations,
-        cache=cache,
-        window_tokens=window_tokens,
-        output=Projection(layer.output, layer.output_bias),
-        attention_post_norm=layer.attention_post_norm,
-        mlp_norm=layer.mlp_norm,
-        gate_up=Projection(layer.gate_up[0], layer.gate_up_bias),
-        down=Projection(layer.down[0], layer.down_bias),
-        mlp_post_norm=layer.mlp_post_norm,
+) -> LayerAddresses:
+    return LayerAddresses(
+        input_norm=layer.input_norm.data_ptr(),
+        qk_norm=at_or_0(layer.qk_norm),
+        attention_post_norm=at_or_0(layer.attention_post_norm),
+        mlp_norm=layer.mlp_norm.data_ptr(),
+        mlp_post_norm=at_or_0(layer.mlp_post_norm),
+        rotations=rotations.data_ptr(),
+        cache=cache.data_ptr(),
+        qkv=product(layer.qkv, layer.qkv_bias),
+        output=product(layer.output, layer.output_bias),
+        gate_up=product(layer.gate_up[0], layer.gate_up_bias),
+        down=product(layer.down[0], layer.down_bias),
+        window=window_tokens or 0,
     )
