@@ -17,7 +17,6 @@ Letters in shapes: T tokens, N outputs, K inputs, R rows.
 """
 
 import ctypes
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,55 +24,39 @@ import torch.nn.functional as F
 from tidegate.kernels.compiled import INT, POINTER, function, library
 from tidegate.kernels.weight_matrix import COPY_ELEMENTS, Matrix, Panels, Rows
 
-LEVELS = 127
-"""Levels on each side of zero; -128 is unused, so that the range is symmetric."""
-
-E4M3_MAX = 448.0
-"""Largest number of e4m3 without infinities."""
+LEVELS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Largest number of each dtype. -128 is unused, so that the range is symmetric."""
 
 SMALLEST_STEP = 1e-30
 """Step of outputs whose weights are all zero, to avoid dividing by 0."""
 
 
-def quantized(
-    weights: torch.Tensor, whole: torch.Tensor | None = None
+def rounded(
+    weights: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round ``weights`` [N, K] to int8; return the numbers [N, K], and each output's step [N].
+    """Round ``weights`` [N, K] to ``dtype``; return the numbers [N, K], and each output's step [N].
 
     If they are columns of ``whole`` [N, *], the steps are those of all its columns.
     """
-    steps = steps_of(weights if whole is None else whole, LEVELS)
-    return (weights.float() / steps[:, None]).round_().to(torch.int8), steps
-
-
-def rounded_to_e4m3(
-    weights: torch.Tensor, whole: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round ``weights`` [N, K] to e4m3; return the numbers [N, K], and each output's step [N].
-
-    If they are columns of ``whole`` [N, *], the steps are those of all its columns.
-    """
-    steps = steps_of(weights if whole is None else whole, E4M3_MAX)
-    return (weights.float() / steps[:, None]).to(torch.float8_e4m3fn), steps
-
-
-def steps_of(weights: torch.Tensor, levels: float) -> torch.Tensor:
-    """Return each output's step [N]: the largest of its ``weights`` [N, K] / ``levels``."""
-    return (weights.float().abs().amax(-1) / levels).clamp_min(SMALLEST_STEP)
-
-
-def rows_beside(
-    source: torch.Tensor, whole: torch.Tensor | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield rows of ``source`` [R, K] with those of ``whole`` [R, *] (default: ``source``), in
-    parts that stay in the processor's caches while they are rounded."""
-    source, whole = source.detach(), (source if whole is None else whole).detach()
-    at_once = max(1, COPY_ELEMENTS // whole.shape[1])
-    return zip(torch.split(source, at_once), torch.split(whole, at_once), strict=True)
+    largest = (weights if whole is None else whole).float().abs().amax(-1)
+    steps = (largest / LEVELS[dtype]).clamp_min(SMALLEST_STEP)
+    numbers = weights.float() / steps[:, None]
+    return (numbers.round_() if dtype == torch.int8 else numbers).to(dtype), steps
 
 
 class RoundedMatrix(Matrix):
-    """A matrix of rounded weights, each output's beside its step."""
+    """A matrix of rounded weights, each output's beside its step, in ``dtype`` when returned."""
+
+    number_dtype: torch.dtype
+    """Dtype of the rounded weights."""
+
+    def _allocate(self, outputs: int, inputs: int, dtype: torch.dtype, rows: int) -> None:
+        self.shape = (outputs, inputs)
+        self.dtype = dtype
+        weight_bytes = -(-rows * inputs // 4) * 4  # steps are aligned
+        self.storage = torch.zeros(weight_bytes + 4 * outputs, dtype=torch.uint8)
+        self._weights = self.storage[: rows * inputs]
+        self._steps = self.storage[weight_bytes:].view(torch.float32)
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the copy target of rows ``[first, first + count)``."""
@@ -84,17 +67,12 @@ class RoundedMatrix(Matrix):
 
         If it is columns of ``whole`` [R, *], it is rounded with the steps of all columns.
         """
-        for part, outputs in rows_beside(source, whole):
-            self.put_rounded(first, *self._rounded(part, outputs))
+        source, whole = source.detach(), (source if whole is None else whole).detach()
+        at_once = max(1, COPY_ELEMENTS // whole.shape[1])  # they stay in the processor's caches
+        parts = zip(torch.split(source, at_once), torch.split(whole, at_once), strict=True)
+        for part, outputs in parts:
+            self.put_rounded(first, *rounded(part, self.number_dtype, outputs))
             first += part.shape[0]
-
-    @staticmethod
-    def _rounded(
-        weights: torch.Tensor, whole: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round ``weights`` [N, K], columns of ``whole``; return the numbers [N, K] and steps
-        [N]."""
-        raise NotImplementedError
 
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
         """Copy ``numbers`` [R, K] with ``steps`` [R] into the rows from ``first`` on."""
@@ -106,23 +84,18 @@ class RoundedMatrix(Matrix):
 
 
 class Int8Matrix(RoundedMatrix):
-    """An int8 matrix for activations of ``dtype``, in which it also returns its weights."""
+    """An int8 matrix for activations of ``dtype``."""
+
+    number_dtype = torch.int8
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL | None
     ) -> None:
         """``functions`` is the compiled library; None computes with torch."""
-        self.shape = (outputs, inputs)
-        self.dtype = dtype
         panel = 1 if functions is None else int(functions["tg_panel_outputs"]())
-        rows = -(-outputs // panel) * panel
-        weight_bytes = -(-rows * inputs // 4) * 4  # steps are aligned
-        self.storage = torch.zeros(weight_bytes + 4 * outputs, dtype=torch.uint8)
-        self._weights = self.storage[: rows * inputs].view(torch.int8)
-        self._steps = self.storage[weight_bytes:].view(torch.float32)
+        self._allocate(outputs, inputs, dtype, rows=-(-outputs // panel) * panel)
+        self._weights = self._weights.view(torch.int8)
         self._functions = None if functions is None else _Functions(functions, dtype)
-
-    _rounded = staticmethod(quantized)
 
     @property
     def panels(self) -> Panels | None:
@@ -197,17 +170,13 @@ class _Functions:
 
 
 class Fp8Matrix(RoundedMatrix):
-    """An e4m3 matrix for activations of ``dtype``, in which it also returns its weights."""
+    """An e4m3 matrix for activations of ``dtype``."""
 
-    _rounded = staticmethod(rounded_to_e4m3)
+    number_dtype = torch.float8_e4m3fn
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-        self.shape = (outputs, inputs)
-        self.dtype = dtype
-        weight_bytes = -(-outputs * inputs // 4) * 4  # steps are aligned
-        self.storage = torch.zeros(weight_bytes + 4 * outputs, dtype=torch.uint8)
-        self._bytes = self.storage[: outputs * inputs].view(outputs, inputs)
-        self._steps = self.storage[weight_bytes:].view(torch.float32)
+        self._allocate(outputs, inputs, dtype, rows=outputs)
+        self._bytes = self._weights.view(outputs, inputs)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
@@ -234,14 +203,10 @@ class Fp8Matrix(RoundedMatrix):
         """Return the numbers [R, K] and steps [R] of the rows with these indices [R], int64."""
         return self._bytes[rows].view(torch.float8_e4m3fn), self._steps[rows]
 
-    @property
-    def _rows_at_once(self) -> int:
-        """Rows widened at a time, so that they stay in the processor's caches."""
-        return max(1, COPY_ELEMENTS // self.shape[1])
-
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         wide, weights = x.float(), self._bytes.view(torch.float8_e4m3fn)
-        parts = [F.linear(wide, part.float()) for part in torch.split(weights, self._rows_at_once)]
+        at_once = max(1, COPY_ELEMENTS // self.shape[1])  # they stay in the processor's caches
+        parts = [F.linear(wide, part.float()) for part in torch.split(weights, at_once)]
         product = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(self._steps)
         return product if bias is None else product.add_(bias)
 
