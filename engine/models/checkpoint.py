@@ -4,7 +4,9 @@ Tensors have their Hugging Face names.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -23,8 +25,6 @@ DOWNLOAD_AGAIN = "download or save the model again"
 
 
 class _Index(msgspec.Struct):
-    """The part of the index file that is read."""
-
     weight_map: dict[str, str]
 
 
@@ -38,25 +38,16 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             is missing.
     """
     for file, promised in _files(path).items():
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names = set(tensors.keys())
-                missing = sorted(promised - names)
-                if missing:
-                    raise ModelError(
-                        f"{file} lacks tensor {missing[0]!r}, which {INDEX_FILE} lists for it; "
-                        f"{DOWNLOAD_AGAIN}"
-                    )
-                for name in sorted(names):
-                    yield name, tensors.get_tensor(name)
-        except FileNotFoundError as error:
-            raise ModelError(
-                f"{file} is missing, but {INDEX_FILE} lists it; {DOWNLOAD_AGAIN}"
-            ) from error
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{file} is no complete safetensors file ({error}); {DOWNLOAD_AGAIN}"
-            ) from error
+        with _open(file) as tensors:
+            names = set(tensors.keys())
+            missing = sorted(promised - names)
+            if missing:
+                raise ModelError(
+                    f"{file} lacks tensor {missing[0]!r}, which {INDEX_FILE} lists for it; "
+                    f"{DOWNLOAD_AGAIN}"
+                )
+            for name in sorted(names):
+                yield name, tensors.get_tensor(name)
 
 
 def tensor_names(path: Path) -> set[str]:
@@ -67,13 +58,8 @@ def tensor_names(path: Path) -> set[str]:
     """
     names: set[str] = set()
     for file in _files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names |= set(tensors.keys())
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{file} is missing or no complete safetensors file ({error}); {DOWNLOAD_AGAIN}"
-            ) from error
+        with _open(file) as tensors:
+            names |= set(tensors.keys())
     return names
 
 
@@ -85,15 +71,25 @@ def has_other_head(path: Path) -> bool:
     """
     found: dict[str, torch.Tensor] = {}
     for file in _files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in {EMBEDDING, HEAD} & set(tensors.keys()):
-                    found[name] = tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{file} is missing or no complete safetensors file ({error}); {DOWNLOAD_AGAIN}"
-            ) from error
+        with _open(file) as tensors:
+            for name in {EMBEDDING, HEAD} & set(tensors.keys()):
+                found[name] = tensors.get_tensor(name)
     return len(found) == 2 and not torch.equal(found[EMBEDDING], found[HEAD])
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{file} is missing, but {INDEX_FILE} lists it; {DOWNLOAD_AGAIN}"
+        ) from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{file} is no complete safetensors file ({error}); {DOWNLOAD_AGAIN}"
+        ) from error
 
 
 def _files(path: Path) -> dict[Path, set[str]]:

@@ -4,6 +4,7 @@ A field that config.json omits has the default of the architecture's config clas
 These defaults differ: Gemma ties its head, Llama does not.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -217,8 +218,6 @@ class _Naming(msgspec.Struct):
 
 
 class _GenerationFields(msgspec.Struct):
-    """The field of generation_config.json that is read."""
-
     eos_token_id: int | list[int] | None = None
 
 
@@ -229,7 +228,7 @@ def read_architecture(file: Path) -> str:
         ModelNotComputed: it names no supported architecture.
         ModelError: the file is missing or damaged.
     """
-    naming = _convert(file, _read_json(file), _Naming)
+    naming = _read(file, _Naming)
     names = naming.architectures or [
         name for name, family in FAMILIES.items() if family.model_type == naming.model_type
     ]
@@ -249,13 +248,13 @@ def read_fields(file: Path, family: Family) -> ConfigFields:
     Raises:
         ModelError: the file is missing or damaged.
     """
-    return _convert(file, family.defaults | _read_json(file), ConfigFields)
+    return _read(file, ConfigFields, family.defaults)
 
 
 def read_eos_token_ids(directory: Path, in_config: int | list[int] | None) -> tuple[int, ...]:
     """Return the EOS tokens: generation_config.json's if it has any, else config.json's."""
     file = directory / "generation_config.json"
-    generation = _convert(file, _read_json(file), _GenerationFields) if file.exists() else None
+    generation = _read(file, _GenerationFields) if file.exists() else None
     ids = (
         in_config
         if generation is None or generation.eos_token_id is None
@@ -269,25 +268,16 @@ def read_eos_token_ids(directory: Path, in_config: int | list[int] | None) -> tu
 _Fields = TypeVar("_Fields", bound=msgspec.Struct)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read(file: Path, fields: type[_Fields], defaults: Mapping[str, Any] = {}) -> _Fields:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        raw = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        return msgspec.convert({**defaults, **raw}, fields)
     except OSError as error:
         raise ModelError(
             f"{file} can't be read ({error.strerror}); give the directory of a Hugging Face model, "
             "which has one"
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"{file} is not the config of a Hugging Face model ({error}); correct it, or download "
-            "the model again"
-        ) from error
-
-
-def _convert(file: Path, raw: dict[str, Any], fields: type[_Fields]) -> _Fields:
-    try:
-        return msgspec.convert(raw, fields)
-    except msgspec.ValidationError as error:
         raise ModelError(
             f"{file} is not the config of a Hugging Face model ({error}); correct it, or download "
             "the model again"

@@ -153,6 +153,7 @@ def _build(
     family = _family(architecture)
     heads = fields.num_attention_heads
     gemma = family.is_gemma
+    labels = fields.num_labels or len(fields.id2label or ()) or 2  # transformers' default
     _check_sizes(file, fields)
     config = ModelConfig(
         architecture=architecture,
@@ -166,7 +167,7 @@ def _build(
         norm_epsilon=fields.rms_norm_eps,
         context_tokens_max=context_tokens_max(file, fields),
         tied_head=fields.tie_word_embeddings and architecture in FAMILIES,
-        labels=_labels(fields) if architecture in CLASSIFIERS else 0,
+        labels=labels if architecture in CLASSIFIERS else 0,
         pad_token_id=fields.pad_token_id,
         qkv_bias=fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=fields.attention_bias if family.output_bias is None else family.output_bias,
@@ -190,11 +191,6 @@ def _build(
 
 def _family(architecture: str) -> Family:
     return FAMILIES.get(architecture) or CLASSIFIERS[architecture]
-
-
-def _labels(fields: ConfigFields) -> int:
-    """Return the number of labels; transformers' default is 2."""
-    return fields.num_labels or len(fields.id2label or ()) or 2
 
 
 def _check_sizes(file: Path, fields: ConfigFields) -> None:

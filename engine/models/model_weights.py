@@ -74,7 +74,9 @@ class Weights(WeightStore):
         self.head = head
         """[V, H], float32; the embedding itself if tied and float32. [L, H] of a
         classification head."""
-        joint = dict(_joint_targets(self))
+        joint: dict[str, CopyTarget] = {}
+        for number, layer in enumerate(layers):
+            joint.update(joint_targets(layer, f"model.layers.{number}.", self.config.experts))
         model = f"{config.architecture} of {config.num_layers} layers"
         super().__init__(model, dict(_copy_targets(self)), joint=joint)
 
@@ -229,8 +231,3 @@ def _copy_targets(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
             yield "score.weight", CopyTarget(weights.head.shape, (head,))
         else:
             yield "lm_head.weight", CopyTarget(vocabulary, (head,), part=part)
-
-
-def _joint_targets(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
-    for number, layer in enumerate(weights.layers):
-        yield from joint_targets(layer, f"model.layers.{number}.", weights.config.experts)
