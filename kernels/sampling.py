@@ -74,7 +74,7 @@ class TokenDistribution:
         greedy = temperature == 0
         if greedy.all():
             return self.logits.argmax(-1)
-        chosen = _draw(self.weights, self.sums, torch.from_numpy(uniforms))
+        chosen = draw(self.weights, torch.from_numpy(uniforms), self.sums)
         if greedy.any():
             chosen = torch.where(torch.from_numpy(greedy), self.logits.argmax(-1), chosen)
         return chosen
@@ -233,25 +233,23 @@ def _cutoffs_within(
     return ranked.gather(-1, kept - 1), is_decided.squeeze(-1).numpy()
 
 
-def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def draw(
+    weights: torch.Tensor, uniforms: torch.Tensor, sums: torch.Tensor | None = None
+) -> torch.Tensor:
     """Invert the cumulative distribution: first to a block of tokens, then within it.
 
     Args:
-        probabilities: [S, V], float32, each row summing to about 1.
+        weights: [S, V], float32.
         uniforms: [S], float64, in [0, 1).
+        sums: [S, N], the weights' :func:`_block_sums`, if they are known.
 
     Returns:
-        [S], int64, never a token of probability 0.
+        [S], int64, never a token of weight 0.
     """
-    return _draw(probabilities, _block_sums(probabilities), uniforms)
-
-
-def _draw(weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Run :func:`draw` with the weights' :func:`_block_sums` given."""
     vocab = weights.shape[-1]
     if vocab <= DRAW_BLOCK:
         return _pick(weights, uniforms)[0]
-    block, uniforms = _pick(sums, uniforms)
+    block, uniforms = _pick(_block_sums(weights) if sums is None else sums, uniforms)
     candidates = (block * DRAW_BLOCK)[:, None] + torch.arange(DRAW_BLOCK)
     within = weights.gather(-1, candidates.clamp(max=vocab - 1))
     within = within.masked_fill(candidates >= vocab, 0.0)

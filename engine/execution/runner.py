@@ -38,21 +38,18 @@ from tidegate.engine.models.model import (
 )
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights
-from tidegate.engine.sampling.sampling import RowSampling as RowSampling
-from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import (
-    edited_of,
-    emptied,
+    Drawn,
+    ReportedDraw,
     hidden_rows,
     limits,
     options_of,
     random_numbers,
-    reported,
-    reports_of,
     sample_rows,
-    update_edits,
     with_hidden_states,
 )
+from tidegate.engine.sampling.sampling import RowSampling as RowSampling
+from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.scoring import RowScore, RowScoring, score_rows
 from tidegate.engine.weights.lora import Adapter, AdapterTokens
 from tidegate.engine.weights.weight_store import WeightStore
@@ -72,10 +69,6 @@ from tidegate.transport.attachments import AttachmentName
 ATTENDS_SINGLY = 0
 """Kind of the rows whose attention compiled code computes token by token; sorts before all padded
 kinds."""
-
-
-Drawn = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
-"""Token ids and log-probs, one per row."""
 
 
 CHUNK_TOKENS_MIN = 128
@@ -120,8 +113,7 @@ class DecodeRows(Sequence[Row]):
         sampling = [row.sampling for row in rows if row.sampling is not None]
         self.options = options_of(sampling)
         """Options of the rows that have any but temperature, top-k and top-p."""
-        self._edited = edited_of(self.options)
-        self._reports: DrawReports | None = None
+        self._draw: ReportedDraw | None = None
         self._rows = rows
         self._are_current = True
         self.block_tables = [row.block_table for row in rows]
@@ -156,17 +148,9 @@ class DecodeRows(Sequence[Row]):
         """Return the output of a draw ``by`` compiled code, with what the options ask for."""
         if not self.options:
             return StepOutput(*by(None))
-        if self._reports is None:
-            self._reports = reports_of(self.options, len(self), vocab)
-        reports = self._reports
-        if not self._edited:
-            token_ids, logprobs = by(reports)
-            return StepOutput(token_ids, logprobs, reported(reports, self.options, vocab))
-        indices: list[int] = self._counters[1].tolist()
-        failures = update_edits(reports, self._edited, indices)
-        token_ids, logprobs = by(reports)
-        failures |= emptied(self._edited, indices, logprobs)
-        return StepOutput(token_ids, logprobs, reported(reports, self.options, vocab), failures)
+        if self._draw is None:
+            self._draw = ReportedDraw(self.options, len(self), vocab)
+        return self._draw.draw(self._counters[1].tolist(), by)
 
     def advance(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Continue with the step after this one, in which each row has the token that this one
@@ -193,14 +177,6 @@ class AdapterTensors(Protocol):
 
     def tensors(self, key: AdapterVersion) -> object:
         """Return the tensors of a version in memory."""
-
-
-class NoAdapterTensors:
-    """The tensors of an engine that has no such adapters."""
-
-    def tensors(self, key: AdapterVersion) -> object:
-        """Raise, because no row may name such an adapter."""
-        raise KeyError(key)
 
 
 class Runner(Protocol):
@@ -327,8 +303,8 @@ class ModelRunner:
         self.config = config
         self.weights = weights
         """Replaced between two steps only, by weights of the same config and dtype."""
-        self.adapter_versions: AdapterTensors = NoAdapterTensors()
-        """Tensors of adapters with weight versions of their own."""
+        self.adapter_versions: AdapterTensors | None = None
+        """Tensors of adapters with weight versions of their own; None if rows have none."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._shape = CacheShape(config.num_kv_heads, block_tokens)
@@ -514,6 +490,7 @@ class ModelRunner:
     def _adapter(self, key: AdapterKey) -> Adapter:
         if isinstance(key, str):
             return self.weights.adapters[key]
+        assert self.adapter_versions is not None
         return cast(Adapter, self.adapter_versions.tensors(key))
 
     def _attention(

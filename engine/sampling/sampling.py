@@ -10,7 +10,7 @@ Letters in shapes: S sampling rows, V vocabulary.
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,7 +24,6 @@ from tidegate.kernels.native import DrawReports, Native
 from tidegate.kernels.penalties import ban_, bias_, penalize_
 from tidegate.kernels.sampling import (
     TokenDistribution,
-    sample,
     weigh,
     weights_of,
 )
@@ -63,6 +62,9 @@ class RowSampling:
         return own is None or not (own.is_processed or own.params.hidden_states)
 
 
+Drawn = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Token ids and log-probs, one per row."""
+
 TokenAttachments = Mapping[AttachmentName, bytes]
 """Requested attachments of one sampled token: its entries as in ``transport/attachments.py``."""
 
@@ -96,14 +98,6 @@ class StepOutput:
     row asks for; empty if no row asks."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float32]
-    uniforms: npt.NDArray[np.float64]
-
-
 def sample_rows(
     logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native | None = None
 ) -> StepOutput:
@@ -112,9 +106,9 @@ def sample_rows(
     With ``native``, rows are drawn by compiled code, row by row: a row's result has the same bits
     in every batch.
     """
-    if native is None:
-        return _sample(logits, sampling)
     options = options_of(sampling)
+    if native is None:
+        return _sample(logits, sampling, options)
     if not options:
         return StepOutput(*_draw(logits, sampling, native))
     logits = logits.contiguous()  # edits use flat indices
@@ -123,17 +117,17 @@ def sample_rows(
         row: logits[row].clone() for row, own in processed.items() if own.params.raw_logprobs
     }
     failures = _edit(logits, sampling, processed)
-    reports = reports_of(options, *logits.shape)
-    reports.wants_raw[list(raw)] = False
-    edited = edited_of(options)
-    indices = [params.index for params in sampling]
-    failures |= update_edits(reports, edited, indices)
-    token_ids, logprobs = _draw(logits, sampling, native, reports)
-    failures |= emptied(edited, indices, logprobs)
-    for row, own_logits in raw.items():
-        token = torch.tensor([[int(token_ids[row])]])
-        reports.raw_logprobs[row] = weights_of(own_logits[None]).logprobs(token).item()
-    return StepOutput(token_ids, logprobs, reported(reports, options, logits.shape[1]), failures)
+
+    def draw(reports: DrawReports) -> Drawn:
+        reports.wants_raw[list(raw)] = False
+        token_ids, logprobs = _draw(logits, sampling, native, reports)
+        for row, own_logits in raw.items():
+            token = torch.tensor([[int(token_ids[row])]])
+            reports.raw_logprobs[row] = weights_of(own_logits[None]).logprobs(token).item()
+        return token_ids, logprobs
+
+    output = ReportedDraw(options, *logits.shape).draw([each.index for each in sampling], draw)
+    return replace(output, failures=failures | output.failures) if failures else output
 
 
 def options_of(sampling: Sequence[RowSampling]) -> dict[int, RowOptions]:
@@ -143,93 +137,71 @@ def options_of(sampling: Sequence[RowSampling]) -> dict[int, RowOptions]:
     }
 
 
-def reports_of(options: Mapping[int, RowOptions], rows: int, vocab: int) -> DrawReports:
-    """Return what to report of a draw of this many rows with these options, and their min-p."""
-    reports = DrawReports(
-        rows,
-        vocab,
-        max(own.params.top_logprobs for own in options.values()),
-        sum(own.params.kept_tokens for own in options.values()),
-    )
-    for row, own in options.items():
-        reports.min_p[row] = own.params.min_p
-        reports.top_counts[row] = own.params.top_logprobs
-        reports.wants_raw[row] = own.params.raw_logprobs
-        reports.wants_kept[row] = own.params.kept_tokens
-        if (edits := own.row_edits()) is not None:
-            reports.edits[row] = ctypes.addressof(edits)
-    return reports
+class ReportedDraw:
+    """Compiled draws of rows of which some have options, with what these options ask for."""
 
+    def __init__(self, options: Mapping[int, RowOptions], rows: int, vocab: int) -> None:
+        """``options``: those of the rows that have any, by row."""
+        self._options, self._vocab = options, vocab
+        self._edited = {row: own for row, own in options.items() if own.row_edits() is not None}
+        """Options whose edits compiled code makes."""
+        self._reports = reports = DrawReports(
+            rows,
+            vocab,
+            max(own.params.top_logprobs for own in options.values()),
+            sum(own.params.kept_tokens for own in options.values()),
+        )
+        for row, own in options.items():
+            reports.min_p[row] = own.params.min_p
+            reports.top_counts[row] = own.params.top_logprobs
+            reports.wants_raw[row] = own.params.raw_logprobs
+            reports.wants_kept[row] = own.params.kept_tokens
+            if (edits := own.row_edits()) is not None:
+                reports.edits[row] = ctypes.addressof(edits)
 
-def edited_of(options: Mapping[int, RowOptions]) -> dict[int, RowOptions]:
-    """Return the options whose edits compiled code makes, by row."""
-    return {row: own for row, own in options.items() if own.row_edits() is not None}
+    def draw(self, indices: Sequence[int], by: Callable[[DrawReports], Drawn]) -> StepOutput:
+        """Return the output of a draw ``by`` compiled code.
 
+        ``indices``: output index of each row's next token.
+        """
+        failures: dict[int, str] = {}
+        for row, own in self._edited.items():
+            index = indices[row]
+            self._reports.bans[row] = index < own.min_tokens
+            if (reason := own.update_edits(index)) is not None:
+                failures[row] = reason
+                self._reports.edits[row] = 0  # something must be drawn
+        token_ids, logprobs = by(self._reports)
+        if self._edited and not math.isfinite(logprobs.sum()):  # which is rare
+            failures |= {
+                row: own.nothing_left(indices[row])
+                for row, own in self._edited.items()
+                if np.isneginf(logprobs[row])
+            }
+        return StepOutput(token_ids, logprobs, self._reported(), failures)
 
-def update_edits(
-    reports: DrawReports, edited: Mapping[int, RowOptions], indices: Sequence[int]
-) -> dict[int, str]:
-    """Bring the edits of a draw's rows up to date; return the rows that failed, with reasons.
-
-    ``indices``: output index of each row's next token.
-    """
-    failures: dict[int, str] = {}
-    for row, own in edited.items():
-        index = indices[row]
-        reports.bans[row] = index < own.min_tokens
-        if (reason := own.update_edits(index)) is not None:
-            failures[row] = reason
-            reports.edits[row] = 0  # something must be drawn
-    return failures
-
-
-def emptied(
-    edited: Mapping[int, RowOptions], indices: Sequence[int], logprobs: npt.NDArray[np.float32]
-) -> dict[int, str]:
-    """Return the rows whose mask left nothing to draw, with reasons."""
-    if not edited or math.isfinite(logprobs.sum()):  # as nearly always
-        return {}
-    return {
-        row: own.nothing_left(indices[row])
-        for row, own in edited.items()
-        if np.isneginf(logprobs[row])
-    }
-
-
-def reported(
-    reports: DrawReports, options: Mapping[int, RowOptions], vocab: int
-) -> dict[int, TokenAttachments]:
-    """Return what a draw reported, by row."""
-    found: dict[int, TokenAttachments] = {}
-    raw, kept_counts = reports.raw_logprobs.tobytes(), reports.kept_counts.tolist()
-    top_ids, top_logprobs = reports.top_ids.tobytes(), reports.top_logprobs.tobytes()
-    row_bytes = 4 * reports.top_ids.shape[1]
-    kept_from = 0
-    for row, own in options.items():
-        entries: dict[AttachmentName, bytes] = {}
-        if own.params.raw_logprobs:
-            entries["raw_logprobs"] = raw[4 * row : 4 * row + 4]
-        if own.params.top_logprobs:
-            top = slice(row * row_bytes, row * row_bytes + 4 * own.params.top_logprobs)
-            entries["top_ids"], entries["top_logprobs"] = top_ids[top], top_logprobs[top]
-        if own.params.kept_tokens:
-            kept_to = kept_from + kept_counts[row]
-            is_whole = kept_counts[row] == vocab
-            entries["kept_ids"] = b"" if is_whole else reports.kept_ids[kept_from:kept_to].tobytes()
-            kept_from = kept_to
-        if entries:
-            found[row] = entries
-    return found
-
-
-def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
-    columns = _columns(sampling)
-    if options := options_of(sampling):
-        return _sample_with_options(logits, columns, sampling, options)
-    token_ids, logprobs = sample(
-        logits, columns.temperature, columns.top_k, columns.top_p, columns.uniforms
-    )
-    return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
+    def _reported(self) -> dict[int, TokenAttachments]:
+        found: dict[int, TokenAttachments] = {}
+        reports = self._reports
+        raw, kept_counts = reports.raw_logprobs.tobytes(), reports.kept_counts.tolist()
+        top_ids, top_logprobs = reports.top_ids.tobytes(), reports.top_logprobs.tobytes()
+        row_bytes = 4 * reports.top_ids.shape[1]
+        kept_from = 0
+        for row, own in self._options.items():
+            entries: dict[AttachmentName, bytes] = {}
+            if own.params.raw_logprobs:
+                entries["raw_logprobs"] = raw[4 * row : 4 * row + 4]
+            if own.params.top_logprobs:
+                top = slice(row * row_bytes, row * row_bytes + 4 * own.params.top_logprobs)
+                entries["top_ids"], entries["top_logprobs"] = top_ids[top], top_logprobs[top]
+            if own.params.kept_tokens:
+                kept = reports.kept_ids[kept_from : kept_from + kept_counts[row]]
+                is_whole = kept_counts[row] == self._vocab
+                entries["kept_ids"] = b"" if is_whole else kept.tobytes()
+                kept_from += kept_counts[row]
+            if entries:
+                found[row] = entries
+        return found
 
 
 def _draw(
@@ -237,7 +209,7 @@ def _draw(
     sampling: Sequence[RowSampling],
     native: Native,
     reports: DrawReports | None = None,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+) -> Drawn:
     return native.draw(logits.contiguous(), *limits(sampling), *random_numbers(sampling), reports)
 
 
@@ -260,16 +232,11 @@ def random_numbers(
     return seeds, np.array([params.index for params in sampling], np.uint64)
 
 
-def _columns(sampling: Sequence[RowSampling]) -> _Columns:
-    return _Columns(*limits(sampling), uniforms(*random_numbers(sampling)))
-
-
-def _sample_with_options(
-    logits: torch.Tensor,
-    columns: _Columns,
-    sampling: Sequence[RowSampling],
-    options: Mapping[int, RowOptions],
+def _sample(
+    logits: torch.Tensor, sampling: Sequence[RowSampling], options: Mapping[int, RowOptions]
 ) -> StepOutput:
+    """Sample with torch."""
+    temperature, top_k, top_p = limits(sampling)
     logits = logits.contiguous()  # edits use flat indices
     raw_rows = [row for row, row_options in options.items() if row_options.params.raw_logprobs]
     raw = logits[raw_rows]  # a copy, because the logits are edited below
@@ -277,10 +244,8 @@ def _sample_with_options(
     min_p = np.zeros(len(logits), np.float32)
     for row, row_options in options.items():
         min_p[row] = row_options.params.min_p
-    distribution = weigh(
-        logits, columns.temperature, columns.top_k, columns.top_p, min_p if min_p.any() else None
-    )
-    chosen = distribution.draw(columns.temperature, columns.uniforms)
+    distribution = weigh(logits, temperature, top_k, top_p, min_p if min_p.any() else None)
+    chosen = distribution.draw(temperature, uniforms(*random_numbers(sampling)))
     raw_logprobs: dict[int, bytes] = {}
     if raw_rows:
         values = weights_of(raw).logprobs(chosen[raw_rows][:, None]).numpy()
