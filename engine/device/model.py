@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from tidegate.engine.device.runner import DeviceRunner
 from tidegate.engine.device.weights import DeviceWeights
@@ -91,8 +92,8 @@ class DeviceModel(OwnModel):
         super().__init__(path, config, dtype)
         self._device = device
 
+    @override
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
-        """Load the weights, allocate the KV cache, and return the runner."""
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
             weights = self.allocate()
             fill_from_directory(weights, self._path)
@@ -104,8 +105,8 @@ class DeviceModel(OwnModel):
             has_graphs=os.environ.get(GRAPHS_VARIABLE) != "0",
         )
 
+    @override
     def allocate(self) -> DeviceWeights:
-        """Allocate memory for a second weight version on the device."""
         return DeviceWeights.on_device(self._config, self._dtype, self._device)
 
     def _find_native(self) -> Native | None:

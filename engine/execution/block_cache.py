@@ -1,7 +1,7 @@
 """Keys, values and recurrent states of transformers models, in the blocks of Tidegate's KV cache.
 
-``BlockMemory`` owns the tensors; ``BlockMemory.open`` makes the cache argument of one forward pass
-over several rows. Attention layers gather their rows' contexts from the blocks and scatter new keys
+``BlockMemory`` owns the tensors; ``OpenBlocks`` has the cache argument of one forward pass over
+several rows. Attention layers gather their rows' contexts from the blocks and scatter new keys
 and values there. Layers with a recurrent state (state-space models, linear attention, short
 convolutions) keep one state per block: the state after the block's last computed position. So every
 turn that shares a full block continues from that block's state, and the scheduler handles blocks
@@ -141,19 +141,14 @@ class BlockMemory:
         """Return the bytes of one block's states in all layers; 0 without recurrent layers."""
         return sum(part.nbytes // len(part) for layer in self._layers for part in layer.states())
 
-    def open(self, rows: Sequence[PassRow]) -> "OpenBlocks":
-        """Return the cache of one forward pass, in which all rows have equally many new tokens.
-
-        If the model has states, all rows start at 0 or none does, and no row's new tokens pass the
-        end of a block, because a forward pass leaves one state per row.
-        """
-        return OpenBlocks(self, rows)
-
 
 class OpenBlocks:
     """The blocks of one forward pass's rows, padded on the left to the longest context."""
 
     def __init__(self, memory: BlockMemory, rows: Sequence[PassRow]) -> None:
+        """All rows have equally many new tokens. If the model has states, all rows start at 0 or
+        none does, and no row's new tokens pass the end of a block, because a forward pass leaves
+        one state per row."""
         block_tokens = memory.block_tokens
         length = max(row.end for row in rows)
         tokens = rows[0].end - rows[0].start
@@ -319,14 +314,15 @@ def cache_argument(module: Any, cache: Any) -> dict[str, Any]:
     transformers 5.24 renamed ``past_key_values`` to ``cache``. A model with code of its own may
     have either name under any release, so the model's signature decides where it names one.
     """
-    return {_cache_argument_name(module.__class__): cache}
+    parameters = parameters_of(module.__class__)
+    named = [name for name in (CACHE_ARGUMENT, *CACHE_ARGUMENTS) if name in parameters]
+    return {(named or [CACHE_ARGUMENT])[0]: cache}
 
 
 @functools.cache
-def _cache_argument_name(model: Any) -> str:
-    parameters = inspect.signature(model.forward).parameters
-    named = [name for name in (CACHE_ARGUMENT, *CACHE_ARGUMENTS) if name in parameters]
-    return (named or [CACHE_ARGUMENT])[0]
+def parameters_of(model: Any) -> frozenset[str]:
+    """Return the names of the parameters of a model class's forward pass."""
+    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def _check_layers(module: Any, cache: Any) -> None:

@@ -8,12 +8,10 @@ models that pad in another way; their rows run one by one.
 Letters in shapes: R rows, T a row's tokens, H hidden size, V vocabulary.
 """
 
-import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,9 +24,11 @@ from tidegate.engine.execution.block_cache import (
     STATES,
     SUPPORTED_MODELS_HINT,
     BlockMemory,
+    OpenBlocks,
     PassRow,
     cache_argument,
     declared_layers,
+    parameters_of,
 )
 from tidegate.engine.execution.images import RowImage, positions
 from tidegate.engine.execution.position_cache import PositionCache
@@ -480,24 +480,26 @@ def _read(
     *,
     last_tokens: int,
     is_batched: bool,
-    inputs: Mapping[str, torch.Tensor] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run tokens [T] of each row after its cached ones, and cache their keys, values and states.
 
     ``inputs``: arguments of the forward pass in place of token ids and positions.
     Return the logits [R, last_tokens, V] of the rows' last tokens, and the slots [R * T] of all.
     """
-    opened = memory.open(rows)
+    opened = OpenBlocks(memory, rows)
+    parameters = parameters_of(module.__class__)
     if not inputs:
         inputs = {"input_ids": torch.from_numpy(np.stack(tokens).astype(np.int64))}
-        if is_batched:
-            inputs |= _positions(module, opened.position_ids)
+        if is_batched and "position_ids" in parameters:  # else computed from the attention mask
+            inputs |= {"position_ids": opened.position_ids}
+    if "logits_to_keep" in parameters:  # those of a whole long prompt would take gigabytes
+        inputs = {**inputs, "logits_to_keep": last_tokens}
     output = module(
         **inputs,
         attention_mask=opened.attention_mask,
         use_cache=True,
         **cache_argument(module, opened.cache),
-        **_last_logits_only(module, last_tokens),
     )
     opened.store_states()
     logits: torch.Tensor = output.logits[:, -last_tokens:]
@@ -517,22 +519,3 @@ def _capture_head_inputs(module: Any, *, is_on: bool) -> Iterator[list[torch.Ten
         yield inputs
     finally:
         hook.remove()
-
-
-@cache
-def _parameters(model: Any) -> frozenset[str]:
-    """Return the names of the parameters of a model's forward pass."""
-    return frozenset(inspect.signature(model.forward).parameters)
-
-
-def _positions(module: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the argument for the new tokens' positions, if the model has one. Others compute them
-    from the attention mask."""
-    return {"position_ids": position_ids} if "position_ids" in _parameters(module.__class__) else {}
-
-
-def _last_logits_only(module: Any, last_tokens: int) -> dict[str, int]:
-    """Return the argument that limits the logits to the last tokens, if the model has one. Logits
-    of a whole long prompt would take gigabytes."""
-    has_limit = "logits_to_keep" in _parameters(module.__class__)
-    return {"logits_to_keep": last_tokens} if has_limit else {}

@@ -1,16 +1,16 @@
 """Opens a model directory: Tidegate's own implementation if there is one, transformers' otherwise.
 
-Makes the runner, allocates weights for updates, and reloads the directory after sleep. Both
-implementations satisfy ``ServedModel``, so the rest of the engine does not distinguish them.
+The rest of the engine does not distinguish the two implementations of ``ServedModel``.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from typing_extensions import override
 
 from tidegate.engine.execution.runner import ModelRunner, Runner, refused_options
 from tidegate.engine.memory.out_of_memory import blame_memory
@@ -22,7 +22,6 @@ from tidegate.engine.models.shards import WHOLE, TensorShard
 from tidegate.engine.sampling.scoring import HIDDEN_STATE_SCORES, ScoringCapabilities
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
-from tidegate.kernels.native import Native
 from tidegate.kernels.weight_matrix import packs
 from tidegate.transport.images import ImageReader, open_images
 
@@ -41,61 +40,49 @@ NAMES_SHOWN_MAX = 3
 """Number of tensor names in a warning."""
 
 
-class ServedModel(Protocol):
+class ServedModel:
     """A model that an engine can serve."""
 
-    @property
-    def architecture(self) -> str:
-        """Architecture as in config.json, e.g. ``Qwen3ForCausalLM``."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary."""
+    architecture: str
+    """Architecture as in config.json, e.g. ``Qwen3ForCausalLM``."""
+    vocab_size: int
+    context_tokens_max: int
+    """Longest context, in tokens."""
+    code: str
+    """Whose code computes the model: ``tidegate`` or ``transformers``."""
+    is_deterministic: bool = False
+    """Whether a turn's bits depend neither on its batch nor on how its context is chunked."""
+    scoring: ScoringCapabilities
+    """Kinds of scores that the model can compute for given tokens."""
+    refused_options: Mapping[str, str]
+    """Options for attachments that the model cannot make, each with the reason."""
+    images: ImageReader | None = None
+    """Reader of the model's images; None if it reads none."""
+    warning: str | None
+    """Warning to print when the engine starts; None if there is none."""
+    _dtype: torch.dtype
 
     @property
     def dtype(self) -> str:
         """Compute dtype in torch's spelling; the LM head is always float32."""
-
-    @property
-    def context_tokens_max(self) -> int:
-        """Longest context, in tokens."""
-
-    @property
-    def code(self) -> str:
-        """Whose code computes the model: ``tidegate`` or ``transformers``."""
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether a turn's bits depend neither on its batch nor on how its context is chunked."""
-
-    @property
-    def scoring(self) -> ScoringCapabilities:
-        """Kinds of scores that the model can compute for given tokens."""
-
-    @property
-    def refused_options(self) -> Mapping[str, str]:
-        """Options for attachments that the model cannot make, each with the reason."""
-
-    @property
-    def images(self) -> ImageReader | None:
-        """Reader of the model's images; None if it reads none."""
-
-    @property
-    def warning(self) -> str | None:
-        """Warning to print when the engine starts; None if there is none."""
+        return dtype_name(self._dtype)
 
     def kv_token_bytes(self) -> int:
-        """Return the bytes of one position's keys and values in all layers."""
+        """Return the bytes of one position's keys and values in all layers, on each rank."""
+        raise NotImplementedError
 
     def state_bytes(self) -> int:
         """Return the bytes of one context's recurrent state in all layers; each KV block holds one
         such state. 0 for a model of attention only."""
+        return 0
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
         """Load the weights if they are not loaded, allocate the KV cache, and return the runner."""
+        raise NotImplementedError
 
     def allocate(self) -> WeightStore:
         """Allocate memory for a second weight version beside the live one."""
+        raise NotImplementedError
 
     def reload(self, weights: WeightStore, heartbeat: Callable[[], None]) -> None:
         """Fill ``weights`` from the model directory again, calling ``heartbeat`` for heartbeats.
@@ -103,6 +90,7 @@ class ServedModel(Protocol):
         Raises:
             ModelError: the directory is gone or has changed.
         """
+        raise NotImplementedError
 
 
 def open_model(
@@ -155,11 +143,10 @@ def open_model(
         return FallbackModel(path, dtype, reason=str(error), image_directories=image_directories)
 
 
-class OwnModel:
+class OwnModel(ServedModel):
     """A model with Tidegate's own implementation, on the CPU."""
 
     code = "tidegate"
-    images = None
 
     def __init__(
         self,
@@ -197,7 +184,7 @@ class OwnModel:
         self._dtype = _dtype(dtype, config.dtype)
         warnings += _widening_warnings(path, dtype, config.dtype)
         self.warning = ". ".join(warnings) or None
-        self._native = self._find_native()
+        self._native = native_for(self._config, self._dtype)
         if is_deterministic is None:
             # Rounding to bfloat16 makes differences of batches large enough to hide a version's
             # from an audit. Matrices are packed anyway, so only attention to prompts is computed
@@ -224,23 +211,14 @@ class OwnModel:
             pad_token_id=config.pad_token_id,
         )
 
-    @property
-    def dtype(self) -> str:
-        """See :attr:`ServedModel.dtype`."""
-        return str(self._dtype).removeprefix("torch.")
-
+    @override
     def kv_token_bytes(self) -> int:
-        """Return the bytes of one position's keys and values in all layers, on each rank."""
         config = self._local
         elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return elements * int(self._dtype.itemsize)
 
-    def state_bytes(self) -> int:
-        """Return 0: the models that Tidegate implements are of attention only."""
-        return 0
-
+    @override
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
-        """Load the weights, allocate the KV cache, and return the runner."""
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
             weights = self.allocate()
             fill_from_directory(weights, self._path)
@@ -253,12 +231,13 @@ class OwnModel:
             is_deterministic=self.is_deterministic,
         )
 
+    @override
     def allocate(self) -> Weights:
-        """Allocate memory for a second weight version."""
         weights = Weights.allocate(
             self._config,
             self._dtype,
-            is_packed=self._packs,
+            # Packed matrices give the same bits in any batch; None chooses the fastest.
+            is_packed=True if self.is_deterministic else None,
             quantization=self._quantization,
             shard=self._shard,
             group=self._group,
@@ -272,25 +251,15 @@ class OwnModel:
         for."""
         weights.attach_draft(draft, lambda: fill_from_directory(draft, self._path))
 
-    def _find_native(self) -> Native | None:
-        return native_for(self._config, self._dtype)
-
-    @property
-    def _packs(self) -> bool | None:
-        """Whether matrices are packed; None chooses the fastest. Packed ones give the same
-        bits in any batch."""
-        return True if self.is_deterministic else None
-
+    @override
     def reload(self, weights: WeightStore, heartbeat: Callable[[], None]) -> None:
-        """Fill ``weights`` from the model directory again."""
         fill_from_directory(weights, self._path, heartbeat)
 
 
-class FallbackModel:
+class FallbackModel(ServedModel):
     """A model that transformers implements; its weights are loaded at once, as a check."""
 
     code = "transformers"
-    is_deterministic = False
 
     def __init__(
         self,
@@ -342,21 +311,16 @@ class FallbackModel:
         ]
         self.warning = ". ".join(warnings)
 
-    @property
-    def dtype(self) -> str:
-        """See :attr:`ServedModel.dtype`."""
-        return str(self._dtype).removeprefix("torch.")
-
+    @override
     def kv_token_bytes(self) -> int:
-        """Return the bytes of one position's keys and values in all layers."""
         return self._probed.token_bytes
 
+    @override
     def state_bytes(self) -> int:
-        """Return the bytes of one context's recurrent state in all layers."""
         return self._probed.state_bytes
 
+    @override
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
-        """Allocate the KV cache, and return the runner."""
         return self._runners(
             self._live,
             num_blocks=num_blocks,
@@ -365,12 +329,12 @@ class FallbackModel:
             images=self.images,
         )
 
+    @override
     def allocate(self) -> "FallbackWeights":
-        """Allocate memory for a second weight version."""
         return self._live.allocate_copy()
 
+    @override
     def reload(self, weights: WeightStore, heartbeat: Callable[[], None]) -> None:
-        """Fill ``weights`` from the model directory again."""
         from tidegate.engine.models.fallback_weights import load_fallback
 
         weights.start()
