@@ -44,7 +44,6 @@ from tidegate.engine.ranks.ranks import Ranks
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.scheduling.adapter_versions import VERSIONS_MAX_DEFAULT, AdapterVersions
-from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
@@ -104,7 +103,9 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         torch.set_num_threads(arguments.threads)
         ranks.start(_rank_arguments(arguments, limits))
         runner = ranks.lead(_runner(model, limits), keys)
-        drafts = _drafts(arguments, model, limits, runner)
+        drafts = None
+        if (source := arguments.speculative_method) is not None:
+            drafts = open_drafts(source, model, limits, arguments.dtype, runner)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
         print_stderr(f"error: {error}")
@@ -120,9 +121,9 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     # All objects so far live to the end, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
-    adapters = AdapterVersions(_adapters_max(arguments, runner))
-    if isinstance(runner, ModelRunner):
-        runner.adapter_versions = adapters
+    adapters = AdapterVersions(0)
+    if isinstance(runner, ModelRunner):  # no other applies adapters
+        runner.adapter_versions = adapters = AdapterVersions(arguments.adapters_max)
     hello = _hello(arguments, model, limits, adapters.versions_max)
     link = OrchestratorLink(socket, msgspec.structs.replace(hello, warnings=warnings))
     gpu = None if device is None else Gpu(device)
@@ -389,14 +390,6 @@ def _options(
     )
 
 
-def _drafts(
-    arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits, runner: Runner
-) -> DraftSource | None:
-    if arguments.speculative_method is None:
-        return None
-    return open_drafts(arguments.speculative_method, model, limits, arguments.dtype, runner)
-
-
 def _default_blocks(
     arguments: argparse.Namespace, model: ServedModel, device: torch.device | None
 ) -> int:
@@ -438,7 +431,6 @@ def _cache_text(model: ServedModel, limits: EngineLimits) -> str:
 
 
 def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
-    """Run the loop to its end, and report the reason to the orchestrator."""
     _end_on_signals(loop)
     try:
         reason, status = loop.run(), ENDED
@@ -461,7 +453,6 @@ def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
 
 
 def _warnings(model: ServedModel, device: torch.device | None) -> list[str]:
-    """Return what the run's user should know of this engine."""
     warnings = [] if model.warning is None else [model.warning]
     if device is None and library() is None:
         warnings.append(
@@ -470,11 +461,6 @@ def _warnings(model: ServedModel, device: torch.device | None) -> list[str]:
             "the reason"
         )
     return warnings
-
-
-def _adapters_max(arguments: argparse.Namespace, runner: Runner) -> int:
-    """Return the limit of adapter versions in memory; 0 if the runner applies no such adapters."""
-    return arguments.adapters_max if isinstance(runner, ModelRunner) else 0
 
 
 def hello_of(name: str, model: ServedModel, limits: EngineLimits, **more: Any) -> Hello:

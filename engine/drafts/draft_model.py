@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tidegate.engine.execution.runner import Row, RowSampling, Runner, WrappedRunner
 from tidegate.engine.memory.out_of_memory import is_out_of_memory
-from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
+from tidegate.engine.scheduling.drafts import NO_TOKENS, DraftSource, Tokens
 from tidegate.engine.scheduling.kv_cache import KvCache
 from tidegate.engine.scheduling.sequences import EngineSequence
 
@@ -54,8 +54,6 @@ class _DraftState:
 
 @dataclass(slots=True)
 class _PendingDraft:
-    """The draft under way for one sequence."""
-
     sequence: EngineSequence
     state: _DraftState
     tokens: Tokens
@@ -96,7 +94,7 @@ class _PendingDraft:
         self.state.forget_kv()
 
 
-class ModelDrafts:
+class ModelDrafts(DraftSource):
     """Draft tokens sampled from the model that ``runner`` runs."""
 
     def __init__(self, runner: Runner, context_tokens_max: int, served: Runner) -> None:

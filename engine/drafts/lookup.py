@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
+from tidegate.engine.scheduling.drafts import NO_TOKENS, DraftSource, Tokens
 from tidegate.engine.scheduling.sequences import EngineSequence
 
 NGRAM_TOKENS = 3
@@ -42,7 +42,7 @@ class NgramIndex:
         return self._ends.get(last)
 
 
-class LookupDrafts:
+class LookupDrafts(DraftSource):
     """Draft tokens from each sequence's own context."""
 
     def __init__(self) -> None:
@@ -59,9 +59,6 @@ class LookupDrafts:
     def ended(self, sequence: EngineSequence, *, is_whole: bool) -> None:
         """Drop the sequence's index."""
         self._indices.pop(sequence.handle, None)
-
-    def forget_kv(self) -> None:
-        """Do nothing: lookup computes no KV."""
 
     def _propose(self, sequence: EngineSequence, count: int) -> Tokens:
         index = self._indices.get(sequence.handle)

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 
 from tidegate.engine.drafts.lookup import NGRAM_TOKENS, LookupDrafts, Ngram
-from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
+from tidegate.engine.scheduling.drafts import NO_TOKENS, DraftSource, Tokens
 from tidegate.engine.scheduling.sequences import EngineSequence
 
 HELD_TOKENS_MAX = 4 * 1024 * 1024
@@ -102,7 +102,7 @@ class _Follower:
         return self.sample[self.index : self.index + count]
 
 
-class RolloutDrafts:
+class RolloutDrafts(DraftSource):
     """Draft tokens from earlier samples of a sequence's prompt, else from its own context."""
 
     def __init__(self, held_tokens_max: int = HELD_TOKENS_MAX) -> None:
@@ -133,9 +133,6 @@ class RolloutDrafts:
         if is_whole:
             first = max(0, start - NGRAM_TOKENS)
             self._keep(self._prompt(sequence), sequence.tokens[first : sequence.length].copy())
-
-    def forget_kv(self) -> None:
-        """Do nothing: samples need no KV."""
 
     def _follower(self, sequence: EngineSequence) -> _Follower:
         follower = self._followers.get(sequence.handle)

@@ -11,7 +11,6 @@ import math
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,17 +53,18 @@ PAUSE_TOKENS_MIN, PAUSE_TOKENS_MAX = 2, 64
 pause doubles with each rejected trial."""
 
 
-class DraftSource(Protocol):
-    """Source of draft tokens, implemented in ``engine/drafts``."""
+class DraftSource:
+    """Source of draft tokens; those in ``engine/drafts`` are subclasses."""
 
     def propose(self, sequences: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         """Return at most ``counts[i]`` draft tokens that may follow sequence i's tokens."""
+        raise NotImplementedError
 
     def ended(self, sequence: EngineSequence, *, is_whole: bool) -> None:
         """Forget a sequence; ``is_whole`` says that it was neither aborted nor cancelled."""
 
     def forget_kv(self) -> None:
-        """Recompute all KV of the source's own, because the KV memory is gone."""
+        """Recompute the source's own KV, if it has any, because the KV memory is gone."""
 
 
 class _StepCost:

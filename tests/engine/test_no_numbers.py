@@ -17,7 +17,7 @@ from tests.engine.scheduling.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights, load_directory
-from tidegate.engine.scheduling.drafts import Tokens
+from tidegate.engine.scheduling.drafts import DraftSource, Tokens
 from tidegate.engine.scheduling.sequences import EngineSequence
 from tidegate.kernels.native import native
 from tidegate.transport.messages import SamplingParams, TurnFailed
@@ -96,17 +96,11 @@ def test_turns_with_nan_logits_fail_and_the_others_are_unaffected(
     assert engine.scheduler.free_blocks == 64
 
 
-class PoisonousDrafts:
+class PoisonousDrafts(DraftSource):
     """Draft source that drafts one token for ever."""
 
     def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         return [np.full(count, POISON, np.int32) for count in counts]
-
-    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
-        pass
-
-    def forget_kv(self) -> None:
-        pass
 
 
 def test_a_draft_token_with_nan_logits_fails_only_turns_that_sample_it(tmp_path: Path) -> None:

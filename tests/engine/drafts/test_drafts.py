@@ -15,6 +15,7 @@ from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduling.drafts import (
     TRIAL_STEPS,
     DraftLengthController,
+    DraftSource,
     StepCosts,
     Tokens,
 )
@@ -23,7 +24,7 @@ from tidegate.engine.scheduling.sequences import EngineSequence, admit
 from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn
 
 
-class Oracle:
+class Oracle(DraftSource):
     """Draft source that computes the fake model's tokens, each wrong with some probability."""
 
     def __init__(self, right: float) -> None:
@@ -38,9 +39,6 @@ class Oracle:
 
     def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         self.held.discard(turn.handle)
-
-    def forget_kv(self) -> None:
-        pass
 
     def _propose(self, turn: EngineSequence, count: int) -> Tokens:
         context = turn.tokens[: turn.length].tolist()
