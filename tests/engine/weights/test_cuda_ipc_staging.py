@@ -11,12 +11,13 @@ import msgspec
 import pytest
 import torch
 
+from tests.engine.weights.test_staging import answers, assert_same, assert_staged, refusal
 from tests.host_gpu import HostGpu
 from tests.models import make_model_directory
 from tidegate.engine.device.weights import DeviceWeights
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.models.model_weights import Weights, fill_from_directory
+from tidegate.engine.models.model_weights import fill_from_directory
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.weight_content import WeightContent, replace_some
@@ -30,7 +31,6 @@ from tidegate.transport.messages import (
     MessageRejected,
     StartWeightUpdate,
     UpdateWeights,
-    WeightsFailed,
     WeightsStaged,
     decode_from_orchestrator,
     encode,
@@ -101,23 +101,10 @@ def wired(message: Message) -> Any:
     return decode_from_orchestrator(encode(message))
 
 
-def stage(staging: Staging, version: int, updates: list[UpdateWeights]) -> list[Message]:
+def stage(staging: Staging, version: int, updates: list[UpdateWeights]) -> None:
     staging.start(StartWeightUpdate(version=version))
     for update in updates:
         staging.update(wired(update))
-    return answers(staging)
-
-
-def answers(staging: Staging) -> list[Message]:
-    """Return all answers, once the thread is idle."""
-    reported: list[Message] = []
-    while staging.is_busy:
-        reported += staging.take_replies()
-    return reported + staging.take_replies()
-
-
-def assert_same(one: Weights, other: Weights) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
 
 
 def test_weights_of_the_trainers_gpu_are_staged_and_let_go_of_before_that_is_said(
@@ -126,9 +113,7 @@ def test_weights_of_the_trainers_gpu_are_staged_and_let_go_of_before_that_is_sai
     updates = channel.write(1, published(directories[1]))
     assert len(updates) > 2
     live: Any = filled(directories[0])
-    staging.start(StartWeightUpdate(version=1))
-    for update in updates:
-        staging.update(wired(update))
+    stage(staging, 1, updates)
     reported: list[Message] = []
     while not reported:
         reported = staging.take_replies()
@@ -147,7 +132,8 @@ def test_part_of_a_set_is_laid_over_the_whole_also_for_an_engine_that_comes_late
     content = replace_some(WeightContent(tuple(whole), bases=BaseVersions(1, 1)), part)
     messages = content.messages(2, live=0)
     assert len(messages) == len(whole) + 1
-    assert [type(one) for one in stage(staging, 2, messages)] == [WeightsStaged]
+    stage(staging, 2, messages)
+    assert_staged(staging, 2)
     staged: Any = staging.swap(2, filled(directories[0]))
     expected = filled(directories[0])
     expected.start()
@@ -180,30 +166,27 @@ def test_hostile_memory_fails_its_version_and_the_next_is_staged(
     first, *others = channel.write(1, published(directories[1]))
     assert first.ipc_handle is not None
     memory = None if fields is None else replace(first.ipc_handle, **fields)
-    (failed,) = stage(staging, 1, [replace(first, ipc_handle=memory), *others])
-    assert isinstance(failed, WeightsFailed)
-    assert why in failed.message
+    stage(staging, 1, [replace(first, ipc_handle=memory), *others])
+    assert why in refusal(staging)
     assert engine.mapped == 0
-    updates = channel.write(2, published(directories[1]))
-    assert [type(one) for one in stage(staging, 2, updates)] == [WeightsStaged]
+    stage(staging, 2, channel.write(2, published(directories[1])))
+    assert_staged(staging, 2)
 
 
 def test_a_tensor_the_model_has_not_or_whose_sum_is_another_fails_the_version(
     staging: Staging, channel: CudaIpcSender, engine: HostGpu, directories: list[Path]
 ) -> None:
     strange = [*published(directories[1]), NamedTensor("strange", torch.zeros(3))]
-    (failed,) = stage(staging, 1, channel.write(1, strange))
-    assert isinstance(failed, WeightsFailed)
-    assert "has no tensor 'strange'" in failed.message
+    stage(staging, 1, channel.write(1, strange))
+    assert "has no tensor 'strange'" in refusal(staging)
     good = published(directories[1])
     sums = checksums(good)
     wrong = sums | {"model.norm.weight": sums["model.norm.weight"] ^ 1}
-    (failed,) = stage(staging, 2, with_checksums(channel.write(2, good), wrong))
-    assert isinstance(failed, WeightsFailed)
-    assert "'model.norm.weight' has the checksum" in failed.message
+    stage(staging, 2, with_checksums(channel.write(2, good), wrong))
+    assert "'model.norm.weight' has the checksum" in refusal(staging)
     assert engine.mapped == 0
-    (staged,) = stage(staging, 3, with_checksums(channel.write(3, good), sums))
-    assert isinstance(staged, WeightsStaged)
+    stage(staging, 3, with_checksums(channel.write(3, good), sums))
+    assert_staged(staging, 3)
 
 
 def test_an_engine_without_that_gpu_says_so_and_takes_weights_another_way(
@@ -219,13 +202,11 @@ def test_an_engine_without_that_gpu_says_so_and_takes_weights_another_way(
         (complaint,) = answers(staging)
         assert isinstance(complaint, MessageRejected)
         assert why in complaint.message
-        (failed,) = stage(staging, 1, channel.write(1, published(directories[1]))[:1])
-        assert isinstance(failed, WeightsFailed)
-        assert why in failed.message
+        stage(staging, 1, channel.write(1, published(directories[1]))[:1])
+        assert why in refusal(staging)
         staging.init(wired(shm.init()))
-        (failed,) = stage(staging, 2, shm.write(2, []))
-        assert isinstance(failed, WeightsFailed)
-        assert "tensors are missing" in failed.message
+        stage(staging, 2, shm.write(2, []))
+        assert "tensors are missing" in refusal(staging)
         staging.close()
         shm.close()
 
@@ -239,7 +220,8 @@ def test_a_published_state_dict_is_staged_with_its_sums_and_tied_tensors_come_on
     specs = [spec for update in updates for spec in update.tensors]
     assert [spec.name for spec in specs] == list(state)
     assert [spec.crc32 for spec in specs] == [crc32_of(one) for one in state.values()]
-    assert [type(one) for one in stage(staging, 1, updates)] == [WeightsStaged]
+    stage(staging, 1, updates)
+    assert_staged(staging, 1)
 
 
 @pytest.mark.parametrize(

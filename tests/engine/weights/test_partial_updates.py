@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.engine.orchestra import named_buffers
-from tests.engine.weights.test_staging import answers
+from tests.engine.weights.test_staging import answers, assert_same
 from tests.models import make_model_directory
 from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.model_weights import Quantization, fill_from_directory
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.engine.weights.weight_store import WeightStore
-from tidegate.kernels.weight_matrix import published
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers as buffers_of
 from tidegate.transport.messages import (
     BaseVersions,
     Message,
@@ -54,14 +55,7 @@ class Rig:
         self, version: int, update: UpdateWeights, bases: BaseVersions | None
     ) -> list[Message]:
         self.staging.start(StartWeightUpdate(version=version), self.live)
-        self.staging.update(
-            UpdateWeights(
-                version=version,
-                location=update.location,
-                tensors=update.tensors,
-                base_versions=bases,
-            )
-        )
+        self.staging.update(replace(update, base_versions=bases))
         return answers(self.staging)
 
     def expected(self, names: set[str]) -> WeightStore:
@@ -90,13 +84,6 @@ def qwen(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path, "qwen2")
     yield rig
     rig.close()
-
-
-def assert_same(one: WeightStore, other: WeightStore) -> None:
-    assert one._copy_targets.keys() == other._copy_targets.keys()
-    for name, place in one._copy_targets.items():
-        for a, b in zip(place.targets, other._copy_targets[name].targets, strict=True):
-            assert torch.equal(published(a), published(b)), name
 
 
 def test_part_of_a_set_is_laid_over_the_live_weights_whatever_the_buffer_held(rig: Rig) -> None:
@@ -128,10 +115,7 @@ def test_a_part_made_for_other_weights_is_refused(qwen: Rig, bases: BaseVersions
 
 
 def test_a_tied_head_without_its_embedding_is_refused_and_not_ignored(qwen: Rig) -> None:
-    head = torch.zeros(96, 64)
-    from tidegate.orchestrator.weight_sync.state_dict import named_buffers as of_state_dict
-
-    [update] = qwen.channel.write(4, of_state_dict({"lm_head.weight": head}))
+    [update] = qwen.channel.write(4, buffers_of({"lm_head.weight": torch.zeros(96, 64)}))
     assert qwen.send(4, update, BaseVersions(3, 3)) == [
         WeightsFailed(
             version=4,

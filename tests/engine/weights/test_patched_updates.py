@@ -1,13 +1,15 @@
 """Patches change the elements that they name, as if whole tensors had come; others are refused."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from tests.engine.weights.test_staging import answers
+from tests.engine.weights.test_staging import answers, assert_same
 from tests.models import make_model_directory
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.models.checkpoint import read_tensors
@@ -15,7 +17,6 @@ from tidegate.engine.models.model_weights import Quantization, fill_from_directo
 from tidegate.engine.models.shards import TensorShard
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.engine.weights.weight_store import WeightStore
-from tidegate.kernels.weight_matrix import published
 from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers as buffers_of
 from tidegate.transport.messages import (
@@ -42,7 +43,6 @@ class Rig:
         model_type: str = "qwen2",
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         *,
-        published_dtype: torch.dtype = torch.bfloat16,
         quantization: Quantization | None = None,
         tied: bool = False,
     ) -> None:
@@ -55,7 +55,7 @@ class Rig:
         self.staging.init(self.channel.init())
         self.written = WrittenElements()
         self.state: State = {
-            name: tensor.to(published_dtype) for name, tensor in read_tensors(self.path)
+            name: tensor.to(torch.bfloat16) for name, tensor in read_tensors(self.path)
         }
         self.noise = torch.Generator().manual_seed(0)
         self.version = 0
@@ -65,7 +65,7 @@ class Rig:
         """Change some elements of every tensor by one unit in the last place."""
         for tensor in self.state.values():
             chosen = torch.rand(tensor.shape, generator=self.noise) < share
-            tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)[chosen] += 1
+            tensor.view(torch.int16)[chosen] += 1
 
     def write(self) -> tuple[UpdateWeights, BaseVersions | None]:
         """Write the state as the next version: what changed, or all of it."""
@@ -79,14 +79,7 @@ class Rig:
 
     def stage(self, update: UpdateWeights, bases: BaseVersions | None) -> Message:
         self.staging.start(StartWeightUpdate(version=self.version), self.live)
-        self.staging.update(
-            UpdateWeights(
-                version=self.version,
-                location=update.location,
-                tensors=update.tensors,
-                base_versions=bases,
-            )
-        )
+        self.staging.update(replace(update, base_versions=bases))
         [answer] = answers(self.staging)
         return answer
 
@@ -97,6 +90,34 @@ class Rig:
             weights = self.staging.swap(self.version, self.live.weights)
             self.live = Live(self.version, weights)
         return answer
+
+    def publish_at_once(self, versions: int, live: Live | None) -> WeightStore:
+        """Publish the next versions as one update that follows ``live``, training after each.
+
+        Returns the weights that the last of them should give.
+        """
+        updates: list[UpdateWeights] = []
+        bases = None if live is None else BaseVersions(live.version, live.version)
+        for _ in range(versions):
+            before, self.version = self.version, self.version + 1
+            buffers = buffers_of(self.state)
+            changed = self.written.changed(self.version, buffers, before=before)
+            assert (changed is None) == (before == 0)
+            updates += self.channel.write(
+                self.version, changed or buffers, keep=range(self.version)
+            )
+            expected = self.expected()
+            self.train()
+        self.staging.start(StartWeightUpdate(version=self.version), live)
+        for update in updates:
+            is_last = update is updates[-1]
+            self.staging.update(
+                replace(update, version=self.version, base_versions=bases, is_last=is_last)
+            )
+        [answer] = answers(self.staging)
+        assert isinstance(answer, WeightsStaged)
+        self.live = Live(self.version, self.staging.swap(self.version, self.live.weights))
+        return expected
 
     def expected(self) -> WeightStore:
         """Return weights into which the whole state was loaded."""
@@ -111,36 +132,28 @@ class Rig:
         self.channel.close()
 
 
-def stored(weights: WeightStore) -> Mapping[str, list[torch.Tensor]]:
-    return {
-        name: [published(rows) for rows in target.targets]
-        for name, target in weights._copy_targets.items()
-    }
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """Make rigs that are closed after the test."""
+    with ExitStack() as stack:
 
+        def make(*args: Any, **kwargs: Any) -> Rig:
+            return stack.enter_context(closing(Rig(tmp_path, *args, **kwargs)))
 
-def assert_same(weights: WeightStore, expected: WeightStore) -> None:
-    ours, theirs = stored(weights), stored(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensors in theirs.items():
-        for mine, wanted in zip(ours[name], tensors, strict=True):
-            assert torch.equal(mine, wanted), name
+        yield make
 
 
 @pytest.fixture
-def rigs() -> Iterator[list[Rig]]:
-    rigs: list[Rig] = []
-    yield rigs
-    for rig in rigs:
-        rig.close()
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    return make_rig()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe", "gpt_oss", "gpt2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_patches_in_a_row_give_the_bits_of_whole_sets(
-    tmp_path: Path, rigs: list[Rig], model_type: str, dtype: Literal["float32", "bfloat16"]
+    make_rig: Callable[..., Rig], model_type: str, dtype: str
 ) -> None:
-    rig = Rig(tmp_path, model_type, dtype)
-    rigs.append(rig)
+    rig = make_rig(model_type, dtype)
     for number in range(5):
         assert isinstance(rig.publish(), WeightsStaged)
         assert bool(rig.patched_names) == (number > 0)
@@ -149,10 +162,8 @@ def test_patches_in_a_row_give_the_bits_of_whole_sets(
 
 
 def test_the_buffer_catches_up_by_the_last_patches_or_by_a_copy(
-    tmp_path: Path, rigs: list[Rig], monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path)
-    rigs.append(rig)
     copies = []
     become = WeightStore.become
 
@@ -176,11 +187,7 @@ def test_the_buffer_catches_up_by_the_last_patches_or_by_a_copy(
     assert_same(rig.live.weights, rig.expected())
 
 
-def test_a_tensor_that_comes_whole_before_the_first_patch_keeps_its_new_elements(
-    tmp_path: Path, rigs: list[Rig]
-) -> None:
-    rig = Rig(tmp_path)
-    rigs.append(rig)
+def test_a_tensor_that_comes_whole_before_the_first_patch_keeps_its_new_elements(rig: Rig) -> None:
     rig.publish()
     rig.train()
     before, rig.version = rig.version, rig.version + 1
@@ -193,69 +200,19 @@ def test_a_tensor_that_comes_whole_before_the_first_patch_keeps_its_new_elements
     assert_same(rig.staging.swap(rig.version, rig.live.weights), rig.expected())
 
 
-def test_an_engine_that_lacked_two_versions_catches_up_exactly_at_the_next_one(
-    tmp_path: Path, rigs: list[Rig]
-) -> None:
-    rig = Rig(tmp_path)
-    rigs.append(rig)
+def test_an_engine_that_lacked_two_versions_catches_up_exactly_at_the_next_one(rig: Rig) -> None:
     for _ in range(2):
         rig.publish()
         rig.train()
-    base = BaseVersions(rig.live.version, rig.live.version)
-    chunks = []
-    for _ in range(2):  # versions 3 and 4 come at once
-        before, rig.version = rig.version, rig.version + 1
-        changed = rig.written.changed(rig.version, buffers_of(rig.state), before=before)
-        assert changed is not None
-        chunks += rig.channel.write(rig.version, changed, keep=range(rig.version))
-        expected = rig.expected()
-        rig.train()
-    rig.staging.start(StartWeightUpdate(version=4), rig.live)
-    for chunk in chunks:
-        rig.staging.update(
-            UpdateWeights(
-                version=4,
-                location=chunk.location,
-                tensors=chunk.tensors,
-                base_versions=base,
-                is_last=chunk is chunks[-1],
-            )
-        )
-    [answer] = answers(rig.staging)
-    assert isinstance(answer, WeightsStaged)
-    rig.live = Live(4, rig.staging.swap(4, rig.live.weights))
+    expected = rig.publish_at_once(2, rig.live)
     assert_same(rig.live.weights, expected)
     assert isinstance(rig.publish(), WeightsStaged)  # its buffer is still of version 2
     assert_same(rig.live.weights, rig.expected())
 
 
-def test_a_whole_set_and_patches_after_it_come_in_one_update(
-    tmp_path: Path, rigs: list[Rig]
-) -> None:
-    rig = Rig(tmp_path)
-    rigs.append(rig)
-    chunks = []
-    for _ in range(3):
-        before, rig.version = rig.version, rig.version + 1
-        buffers = buffers_of(rig.state)
-        changed = rig.written.changed(rig.version, buffers, before=before)
-        kept = range(rig.version)
-        chunks += rig.channel.write(rig.version, changed or buffers, keep=kept)
-        published_last = rig.expected()
-        rig.train()
-    rig.staging.start(StartWeightUpdate(version=3), None)
-    for chunk in chunks:
-        rig.staging.update(
-            UpdateWeights(
-                version=3,
-                location=chunk.location,
-                tensors=chunk.tensors,
-                is_last=chunk is chunks[-1],
-            )
-        )
-    [answer] = answers(rig.staging)
-    assert isinstance(answer, WeightsStaged)
-    assert_same(rig.staging.swap(3, rig.live.weights), published_last)
+def test_a_whole_set_and_patches_after_it_come_in_one_update(rig: Rig) -> None:
+    expected = rig.publish_at_once(3, None)
+    assert_same(rig.live.weights, expected)
 
 
 def refusal(answer: Message) -> str:
@@ -263,11 +220,7 @@ def refusal(answer: Message) -> str:
     return answer.message
 
 
-def test_a_patch_of_other_weights_is_refused_by_the_checksum_of_its_result(
-    tmp_path: Path, rigs: list[Rig]
-) -> None:
-    rig = Rig(tmp_path)
-    rigs.append(rig)
+def test_a_patch_of_other_weights_is_refused_by_the_checksum_of_its_result(rig: Rig) -> None:
     rig.publish()
     rig.train()
     other = next(rig.live.weights.tensors())
@@ -276,10 +229,8 @@ def test_a_patch_of_other_weights_is_refused_by_the_checksum_of_its_result(
 
 
 def test_a_patch_that_makes_a_tensor_infinite_is_refused_and_the_next_set_is_whole(
-    tmp_path: Path, rigs: list[Rig]
+    rig: Rig,
 ) -> None:
-    rig = Rig(tmp_path)
-    rigs.append(rig)
     rig.publish()
     good = {name: tensor.clone() for name, tensor in rig.state.items()}
     rig.state["model.layers.0.mlp.up_proj.weight"][0, 0] = float("inf")
@@ -291,10 +242,9 @@ def test_a_patch_that_makes_a_tensor_infinite_is_refused_and_the_next_set_is_who
 
 @pytest.mark.parametrize("tied_head", ["same", "other"])
 def test_patches_of_tied_tensors_must_be_equal(
-    tmp_path: Path, rigs: list[Rig], tied_head: str
+    make_rig: Callable[..., Rig], tied_head: str
 ) -> None:
-    rig = Rig(tmp_path, tied=True)
-    rigs.append(rig)
+    rig = make_rig(tied=True)
     embedding = rig.state["model.embed_tokens.weight"]
     rig.state["lm_head.weight"] = embedding.clone()
     assert isinstance(rig.publish(), WeightsStaged)
@@ -308,10 +258,9 @@ def test_patches_of_tied_tensors_must_be_equal(
 
 
 def test_elements_that_an_engine_stores_rounded_are_refused_by_name(
-    tmp_path: Path, rigs: list[Rig]
+    make_rig: Callable[..., Rig],
 ) -> None:
-    rig = Rig(tmp_path, quantization="int8")
-    rigs.append(rig)
+    rig = make_rig(quantization="int8")
     rig.publish()
     rig.train()
     why = refusal(rig.publish())
