@@ -1,11 +1,12 @@
 """Version audit: recomputes an engine's tokens with the weights that their provenance names."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
 
+from tests.engine.external.fake_engine import ReportedTurn
 from tests.engine.orchestra import Orchestra, SeenTurn
 from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling, Runner
 from tidegate.engine.models.model_weights import Weights
@@ -21,10 +22,14 @@ def model_runner(weights: Weights, blocks: int) -> ModelRunner:
     return ModelRunner(weights.config, weights, num_blocks=blocks, block_tokens=BLOCK_TOKENS)
 
 
-def replay(
-    turn: SeenTurn, weights: dict[int, W], make_runner: Callable[[W, int], Runner]
-) -> SeenTurn:
-    """Recompute a turn, its KV with the weights that its provenance names.
+def assert_reproduced(
+    turn: SeenTurn | ReportedTurn,
+    weights: Mapping[int, W],
+    make_runner: Callable[[W, int], Runner],
+    *,
+    tolerance_nats: float = 1e-4,
+) -> None:
+    """Recompute a turn, its KV with the weights that its provenance names, and compare.
 
     ``make_runner`` takes weights and a number of blocks of ``BLOCK_TOKENS``.
     """
@@ -33,7 +38,6 @@ def replay(
     context = np.array(turn.prompt + turn.token_ids, np.int32)
     requested = turn.sampling
     prefills = {prefill.output_tokens: prefill for prefill in turn.prefills}
-    again = SeenTurn(turn.prompt, requested)
     histories: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for index, version in enumerate(turn.versions):
         last = len(turn.prompt) + index - 1
@@ -41,6 +45,8 @@ def replay(
             histories[index] += [(s.version, s.start, s.end) for s in prefills[index].spans]
         else:
             histories[index].append((version, last, last + 1))
+    token_ids: list[int] = []
+    logprobs: list[float] = []
     for index, history in histories.items():
         for number, (version, start, end) in enumerate(history):
             runner.swap(weights[version])
@@ -55,14 +61,12 @@ def replay(
                 )
             row = Row(context[start:end], start, list(range(blocks)), sampling)
             output = runner.step([row])
-        again.token_ids += output.token_ids.tolist()
-        again.logprobs += output.logprobs.tolist()
-    return again
+        token_ids += output.token_ids.tolist()
+        logprobs += output.logprobs.tolist()
+    assert token_ids == turn.token_ids
+    np.testing.assert_allclose(logprobs, turn.logprobs, atol=tolerance_nats)
 
 
 def assert_replays(turn: int, engine: Orchestra, weights: dict[int, Weights]) -> None:
     """Check each token against the weights that its provenance names."""
-    seen = engine.turns[turn]
-    again = replay(seen, weights, model_runner)
-    assert again.token_ids == seen.token_ids
-    np.testing.assert_allclose(again.logprobs, seen.logprobs, atol=1e-4)
+    assert_reproduced(engine.turns[turn], weights, model_runner)

@@ -21,7 +21,6 @@ from tests.engine.orchestra import (
 from tests.engine.replaying import assert_replays
 from tidegate.engine.worker import main
 from tidegate.transport.messages import (
-    ABORT,
     CANCELLED,
     FINISH_REASONS,
     LENGTH,
@@ -274,18 +273,6 @@ def test_resume_lifts_a_wait_that_is_not_in_effect_yet(engine: Orchestra) -> Non
     assert not any(isinstance(message, TurnsPaused) for message in engine.log[before:])
     engine.send(CancelTurn(turn=turn))
     engine.finish(turn)
-
-
-def test_abort_ends_turns_that_an_earlier_pause_froze(engine: Orchestra) -> None:
-    turn = engine.submit(PROMPT, LONG)
-    engine.read_tokens(turn, 2)
-    engine.send(Pause(mode="keep"))
-    engine.await_one(TurnsPaused)
-    engine.send(Pause(mode="abort"))
-    assert engine.await_one(TurnsPaused).mode == "abort"
-    assert engine.turns[turn].finish == ABORT
-    engine.send(Resume())
-    engine.await_one(TurnsResumed)
 
 
 def test_an_engine_without_heartbeats_exits(fresh: Orchestra) -> None:

@@ -232,22 +232,6 @@ def test_a_failed_update_keeps_the_old_weights_and_a_new_start_succeeds(
     assert engine.generate(PROMPT, GREEDY).versions == [version] * 24
 
 
-def test_an_update_never_started_is_refused(engine: Orchestra) -> None:
-    engine.send(UpdateWeights(version=999, location="nowhere", tensors=[]))
-    assert "v999 was not started" in engine.await_one(WeightsFailed).message
-
-
-def test_a_version_started_over_another_says_that_the_other_failed(
-    engine: Orchestra, publisher: Publisher, models: Models
-) -> None:
-    version = next_version(engine)
-    engine.send(StartWeightUpdate(version=900))
-    publisher.send_tensors(version, named_buffers(models.directories[version % 2]))
-    assert engine.await_one(WeightsFailed).version == 900
-    assert engine.await_one(WeightsStaged).version == version
-    publisher.swap(version, "keep", "recompute")
-
-
 def test_a_new_start_replaces_staged_weights(
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:

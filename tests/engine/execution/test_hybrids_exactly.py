@@ -9,16 +9,12 @@ from typing_extensions import override
 
 from tests.engine.crowd import run_crowd
 from tests.engine.external.fake_engine import FakeEngine, ReportedTurn
-from tests.engine.orchestra import SeenTurn
-from tests.engine.replaying import BLOCK_TOKENS, replay
+from tests.engine.replaying import BLOCK_TOKENS, assert_reproduced
 from tests.models import HYBRID_TYPES, make_model_directory
 from tidegate.engine.execution.fallback import FallbackRunner
 from tidegate.engine.models.fallback_weights import FallbackWeights, load_fallback
 
 pytestmark = pytest.mark.slow
-
-ROUNDING_NATS = 1e-4
-"""Difference between two batches of the same float32 numbers."""
 
 
 class HybridEngine(FakeEngine):
@@ -57,11 +53,9 @@ def load(model_type: str, directory: Path, *, versions: int) -> list[FallbackWei
     return [load_fallback(path, torch.float32) for path in paths]
 
 
-def replayed(turn: ReportedTurn, weights: Sequence[FallbackWeights]) -> SeenTurn:
-    seen = SeenTurn(turn.prompt, turn.sampling, turn.sampled_before)
-    seen.token_ids, seen.versions, seen.prefills = turn.token_ids, turn.versions, turn.prefills
-    return replay(
-        seen,
+def assert_as_alone(turn: ReportedTurn, weights: Sequence[FallbackWeights]) -> None:
+    assert_reproduced(
+        turn,
         dict(enumerate(weights)),
         lambda of, blocks: FallbackRunner(of, num_blocks=blocks, block_tokens=BLOCK_TOKENS),
     )
@@ -83,9 +77,7 @@ def test_preempted_turns_that_share_states_sample_as_if_alone(
     assert len(prefills) > len(turns)  # some turns read their contexts again
     assert sum(prefill.cached_tokens for prefill in prefills) > 0
     for turn in reported:
-        again = replayed(turn, weights)
-        assert again.token_ids == turn.token_ids
-        assert again.logprobs == pytest.approx(turn.logprobs, abs=ROUNDING_NATS)
+        assert_as_alone(turn, weights)
 
 
 @pytest.mark.parametrize("model_type", HYBRID_TYPES)
@@ -101,9 +93,7 @@ def test_states_that_several_versions_made_are_those_that_the_provenance_names(
     versions = [version for turn in engine.turns.values() for version in turn.versions]
     assert set(versions) == {0, 1}
     for turn in engine.turns.values():
-        again = replayed(turn, weights)
-        assert again.token_ids == turn.token_ids
-        assert again.logprobs == pytest.approx(turn.logprobs, abs=ROUNDING_NATS)
+        assert_as_alone(turn, weights)
 
 
 @pytest.mark.parametrize("model_type", HYBRID_TYPES)
@@ -123,6 +113,4 @@ def test_recompute_continues_from_the_state_at_the_end_of_a_block(
     reported = engine.turns[turn]
     assert (reported.versions, engine.recomputed_turns) == ([0, 0, 1, *[0] * 9], 1)
     assert [(s.version, s.start, s.end) for s in reported.prefills[1].spans] == [(0, 0, 8)]
-    again = replayed(reported, weights)
-    assert again.token_ids == reported.token_ids
-    assert again.logprobs == pytest.approx(reported.logprobs, abs=ROUNDING_NATS)
+    assert_as_alone(reported, weights)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.external.fake_engine import FakeEngine, uninterrupted
-from tests.engine.memory.tight_worker import TOKENS_MAX
+from tests.engine.memory.hungry_worker import TOKENS_MAX
 from tests.engine.orchestra import PROMPT, Models, Orchestra
 from tests.engine.replaying import assert_replays
 from tidegate.engine.memory.out_of_memory import RECOVERY_STEPS, StepBudget
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.wire
 def test_after_an_out_of_memory_step_turns_continue_in_smaller_steps(
     models: Models, tmp_path: Path
 ) -> None:
-    program = "tests.engine.memory.tight_worker"
-    options = ["--max-step-tokens", "64", "--max-running-turns", "16", "--num-kv-blocks", "128"]
+    program = "tests.engine.memory.hungry_worker"
+    options = ["--max-step-tokens=64", "--max-running-turns=16", "--num-kv-blocks=128", "tight"]
     with Orchestra(tmp_path, models.directories[0], options, program=program) as engine:
         engine.welcome(credit_steps=64)
         turns = [

@@ -6,7 +6,6 @@ from tests.engine.external.fake_engine import FakeEngine, uninterrupted
 from tidegate.transport.messages import (
     LENGTH,
     RUNNING,
-    KvPolicy,
     KvSpan,
     PauseMode,
     Prefill,
@@ -14,13 +13,6 @@ from tidegate.transport.messages import (
 
 PROMPT = list(range(10))
 """Two blocks of four tokens, and half of another."""
-
-
-def sample_group(engine: FakeEngine, prompt: list[int], *, samples: int, max_tokens: int) -> int:
-    """Run samples of one prompt submitted together; return the number of positions computed."""
-    for _ in range(samples):
-        engine.submit(prompt, max_tokens)
-    return run(engine)
 
 
 def run(engine: FakeEngine) -> int:
@@ -38,7 +30,29 @@ def run(engine: FakeEngine) -> int:
 # ---------------------------------------------------------------- one prompt, many turns
 
 
-def test_samples_of_one_prompt_compute_its_full_blocks_once_in_one_step() -> None:
+@pytest.mark.parametrize(
+    ("length", "computed"),
+    [
+        pytest.param(30, 30 + 7 * 2, id="a prompt whose prefill takes many steps"),
+        pytest.param(8, 8 + 7 * 4, id="full blocks, of which each turn computes the last"),
+        pytest.param(3, 8 * 3, id="less than a block"),
+    ],
+)
+def test_samples_of_one_prompt_compute_its_full_blocks_once(length: int, computed: int) -> None:
+    engine = FakeEngine(max_running_turns=8, num_blocks=64, max_step_tokens=8)
+    for _ in range(8):
+        engine.submit(list(range(length)), 1)
+    assert run(engine) == computed
+
+
+def test_no_block_is_shared_with_prefix_caching_off() -> None:
+    engine = FakeEngine(shares_prefixes=False)
+    for _ in range(3):
+        engine.submit(PROMPT, 1)
+    assert run(engine) == 30
+
+
+def test_samples_of_one_prompt_share_its_full_blocks_within_one_step() -> None:
     engine = FakeEngine(max_running_turns=8, num_blocks=64, max_step_tokens=64)
     for _ in range(8):
         engine.submit(PROMPT, 3)
@@ -52,15 +66,6 @@ def test_samples_of_one_prompt_compute_its_full_blocks_once_in_one_step() -> Non
         ]
 
 
-def test_samples_share_a_prompt_whose_prefill_takes_many_steps() -> None:
-    engine = FakeEngine(max_running_turns=8, num_blocks=64, max_step_tokens=8)
-    prompt = list(range(30))
-
-    computed = sample_group(engine, prompt, samples=8, max_tokens=1)
-
-    assert computed == 30 + 7 * 2
-
-
 def test_a_turn_shares_a_prompt_that_is_being_prefilled() -> None:
     engine = FakeEngine(num_blocks=32)
     prompt = list(range(20))
@@ -72,32 +77,6 @@ def test_a_turn_shares_a_prompt_that_is_being_prefilled() -> None:
     assert list(engine.step().values()) == [4, 4]  # the last token is each turn's own
     assert engine.turns[late].prefills[0].cached_tokens == 16
     assert engine.turns[late].token_ids == uninterrupted(prompt, 1)
-
-
-def test_a_prompt_of_full_blocks_has_its_last_one_computed_by_each_turn() -> None:
-    engine = FakeEngine(max_step_tokens=32)
-
-    assert sample_group(engine, PROMPT[:8], samples=3, max_tokens=1) == 8 + 4 + 4
-
-
-def test_a_prompt_shorter_than_a_block_is_computed_by_each_turn() -> None:
-    assert sample_group(FakeEngine(), PROMPT[:3], samples=3, max_tokens=1) == 9
-
-
-def test_turns_without_a_common_prefix_share_no_block() -> None:
-    engine = FakeEngine()
-    first = engine.submit([1, *PROMPT[1:]], 2)
-    second = engine.submit([2, *PROMPT[1:]], 2)
-    engine.run()
-
-    assert [engine.turns[turn].prefills[0].cached_tokens for turn in (first, second)] == [0, 0]
-    assert engine.turns[second].token_ids == uninterrupted([2, *PROMPT[1:]], 2)
-
-
-def test_no_block_is_shared_with_prefix_caching_off() -> None:
-    engine = FakeEngine(shares_prefixes=False)
-
-    assert sample_group(engine, PROMPT, samples=3, max_tokens=1) == 30
 
 
 def test_turns_with_equal_outputs_share_their_blocks() -> None:
@@ -131,23 +110,6 @@ def test_the_next_turn_of_a_rollout_prefills_only_new_tokens() -> None:
         second, 0, [KvSpan(0, 0, 20)], cached_tokens=16
     )
     assert engine.turns[second].token_ids == uninterrupted(context, 4)
-
-
-def test_a_resubmitted_aborted_turn_finds_its_kv() -> None:
-    engine = FakeEngine()
-    turn = engine.submit(PROMPT, 12)
-    for _ in range(5):
-        engine.step()
-    engine.scheduler.pause("abort")
-    engine.settle()
-    done = engine.turns[turn].token_ids
-    remainder = engine.submit([*PROMPT, *done], 12 - len(done), sampled_before=len(done))
-    engine.scheduler.resume()
-    engine.run()
-
-    assert len(PROMPT) + len(done) == 14
-    assert engine.turns[remainder].prefills[0].cached_tokens == 12
-    assert [*done, *engine.turns[remainder].token_ids] == uninterrupted(PROMPT, 12)
 
 
 def test_blocks_of_ended_turns_are_reused_by_new_turns() -> None:
@@ -208,41 +170,6 @@ def test_each_prefill_reports_its_own_cached_tokens() -> None:
 # ---------------------------------------------------------------- new weights
 
 
-@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
-@pytest.mark.parametrize("kv_policy", ["keep", "recompute"])
-def test_kv_of_old_weights_is_not_found_after_a_swap(mode: PauseMode, kv_policy: KvPolicy) -> None:
-    engine = FakeEngine()
-    engine.submit(PROMPT, 9)
-    for _ in range(4):
-        engine.step()
-    engine.request_swap(1, mode, kv_policy)
-    late = engine.submit(PROMPT, 4)
-    engine.run()
-
-    reported = engine.turns[late]
-    assert [prefill.spans for prefill in reported.prefills] == [[KvSpan(1, 0, 10)]]
-    assert reported.kv == [1] * 13  # and the fake cache says so too
-    reported.check(vocab=50)
-
-
-def test_a_turn_paused_in_mid_prefill_shares_nothing_once_weights_were_swapped() -> None:
-    engine = FakeEngine(max_step_tokens=8)
-    prompt = list(range(20))
-    straddler = engine.submit(prompt, 3)
-    engine.step()
-    engine.scheduler.pause("keep")
-    engine.request_swap(1, "keep", "keep")
-    engine.settle()
-    engine.scheduler.resume()
-    engine.run()
-    late = engine.submit(prompt, 3)
-    engine.run()
-
-    assert engine.turns[straddler].prefills[0].spans == [KvSpan(0, 0, 8), KvSpan(1, 8, 20)]
-    assert engine.turns[late].prefills == [Prefill(late, 0, [KvSpan(1, 0, 20)])]
-    assert engine.turns[late].kv == [1] * 22
-
-
 def test_a_turn_with_kept_kv_finds_no_kv_of_new_weights() -> None:
     engine = FakeEngine(max_step_tokens=8, num_blocks=32)
     prompt = list(range(20))
@@ -274,21 +201,6 @@ def test_recomputed_samples_share_their_prefix_and_overwrite_no_shared_block() -
             turn, 3, [KvSpan(1, 0, 13)], cached_tokens=12 if turn else 0
         )
         reported.check(vocab=50)
-
-
-def test_turns_recomputed_with_few_blocks_all_end_correctly() -> None:
-    engine = FakeEngine(max_running_turns=4, num_blocks=8, max_step_tokens=8)
-    for turn in range(4):
-        engine.submit([*PROMPT[:8], turn], 9)
-    for _ in range(5):
-        engine.step()
-    engine.request_swap(1, "keep", "recompute")
-
-    run(engine)
-
-    for reported in engine.turns.values():
-        reported.check(vocab=50)
-        assert len(reported.token_ids) == 9
 
 
 def test_a_recomputed_turn_without_a_block_preempts_a_lower_ranked_one() -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from tests.engine.crowd import MODES, POLICIES, run_crowd
 from tests.engine.external.fake_engine import DrivenEngine, ReportedTurn
-from tests.engine.orchestra import Models, SeenTurn
-from tests.engine.replaying import model_runner, replay
+from tests.engine.orchestra import Models
+from tests.engine.replaying import assert_reproduced, model_runner
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 pytestmark = pytest.mark.slow
@@ -51,16 +51,9 @@ def test_replaying_the_provenance_reproduces_every_token(models: Models, seed: i
         version for reported in crowd.engine.turns.values() for version in reported.versions
     ]
     assert set(versions) == {0, 1}
+    weights = dict(enumerate(models.weights))
     for reported in crowd.engine.turns.values():
-        seen = SeenTurn(reported.prompt, reported.sampling, reported.sampled_before)
-        seen.token_ids, seen.versions, seen.prefills = (
-            reported.token_ids,
-            reported.versions,
-            reported.prefills,
-        )
-        again = replay(seen, dict(enumerate(models.weights)), model_runner)
-        assert again.token_ids == reported.token_ids
-        assert again.logprobs == pytest.approx(reported.logprobs, abs=ROUNDING_NATS)
+        assert_reproduced(reported, weights, model_runner, tolerance_nats=ROUNDING_NATS)
 
 
 # ---------------------------------------------------------------- new weights

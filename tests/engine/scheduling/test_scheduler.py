@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.engine.external.fake_engine import FakeEngine, FakeRunner, uninterrupted
 from tidegate.engine.scheduling.scheduler import StepColumns
-from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport.messages import (
     CANCELLED,
@@ -219,18 +218,6 @@ def test_more_tokens_sampled_before_than_there_are_is_refused(sampled_before: in
 def test_limits_that_can_never_work_are_refused(name: str, value: Any, reported: str) -> None:
     with pytest.raises(ConfigError, match=reported):
         FakeEngine(**{name: value})
-
-
-def test_token_counts_round_up_to_blocks() -> None:
-    limits = EngineLimits(
-        max_running_turns=1,
-        max_step_tokens=1,
-        num_blocks=1,
-        block_tokens=4,
-        context_tokens_max=1,
-        vocab_size=1,
-    )
-    assert [limits.blocks_for(tokens) for tokens in (1, 4, 5, 8)] == [1, 1, 2, 2]
 
 
 # ---------------------------------------------------------------- anything at all

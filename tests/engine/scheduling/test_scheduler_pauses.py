@@ -1,16 +1,17 @@
 """Effects of pauses and new weights on turns, and their answers."""
 
 import numpy as np
+import pytest
 
-from tests.engine.external.fake_engine import FakeEngine, uninterrupted
+from tests.engine.external.fake_engine import FakeEngine
 from tidegate.engine.scheduling.scheduler import StepColumns
 from tidegate.transport.messages import (
     ABORT,
     LENGTH,
     KvSpan,
+    PauseMode,
     Prefill,
     TurnsPaused,
-    TurnsResumed,
 )
 
 # ---------------------------------------------------------------- pauses
@@ -35,65 +36,15 @@ def test_abort_ends_running_turns_with_no_token_and_leaves_the_queue() -> None:
     assert engine.step() == {0: 2}
 
 
-def test_tokens_after_an_abort_and_a_resubmission_are_those_of_an_uninterrupted_turn() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1, 2, 3], 12)
-    for _ in range(5):
-        engine.step()
-    engine.scheduler.pause("abort")
-    engine.settle()
-    done = engine.turns[turn].token_ids
-    remainder = engine.submit([1, 2, 3, *done], 12 - len(done), sampled_before=len(done))
-    engine.scheduler.resume()
-    engine.run()
-    assert [*done, *engine.turns[remainder].token_ids] == uninterrupted([1, 2, 3], 12)
-
-
-def test_keep_freezes_at_once_and_resume_needs_no_new_prefill() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1, 2], 6)
-    engine.step()
-    engine.scheduler.pause("keep")
-    assert engine.step() == {}
-    engine.scheduler.resume()
-    engine.run()
-    assert engine.answers == [TurnsPaused(mode="keep"), TurnsResumed()]
-    assert engine.turns[turn].token_ids == uninterrupted([1, 2], 6)
-    assert len(engine.turns[turn].prefills) == 1
-
-
-def test_wait_is_answered_when_the_last_running_turn_has_ended() -> None:
-    engine = FakeEngine(max_running_turns=1)
-    engine.submit([1], 3)
-    engine.step()
-    late = engine.submit([1], 3)
-    engine.scheduler.pause("wait")
-    engine.step()
-    assert engine.answers == []
-    engine.step()
-    assert engine.answers == [TurnsPaused(mode="wait")]
-    assert engine.step() == {}
-    assert engine.turns[late].token_ids == []
-
-
-def test_resume_during_a_wait_is_answered_and_the_wait_is_not() -> None:
-    engine = FakeEngine()
-    engine.submit([1], 5)
-    engine.step()
-    engine.scheduler.pause("wait")
-    engine.scheduler.resume()
-    engine.run()
-    assert engine.answers == [TurnsResumed()]
-
-
-def test_a_second_pause_replaces_the_first_and_both_are_answered() -> None:
+@pytest.mark.parametrize("first", ["wait", "keep"])
+def test_a_second_pause_replaces_the_first_and_both_are_answered(first: PauseMode) -> None:
     engine = FakeEngine()
     turn = engine.submit([1], 5)
     engine.step()
-    engine.scheduler.pause("wait")
+    engine.scheduler.pause(first)
     engine.scheduler.pause("abort")
     engine.settle()
-    assert engine.answers == [TurnsPaused(mode="wait"), TurnsPaused(mode="abort")]
+    assert engine.answers == [TurnsPaused(mode=first), TurnsPaused(mode="abort")]
     assert engine.turns[turn].finish == ABORT
 
 
@@ -110,28 +61,6 @@ def test_frozen_turns_finish_when_keep_is_changed_to_wait() -> None:
 
 
 # ---------------------------------------------------------------- weights
-
-
-def test_a_prefill_that_straddles_a_swap_names_both_versions() -> None:
-    engine = FakeEngine(max_step_tokens=4)
-    turn = engine.submit([1] * 10, 3)
-    engine.step()
-    engine.request_swap(1, "keep", "keep")
-    engine.run()
-    assert engine.turns[turn].prefills == [Prefill(turn, 0, [KvSpan(0, 0, 4), KvSpan(1, 4, 10)])]
-    assert engine.recomputed_turns == 0
-
-
-def test_kept_kv_needs_no_new_prefill_under_new_weights() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1] * 3, 4)
-    engine.step()
-    engine.request_swap(1, "keep", "keep")
-    engine.run()
-    reported = engine.turns[turn]
-    assert reported.versions == [0, 1, 1, 1]
-    assert reported.prefills == [Prefill(turn, 0, [KvSpan(0, 0, 3)])]
-    assert reported.kv == [0, 0, 0, 1, 1, 1]
 
 
 def test_recomputed_turns_are_prefilled_again_ahead_of_waiting_ones() -> None:
@@ -157,17 +86,6 @@ def test_a_recomputed_turn_whose_last_token_begins_a_block_is_given_it() -> None
     engine.run()
     assert engine.turns[turn].versions == [0, 1, 1]
     assert engine.scheduler.free_blocks == 16
-
-
-def test_recomputed_turns_that_need_more_blocks_than_there_are_wait_for_each_other() -> None:
-    engine = FakeEngine(block_tokens=4, num_blocks=4, max_step_tokens=16)
-    turns = [engine.submit([1] * 4, 4, priority=rank) for rank in range(2)]
-    engine.step()
-    engine.request_swap(1, "keep", "recompute")
-    engine.run()
-    assert [engine.turns[turn].finish for turn in turns] == [LENGTH, LENGTH]
-    for turn in turns:
-        engine.turns[turn].check(vocab=50)
 
 
 def test_going_back_to_older_weights_keeps_the_kv_that_they_computed_first() -> None:
@@ -201,19 +119,6 @@ def test_an_update_with_wait_starts_no_turn_until_running_ones_have_ended() -> N
     engine.run()
     assert engine.turns[turn].versions == [0, 0, 0]
     assert engine.turns[late].versions == [1, 1]
-
-
-def test_an_update_with_abort_ends_turns_under_their_own_version() -> None:
-    engine = FakeEngine()
-    turn = engine.submit([1], 3)
-    engine.step()
-    engine.request_swap(1, "abort", "keep")
-    ended = engine.scheduler.take_ended()
-    assert ended is not None
-    assert (ended.version, ended.finish) == (0, bytes([ABORT]))
-    engine.settle()
-    assert engine.scheduler.version == 1
-    assert engine.turns[turn].versions == [0]
 
 
 def test_an_update_with_wait_does_not_wait_for_frozen_turns() -> None:
