@@ -1,5 +1,6 @@
 """Audit of whole runs in other architectures: windows, experts, the transformers fallback."""
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import tidegate
 from tests.models import HYBRID_TYPES, make_model, make_model_directory
 from tidegate.observability.audit.audit import audit_run
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 pytestmark = pytest.mark.wire
@@ -51,29 +53,34 @@ def some_by_the_names_of_directories(model: Any) -> dict[str, torch.Tensor]:
     return ends | converted
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-async def test_every_token_of_a_run_with_updates_in_flight_is_audited(
-    model_type: str, tmp_path: Path
-) -> None:
-    fields = MODELS[model_type]
-    path = make_model_directory(tmp_path / "model", model_type, **fields)
-    trained = make_model(model_type, **fields)
+async def audited_run(
+    root: Path,
+    model_type: str,
+    fields: dict[str, Any],
+    episode: Callable[[tidegate.Episode, int], Awaitable[float]],
+    tasks: range,
+    *,
+    parts: bool = False,
+    **settings: Any,
+) -> RunStatistics:
+    """Run and audit episodes on one engine, publishing noisy weights after each batch, in parts
+    every third time if ``parts``."""
+    path = make_model_directory(root / "model", model_type, **fields)
+    trained: Any = make_model(model_type, **fields)
     noise = torch.Generator().manual_seed(0)
     async with tidegate.serve(
         model=path,
         engines=1,
-        group_size=2,
         groups_per_batch=2,
         max_running_turns=8,
         max_staleness=2,
-        pause_mode="keep",
-        kv_policy="keep",
-        run_directory=tmp_path / "run",
+        run_directory=root / "run",
+        **settings,
     ) as rollouts:
         published = 0
-        async for batch in rollouts.batches(range(10), episode=two_turns):
+        async for batch in rollouts.batches(tasks, episode=episode):
             published += 1
-            is_part = published % 3 == 0
+            is_part = parts and published % 3 == 0
             changed = [trained.get_output_embeddings().weight] if is_part else trained.parameters()
             with torch.no_grad():
                 for parameter in changed:
@@ -83,14 +90,34 @@ async def test_every_token_of_a_run_with_updates_in_flight_is_audited(
                 await rollouts.publish(part, batches=[batch], partial=True)
             else:
                 await rollouts.publish(trained.state_dict())
-        (engine,) = rollouts.statistics().engines
+        statistics = rollouts.statistics()
 
-    is_ours = model_type in ("gemma3_text", "qwen3_moe", "gpt_oss")
-    assert engine.model_code == ("tidegate" if is_ours else "transformers")
-    assert (engine.dtype, engine.block_tokens) == ("float32", 16)
-    report = audit_run(tmp_path / "run")
+    assert statistics.engines[0].block_tokens == 16
+    report = audit_run(root / "run")
     assert report.agrees, report.lines()
-    assert report.tokens == rollouts.statistics().ledger.trained
+    assert report.tokens == statistics.ledger.trained
+    return statistics
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+async def test_every_token_of_a_run_with_updates_in_flight_is_audited(
+    model_type: str, tmp_path: Path
+) -> None:
+    statistics = await audited_run(
+        tmp_path,
+        model_type,
+        MODELS[model_type],
+        two_turns,
+        range(10),
+        parts=True,
+        group_size=2,
+        pause_mode="keep",
+        kv_policy="keep",
+    )
+    is_ours = model_type in ("gemma3_text", "qwen3_moe", "gpt_oss")
+    (engine,) = statistics.engines
+    assert engine.model_code == ("tidegate" if is_ours else "transformers")
+    assert engine.dtype == "float32"
 
 
 async def of_one_prompt(episode: tidegate.Episode, task: int) -> float:
@@ -116,31 +143,15 @@ async def test_hybrids_are_audited_where_turns_share_few_blocks(
     kv_policy: KvPolicy,
     tmp_path: Path,
 ) -> None:
-    path = make_model_directory(tmp_path / "model", model_type, tied=False)
-    trained = make_model(model_type, tied=False)
-    noise = torch.Generator().manual_seed(0)
-    async with tidegate.serve(
-        model=path,
-        engines=1,
+    statistics = await audited_run(
+        tmp_path,
+        model_type,
+        {"tied": False},
+        of_one_prompt,
+        range(8),
         group_size=4,
-        groups_per_batch=2,
-        max_running_turns=8,
         num_kv_blocks=17,  # of the 8 turns some need 5, of which 2 are shared
-        max_staleness=2,
         pause_mode=pause_mode,
         kv_policy=kv_policy,
-        run_directory=tmp_path / "run",
-    ) as rollouts:
-        async for _ in rollouts.batches(range(8), episode=of_one_prompt):
-            with torch.no_grad():
-                for parameter in trained.parameters():
-                    parameter += 0.02 * torch.randn(parameter.shape, generator=noise)
-            await rollouts.publish(trained.state_dict())
-        statistics = rollouts.statistics()
-
-    (engine,) = statistics.engines
-    assert engine.block_tokens == 16
+    )
     assert statistics.cached_context_tokens > 0
-    report = audit_run(tmp_path / "run")
-    assert report.agrees, report.lines()
-    assert report.tokens == statistics.ledger.trained

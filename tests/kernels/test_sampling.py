@@ -52,24 +52,6 @@ def test_a_token_of_probability_zero_is_never_drawn_not_even_at_the_ends(vocab: 
         assert (grains[tokens.numpy()] > 0).all()
 
 
-def test_draws_from_a_large_vocabulary_follow_the_probabilities() -> None:
-    vocab, draws = 5_000, 100_000
-    random = np.random.default_rng(0)
-    probabilities = torch.softmax(torch.from_numpy(random.normal(size=vocab) * 3).float(), -1)
-
-    uniforms = torch.from_numpy(random.random(draws))
-    batches = uniforms.view(-1, 500)
-    tokens = torch.cat([draw(probabilities.expand(500, -1), batch) for batch in batches])
-
-    counts = np.bincount(tokens.numpy(), minlength=vocab)
-    expected = probabilities.double().numpy() * draws
-    common = expected > 25
-    deviations = (counts - expected)[common] / np.sqrt(expected[common])
-    assert common.sum() > 400
-    assert np.abs(deviations).max() < 5
-    assert np.square(deviations).mean() == pytest.approx(1.0, abs=0.15)
-
-
 def columns(
     rows: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[
@@ -94,20 +76,6 @@ def kept(logits: list[float], *, top_k: int = 0, top_p: float = 1.0) -> list[int
     logprobs = processed_logprobs(torch.tensor([logits]), *columns(1, top_k=top_k, top_p=top_p))
     assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-6)
     return torch.isfinite(logprobs[0]).nonzero().flatten().tolist()
-
-
-def test_top_k_and_top_p_keep_the_fewest_tokens_that_satisfy_them() -> None:
-    logits = np.log([0.1, 0.4, 0.05, 0.25, 0.2]).tolist()
-
-    assert kept(logits) == [0, 1, 2, 3, 4]
-    assert kept(logits, top_k=2) == [1, 3]
-    assert kept(logits, top_k=9) == [0, 1, 2, 3, 4]
-    assert kept(logits, top_p=0.3) == [1]
-    assert kept(logits, top_p=0.64) == [1, 3]
-    assert kept(logits, top_p=0.66) == [1, 3, 4]
-    assert kept(logits, top_p=1e-9) == [1]
-    # Of the two that top-k leaves, the larger has 0.4 / 0.65 = 62 %.
-    assert kept(logits, top_k=2, top_p=0.6) == [1]
 
 
 def test_a_top_p_that_takes_hundreds_of_tokens_is_found_among_all() -> None:
@@ -157,15 +125,6 @@ def test_rows_limit_their_own_tokens_and_leave_the_others_alone() -> None:
     plain = torch.log_softmax(logits[2], -1)
     assert torch.allclose(together[2], plain, atol=1e-6)  # greedy: unlimited
     assert torch.isfinite(together).sum(-1).tolist()[:3] == [50, 5, 50]
-
-
-def test_temperature_zero_takes_the_likeliest_token_with_its_plain_logprob() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
-
-    tokens, logprobs = sample(logits, *columns(2, temperature=0.0), np.array([0.0, UNIFORM_MAX]))
-
-    assert tokens.tolist() == [1, 0]
-    assert torch.allclose(logprobs, torch.log_softmax(logits, -1).amax(-1), atol=1e-6)
 
 
 @pytest.mark.parametrize("power", [0.8, 1.5])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.models.test_model_parity import TOLERANCE_NATS, assert_sampled_by, load_peer
 from tests.engine.orchestra import named_buffers
 from tests.engine.scheduling.driving import GREEDY, DrivenTurn, drive
 from tests.models import make_model_directory
@@ -36,6 +37,7 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import OutOfMemory, WeightsRefused
+from tidegate.transport.attachments import AttachmentName
 from tidegate.transport.messages import StartWeightUpdate, WeightsStaged
 from tidegate.transport.sampling import SamplingParams, TokenBias
 from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepRequestFailed, Wake
@@ -48,7 +50,6 @@ pytestmark = [
     ),
 ]
 
-TOLERANCE_NATS = 1e-4
 CPU = torch.device("cpu")
 VOCAB = 40
 LIMITS = EngineLimits(
@@ -101,11 +102,8 @@ def row(tokens: list[int], block: int, sampling: RowSampling | None = GREEDY) ->
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_log_probs_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    import transformers
-
     architecture, fields = MODELS[name]
     path = make_model_directory(tmp_path, architecture, num_hidden_layers=2, **SMALL | fields)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     turns = [  # whose chunks and decodes share steps
         DrivenTurn([5, 30, 17], GREEDY, (8,)),
         DrivenTurn([9, 2, 2, 31, 8, 7, 1, 12, 3, 3, 20], GREEDY, (4, 7)),
@@ -113,13 +111,7 @@ def test_tokens_and_log_probs_are_those_of_transformers(tmp_path: Path, name: st
 
     drive(device_runner(path), turns, new_tokens=3)
 
-    for turn in turns:
-        with torch.no_grad():
-            logits = model(torch.tensor([turn.context])).logits[0, len(turn.prompt) - 1 : -1]
-        logprobs = torch.log_softmax(logits, -1)
-        assert logprobs.argmax(-1).tolist() == turn.sampled
-        reported = logprobs.gather(-1, torch.tensor(turn.sampled)[:, None])[:, 0]
-        assert turn.logprobs == pytest.approx(reported.tolist(), abs=TOLERANCE_NATS)
+    assert_sampled_by(load_peer(path), turns)
 
 
 def options(prompt: list[int], **requested: Any) -> RowOptions:
@@ -154,17 +146,13 @@ def test_every_sampling_option_draws_and_reports_what_an_engine_on_a_cpu_does(mo
     assert output.token_ids.dtype == np.int32
     assert output.attachments.keys() == expected.attachments.keys() == {6, 7}
     assert output.attachments[6]["top_ids"] == expected.attachments[6]["top_ids"]
-    raw = [
-        np.frombuffer(reported.attachments[7]["raw_logprobs"], np.float32)
-        for reported in (output, expected)
-    ]
-    assert raw[0] == pytest.approx(raw[1], abs=TOLERANCE_NATS)
-    states = [
-        np.frombuffer(reported.attachments[7]["hidden_states"], np.float32)
-        for reported in (output, expected)
-    ]
-    assert len(states[0]) == SMALL["hidden_size"]
-    np.testing.assert_allclose(states[0], states[1], atol=TOLERANCE_NATS, rtol=TOLERANCE_NATS)
+    names: dict[AttachmentName, int] = {"raw_logprobs": 1, "hidden_states": SMALL["hidden_size"]}
+    for name, length in names.items():
+        reported, target = (
+            np.frombuffer(each.attachments[7][name], np.float32) for each in (output, expected)
+        )
+        assert len(reported) == length
+        np.testing.assert_allclose(reported, target, atol=TOLERANCE_NATS, rtol=TOLERANCE_NATS)
 
 
 def test_scores_beside_a_decoding_turn_are_those_of_an_engine_on_a_cpu(model: Path) -> None:

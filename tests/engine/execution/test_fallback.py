@@ -10,7 +10,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.engine.models.test_model_parity import TOLERANCE_NATS, load_peer, make_turns, peer_logits
+from tests.engine.models.test_model_parity import (
+    TOLERANCE_NATS,
+    assert_sampled_by,
+    load_peer,
+    make_turns,
+)
 from tests.engine.scheduling.driving import GREEDY, drive
 from tests.models import HYBRID_TYPES, make_model_directory
 from tidegate.engine.execution.fallback import FallbackRunner, probe
@@ -81,11 +86,7 @@ def test_turns_in_mixed_chunked_batches_equal_one_forward(model: str, tmp_path: 
 
     drive(open_runner(path), turns, new_tokens=32)
 
-    peer = load_peer(path)
-    for turn in turns:
-        logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
-        assert turn.sampled == logprobs.argmax(-1).tolist()
-        assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+    assert_sampled_by(load_peer(path), turns)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +224,11 @@ def test_contexts_end_where_a_rope_would_turn_cached_keys_otherwise(tmp_path: Pa
         "original_max_position_embeddings": 64,
     }
     fields: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 64}
-    path = make_model_directory(tmp_path, "phi3", **fields)
+    model = open_model(make_model_directory(tmp_path, "phi3", **fields), "float32")
 
-    assert open_model(path, "float32").context_tokens_max == 64
+    assert model.context_tokens_max == 64
+    assert model.warning is not None
+    assert "Contexts end at 64 of the 512 tokens" in model.warning
 
 
 @pytest.mark.parametrize(
@@ -280,23 +283,6 @@ def test_a_directory_that_lacks_tensors_is_refused_by_name(tmp_path: Path) -> No
 
 
 class Forgetful(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-call]
-    """Model whose outputs change if the context is read in chunks, as with recurrent state."""
-
-    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
-        output = super().forward(input_ids, **options)
-        output.logits = output.logits + input_ids.shape[1] * torch.arange(96.0)
-        return output
-
-
-def test_a_model_that_does_not_continue_from_keys_and_values_is_found_out(tmp_path: Path) -> None:
-    path = make_model_directory(tmp_path, "gpt2")
-    model: Any = Forgetful.from_pretrained(path)
-
-    with pytest.raises(ModelError, match="Forgetful keeps more state of a context"):
-        probe(model.eval(), vocab_size=96)
-
-
-class LateForgetful(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-call]
     """Model that reads single tokens otherwise than a whole context, from position 40 on."""
 
     def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
@@ -306,11 +292,11 @@ class LateForgetful(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-ca
         return output
 
 
-def test_a_difference_at_any_of_many_positions_is_found_out(tmp_path: Path) -> None:
-    path = make_model_directory(tmp_path, "gpt2")
-    model: Any = LateForgetful.from_pretrained(path)
+def test_a_model_that_does_not_continue_from_keys_and_values_is_found_out(tmp_path: Path) -> None:
+    model: Any = Forgetful.from_pretrained(make_model_directory(tmp_path, "gpt2"))
 
-    with pytest.raises(ModelError, match=r"differ by 0\.\d+ on average if .* token by token"):
+    words = r"Forgetful keeps more state of a context.* differ by 0\.\d+ on average if .* token by"
+    with pytest.raises(ModelError, match=words):
         probe(model.eval(), vocab_size=96)
     assert probe(model, vocab_size=96, context_tokens_max=40).token_bytes > 0
 
@@ -343,19 +329,6 @@ def test_copies_of_clamped_weights_compute_beside_each_other(tmp_path: Path) -> 
     assert not any(m.open_clamps for m in first.module.modules() if hasattr(m, "open_clamps"))
 
 
-def test_starting_an_engine_with_a_shorter_context_prints_a_warning(tmp_path: Path) -> None:
-    rope: dict[str, Any] = {
-        "rope_type": "longrope",
-        "short_factor": 8 * [1.0],
-        "long_factor": 8 * [4.0],
-        "original_max_position_embeddings": 64,
-    }
-    fields: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 64}
-    warning = open_model(make_model_directory(tmp_path, "phi3", **fields), "float32").warning
-    assert warning is not None
-    assert "Contexts end at 64 of the 512 tokens" in warning
-
-
 def test_a_float16_directory_is_computed_in_float32_and_says_so(tmp_path: Path) -> None:
     for model_type in ("qwen3", "gpt2"):
         path = make_model_directory(tmp_path / model_type, model_type, dtype="float16")
@@ -366,11 +339,7 @@ def test_a_float16_directory_is_computed_in_float32_and_says_so(tmp_path: Path) 
         assert model.dtype == "float32"
         assert model.warning is not None
         assert "is in float16 and is computed in float32, exactly" in model.warning
-        peer = load_peer(path).float()
-        for turn in turns:
-            logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
-            expected = logprobs.amax(-1).tolist()
-            assert turn.logprobs == pytest.approx(expected, abs=TOLERANCE_NATS)
+        assert_sampled_by(load_peer(path).float(), turns)
 
 
 def test_contexts_end_with_a_table_of_learned_positions(tmp_path: Path) -> None:

@@ -106,50 +106,43 @@ class Engine:
             step += 1
             between(step)
 
-    def check(self, turn: int, *stages: tuple[Path, int | None]) -> None:
-        """Compare a turn's log-probs with those of transformers, whose model of each stage's
-        directory computes the positions up to the stage's end."""
+    def check(self, turn: int, path: Path) -> None:
+        """Compare a turn's log-probs with those of transformers."""
         assert self.logprobs[turn]
-        expected = plain_logprobs(self.reader, self.contexts[turn], self.media[turn], stages)
+        expected = plain_logprobs(self.reader, self.contexts[turn], self.media[turn], path)
         sampled = expected[self.prompts[turn] - 1 :]
         assert self.logprobs[turn] == pytest.approx(sampled.tolist(), abs=TOLERANCE_NATS)
 
 
-def plain_logprobs(
-    reader: ImageReader,
-    context: list[int],
-    media: Sequence[Media],
-    stages: Sequence[tuple[Path, int | None]],
-) -> torch.Tensor:
-    """Return the log-prob of each token after the first, by plain forward passes."""
-    ids = torch.tensor([context])
+def image_inputs(reader: ImageReader, media: Sequence[Media]) -> dict[str, torch.Tensor]:
     images = [reader.process(each, reader.read(each)) for each in media]
-    inputs: dict[str, Any] = {}
-    if images:
-        grids = torch.from_numpy(np.stack([each.grid for each in images]))
-        pixels = torch.from_numpy(np.concatenate([each.pixel_values for each in images]))
-        inputs = {"pixel_values": pixels, "image_grid_thw": grids}
-    logits, start, cache = [], 0, None
-    for path, stop in stages:
-        auto: Any = transformers.AutoModelForImageTextToText
-        peer = auto.from_pretrained(path, dtype=torch.float32).eval()
-        types = (ids == PAD).int()
-        with torch.no_grad():
-            if not start:
-                end = len(context) if stop is None else stop
-                output = peer(ids[:, :end], **inputs, mm_token_type_ids=types[:, :end])
-            else:
-                positions, _ = peer.model.get_rope_index(ids, types, inputs.get("image_grid_thw"))
-                output = peer(
-                    ids[:, start:stop],
-                    position_ids=positions[:, :, start:stop],
-                    past_key_values=cache,
-                )
-        logits.append(output.logits[0])
-        cache, start = output.past_key_values, stop or 0
-    joined = torch.cat(logits)[:-1]
-    joined[:, PAD] = -torch.inf
-    return joined.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    if not images:
+        return {}
+    grids = torch.from_numpy(np.stack([each.grid for each in images]))
+    pixels = torch.from_numpy(np.concatenate([each.pixel_values for each in images]))
+    return {"pixel_values": pixels, "image_grid_thw": grids}
+
+
+def load_peer(path: Path) -> Any:
+    auto: Any = transformers.AutoModelForImageTextToText
+    return auto.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def logprobs_of(logits: torch.Tensor, context: list[int]) -> torch.Tensor:
+    """Return the log-prob of each token after the first; placeholders are never sampled."""
+    logits[:, PAD] = -torch.inf
+    return logits[:-1].log_softmax(-1).gather(-1, torch.tensor(context)[1:, None])[:, 0]
+
+
+def plain_logprobs(
+    reader: ImageReader, context: list[int], media: Sequence[Media], path: Path
+) -> torch.Tensor:
+    """Return the log-prob of each token after the first, by a plain forward pass."""
+    ids = torch.tensor([context])
+    with torch.no_grad():
+        inputs = image_inputs(reader, media)
+        output = load_peer(path)(ids, **inputs, mm_token_type_ids=(ids == PAD).int())
+    return logprobs_of(output.logits[0], context)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -171,7 +164,7 @@ def test_turns_with_and_without_images_in_one_batch_equal_a_plain_forward(
     engine.submit(3, [*text(21, 2), PAD, *text(1)], [data_url(4)])
     engine.run()
     for turn in range(4):
-        engine.check(turn, (paths[0], None))
+        engine.check(turn, paths[0])
         assert PAD not in engine.contexts[turn][engine.prompts[turn] :]
 
 
@@ -184,7 +177,7 @@ def test_draft_tokens_change_nothing_after_images(paths: list[Path]) -> None:
     engine.run()
     assert engine.drafted > 0
     for turn in range(4):
-        engine.check(turn, (paths[0], None))
+        engine.check(turn, paths[0])
 
 
 def test_preempted_turns_read_their_images_again(paths: list[Path]) -> None:
@@ -193,7 +186,7 @@ def test_preempted_turns_read_their_images_again(paths: list[Path]) -> None:
         engine.submit(turn, [*text(3, turn), PAD, *text(2)], [data_url(turn)], max_tokens=30)
     engine.run()
     for turn in range(4):
-        engine.check(turn, (paths[0], None))
+        engine.check(turn, paths[0])
 
 
 # ---------------------------------------------------------------- prefix cache
@@ -210,7 +203,7 @@ def test_prompts_of_equal_tokens_share_blocks_only_if_their_images_are_equal(
     assert engine.contexts[0][:21] == engine.contexts[1][:21]
     assert [engine.cached[turn] for turn in range(3)] == [0, 4, 20]
     for turn in range(3):
-        engine.check(turn, (paths[0], None))
+        engine.check(turn, paths[0])
 
 
 def test_an_engine_that_forgets_an_image_only_reads_it_again(
@@ -223,7 +216,7 @@ def test_an_engine_that_forgets_an_image_only_reads_it_again(
     for turn, seed in enumerate((1, 2, 1)):
         engine.submit(turn, [PAD, *text(9)], [data_url(seed)])
         engine.run()
-        engine.check(turn, (paths[0], None))
+        engine.check(turn, paths[0])
     assert engine.cached[2] == 0
 
 
@@ -253,9 +246,8 @@ def test_new_weights_with_recompute_see_the_images_by_their_own_vision_layers(
     kept = len(sampled_before)
     assert 0 < kept < 12
     for path, part in ((paths[0], slice(0, kept)), (paths[1], slice(kept, None))):
-        expected = plain_logprobs(
-            engine.reader, engine.contexts[0], engine.media[0], [(path, None)]
-        )[engine.prompts[0] - 1 :]
+        expected = plain_logprobs(engine.reader, engine.contexts[0], engine.media[0], path)
+        expected = expected[engine.prompts[0] - 1 :]
         assert engine.logprobs[0][part] == pytest.approx(
             expected[part].tolist(), abs=TOLERANCE_NATS
         )
@@ -286,15 +278,12 @@ def plain_logprobs_of_two(engine: Engine, paths: list[Path], computed: int) -> l
 
     ``get_placeholder_mask`` refuses half an image, so embeddings and positions are given.
     """
-    context, media = engine.contexts[0], engine.media[0]
+    context = engine.contexts[0]
     ids, types = torch.tensor([context]), (torch.tensor([context]) == PAD).int()
-    images = [engine.reader.process(each, engine.reader.read(each)) for each in media]
-    grids = torch.from_numpy(np.stack([each.grid for each in images]))
-    pixels = torch.from_numpy(np.concatenate([each.pixel_values for each in images]))
+    pixels, grids = image_inputs(engine.reader, engine.media[0]).values()
     logits, cache = [], None
     for path, part in ((paths[0], slice(0, computed)), (paths[1], slice(computed, None))):
-        auto: Any = transformers.AutoModelForImageTextToText
-        peer = auto.from_pretrained(path, dtype=torch.float32).eval()
+        peer = load_peer(path)
         with torch.no_grad():
             embeddings = peer.get_input_embeddings()(ids)
             features = torch.cat(tuple(peer.get_image_features(pixels, grids).pooler_output))
@@ -308,10 +297,7 @@ def plain_logprobs_of_two(engine: Engine, paths: list[Path], computed: int) -> l
             )
         logits.append(output.logits[0])
         cache = output.past_key_values
-    joined = torch.cat(logits)[:-1]
-    joined[:, PAD] = -torch.inf
-    logprobs = joined.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    sampled: list[float] = logprobs[engine.prompts[0] - 1 :].tolist()
+    sampled: list[float] = logprobs_of(torch.cat(logits), context)[engine.prompts[0] - 1 :].tolist()
     return sampled
 
 
@@ -345,7 +331,7 @@ def test_an_image_that_cannot_be_read_ends_its_turn_and_no_other(
     with pytest.raises(TurnRefused, match=reason):
         engine.scheduler.submit(message)
     engine.run()
-    engine.check(0, (paths[0], None))
+    engine.check(0, paths[0])
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(

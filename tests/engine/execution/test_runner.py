@@ -1,4 +1,3 @@
-from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,24 +74,6 @@ def test_the_same_seed_samples_the_same_tokens_whatever_the_batch_and_the_chunks
     assert among_others[7].sampled == alone.sampled
     assert among_others[7].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
     assert len({tuple(turn.sampled) for turn in among_others}) == 12
-
-
-def test_a_turn_continued_elsewhere_samples_what_it_would_have_here(
-    model: Path, make_runner: MakeRunner
-) -> None:
-    whole = make_turn(seed=3)
-    drive(make_runner(model), [whole], new_tokens=10)
-
-    first = make_turn(seed=3)
-    drive(make_runner(model), [first], new_tokens=4)
-    runner = make_runner(model)  # nothing in its cache: the context is computed again
-    sampled = list(first.sampled)
-    while len(sampled) < 10:
-        context = np.array(first.prompt + sampled, np.int32)
-        sampling = RowSampling(1.0, 0, 1.0, seed=3, index=len(sampled))
-        sampled += runner.step([Row(context, 0, list(range(8)), sampling)]).token_ids.tolist()
-
-    assert sampled == whole.sampled
 
 
 def test_long_prompts_of_one_step_are_computed_as_each_alone_and_in_chunks(
@@ -212,29 +193,6 @@ def test_decodes_by_columns_are_one_call_and_have_the_bits_of_decodes_by_rows(
         columns.advance(by_columns.token_ids)
 
 
-def test_samples_follow_the_reported_probabilities(model: Path, make_runner: MakeRunner) -> None:
-    runner = make_runner(model, num_blocks=1024)
-    prompt = np.array(PROMPT, np.int32) % 24
-    counts: Counter[int] = Counter()
-    probabilities: dict[int, float] = {}
-    for batch in range(20):
-        rows = [
-            Row(prompt, 0, [2 * n, 2 * n + 1], RowSampling(0.8, 15, 0.95, 512 * batch + n, 0))
-            for n in range(512)
-        ]
-        output = runner.step(rows)
-        counts.update(output.token_ids.tolist())
-        chances = np.exp(output.logprobs).tolist()
-        probabilities |= dict(zip(output.token_ids.tolist(), chances, strict=True))
-
-    draws = counts.total()
-    assert sum(probabilities.values()) == pytest.approx(1.0, abs=1e-4)  # none was omitted
-    assert len(probabilities) > 5
-    for token_id, probability in probabilities.items():
-        sigma = (probability * (1 - probability) / draws) ** 0.5
-        assert counts[token_id] / draws == pytest.approx(probability, abs=4 * sigma)
-
-
 def test_rows_in_mid_prefill_sample_nothing_and_the_others_keep_their_order(
     model: Path, make_runner: MakeRunner
 ) -> None:
@@ -257,43 +215,3 @@ def test_rows_in_mid_prefill_sample_nothing_and_the_others_keep_their_order(
     assert step(None, greedy, None) == [everyone[1]]
     assert step(None, None, None) == []
     assert runner.step([]).token_ids.tolist() == []
-
-
-def test_one_step_serves_rows_with_their_own_sampling_options(
-    model: Path, make_runner: MakeRunner
-) -> None:
-    runner = make_runner(model)
-    prompt = np.array(PROMPT, np.int32) % 24
-    options = [
-        RowSampling(0.0, 0, 1.0, 1, 0),
-        RowSampling(1.0, 0, 1.0, 2, 0),
-        RowSampling(0.5, 3, 1.0, 3, 0),
-        RowSampling(1.5, 0, 0.7, 4, 0),
-    ]
-    rows = [Row(prompt, 0, [2 * n, 2 * n + 1], one) for n, one in enumerate(options)]
-
-    together = runner.step(rows)
-    alone = [runner.step([row]) for row in rows]
-
-    assert together.token_ids.tolist() == [int(one.token_ids[0]) for one in alone]
-    assert together.logprobs.tolist() == pytest.approx(
-        [float(one.logprobs[0]) for one in alone], abs=1e-4
-    )
-    assert together.token_ids.dtype == np.int32
-    assert together.logprobs.dtype == np.float32
-
-
-def test_weights_replaced_between_two_steps_are_the_ones_the_next_step_computes_with(
-    model: Path, tmp_path: Path, make_runner: MakeRunner
-) -> None:
-    other = make_model_directory(tmp_path, "qwen3", vocab_size=24, initializer_range=0.1, seed=1)
-    turn, expected = make_turn(seed=5), make_turn(seed=5)
-    drive(make_runner(other), [expected], new_tokens=8)
-    runner = make_runner(model)
-    drive(runner, [make_turn(seed=5)], new_tokens=8)
-
-    runner.weights = make_runner(other).weights
-    drive(runner, [turn], new_tokens=8)
-
-    assert turn.sampled == expected.sampled
-    assert turn.logprobs == expected.logprobs

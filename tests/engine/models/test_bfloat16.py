@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.models.test_model_parity import load_peer, load_runner, make_turns, peer_logits
+from tests.engine.models.test_model_parity import load_peer, make_turns, peer_logits
 from tests.engine.models.test_model_updates import MODEL_TYPES
 from tests.engine.scheduling.driving import DrivenTurn, drive
 from tests.models import make_model_directory
@@ -58,10 +58,3 @@ def test_bfloat16_is_nearer_to_float32_than_that_of_transformers(
     expected = errors(exact, turns, [sampled_logprobs(half, turn) for turn in turns])
     assert max(actual) < TOLERANCE_NATS
     assert np.mean(actual) < np.mean(expected)  # for their head rounds its logits
-
-
-def test_the_head_stays_float32(tmp_path: Path) -> None:
-    runner = load_runner(make_model_directory(tmp_path, "gemma2"), torch.bfloat16)
-
-    assert runner.weights.dtype == torch.bfloat16
-    assert runner.weights.head.dtype == torch.float32

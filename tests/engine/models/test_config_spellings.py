@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.models.test_model_parity import (
-    TOLERANCE_NATS,
+    assert_sampled_by,
     load_peer,
     load_runner,
     make_turns,
-    peer_logits,
 )
 from tests.engine.scheduling.driving import drive
 from tests.models import make_model_directory
@@ -122,11 +120,5 @@ def test_what_was_added_to_a_config_by_hand_replaces_what_was_there(
 def check(path: Path) -> None:
     """Check that we compute what transformers does."""
     turns = make_turns()
-
     drive(load_runner(path), turns, new_tokens=8)
-
-    peer = load_peer(path)
-    for turn in turns:
-        logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
-        assert turn.sampled == logprobs.argmax(-1).tolist()
-        assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+    assert_sampled_by(load_peer(path), turns)

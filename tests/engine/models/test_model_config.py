@@ -97,25 +97,6 @@ def test_each_architecture_has_its_own_biases(
     assert (config.qkv_bias, config.output_bias, config.mlp_bias) == biases
 
 
-def test_rope_is_read_from_old_and_new_fields_alike(tmp_path: Path) -> None:
-    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
-    scaling |= {"original_max_position_embeddings": 64}
-    old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
-    older = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
-    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
-
-    for fields in (old, older, new):
-        config = read(tmp_path, LLAMA | fields)
-        expected = RopeScaling(
-            kind="llama3",
-            factor=4.0,
-            low_freq_factor=1.0,
-            high_freq_factor=2.0,
-            original_context_tokens=64,
-        )
-        assert config.layers[0].attention.rope == Rope(theta=5e5, scaling=expected)
-
-
 @pytest.mark.parametrize(
     ("in_config", "in_generation_config", "expected"),
     [
@@ -279,12 +260,6 @@ def test_yarn_stretches_the_context_where_it_says_what_it_stretches(tmp_path: Pa
     rope = unknown.layers[0].attention.rope
     assert rope.scaling == RopeScaling(kind="yarn", factor=4.0, original_context_tokens=4096)
     assert rope.amplitude == pytest.approx(1.1386294)
-
-
-def test_a_sliding_window_that_is_switched_off_is_no_obstacle(tmp_path: Path) -> None:
-    fields = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-
-    assert read(tmp_path, QWEN2 | fields).num_layers == 2
 
 
 def test_a_missing_or_damaged_directory_is_refused_with_its_name(tmp_path: Path) -> None:

@@ -154,6 +154,14 @@ def peer_logits(peer: Any, turn: DrivenTurn) -> torch.Tensor:
     return logits[len(turn.prompt) - 1 : -1]
 
 
+def assert_sampled_by(peer: Any, turns: list[DrivenTurn]) -> None:
+    """Assert that greedy turns have the peer's tokens and log-probs."""
+    for turn in turns:
+        logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
+        assert turn.sampled == logprobs.argmax(-1).tolist()
+        assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_turns_in_mixed_chunked_batches_equal_transformers(
     model: str, tmp_path: Path
@@ -165,11 +173,7 @@ def test_greedy_turns_in_mixed_chunked_batches_equal_transformers(
     drive(load_runner(path, is_compiled=False), by_torch, new_tokens=NEW_TOKENS)
     drive(load_runner(path), by_compiled_code, new_tokens=NEW_TOKENS)
 
-    peer = load_peer(path)
-    for turn in by_torch + by_compiled_code:
-        logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
-        assert turn.sampled == logprobs.argmax(-1).tolist()
-        assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+    assert_sampled_by(load_peer(path), by_torch + by_compiled_code)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])

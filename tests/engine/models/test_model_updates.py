@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.models.test_model_parity import TOLERANCE_NATS, make_turns, peer_logits
-from tests.engine.scheduling.driving import DrivenTurn, drive
+from tests.engine.models.test_model_parity import assert_sampled_by, make_turns
+from tests.engine.scheduling.driving import drive
 from tests.models import make_model, make_model_directory
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.models.checkpoint import read_tensors
@@ -67,13 +67,6 @@ def test_the_version_before_can_be_loaded_into_again(model_type: str, tmp_path: 
     turns = make_turns()
     drive(runner, turns, new_tokens=2)
     assert_sampled_by(make_model(model_type, seed=3), turns)
-
-
-def assert_sampled_by(model: torch.nn.Module, turns: list[DrivenTurn]) -> None:
-    for turn in turns:
-        logprobs = torch.log_softmax(peer_logits(model, turn), -1)
-        assert turn.sampled == logprobs.argmax(-1).tolist()
-        assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
 
 
 def test_experts_may_come_together_or_one_by_one_and_none_may_be_missing(tmp_path: Path) -> None:

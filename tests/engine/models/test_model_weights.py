@@ -33,21 +33,6 @@ def test_a_waiter_for_a_directory_to_be_read_is_notified_of_each_tensor(
     assert beats[-1] == 0
 
 
-def test_a_new_version_counts_as_missing_until_its_last_tensor_is_loaded(
-    model: Path, weights: Weights
-) -> None:
-    tensors = dict(read_tensors(model))
-    assert sorted(weights.missing()) == sorted(tensors)
-
-    for name, tensor in tensors.items():
-        assert name in weights.missing()
-        weights.load(name, tensor)
-    assert weights.missing() == []
-
-    weights.start()
-    assert sorted(weights.missing()) == sorted(tensors)
-
-
 def test_update_after_update_goes_into_the_same_memory(model: Path, weights: Weights) -> None:
     layer = weights.layers[1]
     matrices = [weights.head, layer.qkv, *layer.gate_up]

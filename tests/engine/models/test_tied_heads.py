@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tidegate
-from tests.engine.models.test_model_parity import TOLERANCE_NATS, load_peer, make_turns, peer_logits
+from tests.engine.models.test_model_parity import assert_sampled_by, load_peer, make_turns
 from tests.engine.scheduling.driving import drive
 from tests.models import make_model, make_model_directory
 from tidegate.engine.execution.served_model import ServedModel, open_model
@@ -55,11 +55,7 @@ def test_a_directory_with_a_head_of_its_own_is_computed_untied_as_transformers_d
         open_model(path, "float32").make_runner(num_blocks=128, block_tokens=8), turns, new_tokens=8
     )
 
-    peer = load_peer(path)
-    for turn in turns:
-        logprobs = torch.log_softmax(peer_logits(peer, turn), -1)
-        assert turn.sampled == logprobs.argmax(-1).tolist()
-        assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
+    assert_sampled_by(load_peer(path), turns)
 
 
 def test_starting_an_engine_with_an_untied_head_prints_a_warning(tmp_path: Path) -> None:

@@ -328,18 +328,6 @@ def test_likeliest_tokens_come_in_order_and_excluded_ones_have_no_probability(
     assert "raw_logprobs" not in attachments
 
 
-def test_stop_tokens_come_no_sooner_than_min_tokens() -> None:
-    asked = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=[6], temperature=0.0)
-    turn = make_turn(asked, [4])
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 6], logits[0, 8] = 9.0, 5.0
-    sampled = []
-    for _ in range(4):
-        sampled.append(int(draw([turn], logits).token_ids[0]))
-        turn.append(sampled[-1])
-    assert sampled == [8, 8, 8, 6]
-
-
 @in_both_codes
 def test_rows_of_one_turn_are_each_banned_by_their_own_index(compiled: Native | None) -> None:
     asked = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=[6], temperature=0.0)
