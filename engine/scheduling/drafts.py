@@ -33,20 +33,41 @@ with 45 million weights, on a CPU."""
 COST_DECAY = 0.98
 """Decay of the measured times per step, because context lengths and the machine's load change."""
 
-TRIAL_STEPS = 256
-"""Steps of one kind, with or without drafts, after which one of the other kind is measured again
-although it is not expected to save time. Even if it takes twice the time, that is under 1 %."""
+PLAIN_STEPS_MIN = 4
+"""Steps without drafts that are measured first, so that a slow one among them decides little."""
 
-STEPS_SKIPPED_MAX = 64
-"""Most steps without asking the source for drafts, after it gave some that would not pay."""
+DRAFTED_STEPS_MAX = 256
+"""Steps with drafts after which one without is measured again."""
 
-PRIOR_ACCEPTED, PRIOR_TRIED = 1.5, 2.0
-"""Initial counts of accepted and tried draft tokens of a sequence: a prior
-acceptance rate of 3 in 4."""
+LOSS_SHARE = 0.005
+"""Share of the steps without drafts whose time drafts may lose: what trials cost, and drafts that
+were expected to pay and did not."""
+
+STEPS_SKIPPED = 8
+"""Steps without drafts after one in which they would not have paid. To expect what they save takes
+.5 µs a sequence."""
+
+TRIAL_STEPS = 4
+"""Steps of a trial of drafts that are not expected to save time. In the first one a draft model
+also reads the contexts, or what it has missed of them, so that one is not typical."""
+
+TRIAL_COST = 8.0
+"""Time that a trial may lose at first, in steps; later as much as the last one lost."""
+
+DEBT_MAX = 32.0
+"""Steps whose time drafts may lose while they are expected to pay. A draft model first reads each
+context, which its drafts earn back later."""
+
+PRIOR_ACCEPTANCE, PRIOR_TRIED = 0.75, 2.0
+"""Acceptance rate of a source's first sequences, and the count of tried tokens that it stands for.
+Later sequences begin with the rate of those before."""
 
 COUNT_DECAY = 0.9
 """Decay of the counts of accepted and tried draft tokens per verified draft, because a sequence's
 acceptance rate changes over its output."""
+
+SOURCE_DECAY = 0.99
+"""Decay of the same counts over all sequences of a source, because weights change."""
 
 PAUSE_TOKENS_MIN, PAUSE_TOKENS_MAX = 2, 64
 """First and longest pause of drafting, in tokens of the sequence, while its drafts do not pay. The
@@ -106,34 +127,83 @@ class _StepCost:
 
 
 class StepCosts:
-    """What steps with and without drafts take, and so which drafts save time."""
+    """Measured times of steps with and without drafts; says when to ask for drafts.
+
+    Keeps account of the time that drafts have saved and lost, in steps without drafts. So they lose
+    :data:`LOSS_SHARE` of all time at most in the long run, however wrong an expectation is.
+    """
 
     def __init__(self) -> None:
         self._plain, self._drafted = _StepCost(), _StepCost()
-        self._since_plain = self._since_drafted = 0
+        self._since_plain = self._since_drafted = self._plain_steps = 0
+        self._balance = self._trial_cost = TRIAL_COST
+        """Steps that drafts may lose now, and those that a trial waits for. Below 0, drafts have
+        lost more than they may."""
+        self._is_stopped = False
+        """Whether drafts have lost :data:`DEBT_MAX`, and wait for the next trial."""
+        self._trial_steps = 0
+        """Steps that the trial under way still has."""
+        self._trial_began = 0.0
+        """Balance before the trial."""
+        self._unsettled: list[tuple[int, int, float]] = []
+        """Steps with drafts before :data:`PLAIN_STEPS_MIN` without have been measured."""
 
-    def add(self, decodes: int, drafted: int, seconds: float) -> None:
-        """Record a step of ``decodes`` sequences and ``drafted`` draft tokens."""
-        if seconds <= 0.0:
-            return  # a virtual clock measures nothing
-        if drafted:
+    def add_plain(self, decodes: int, seconds: float) -> None:
+        """Record a step of ``decodes`` sequences for which no drafts were asked."""
+        self._plain.add(decodes, seconds)
+        self._plain_steps += 1
+        self._since_plain, self._since_drafted = 0, self._since_drafted + 1
+        self._balance = min(self._trial_cost, self._balance + LOSS_SHARE)
+        if self._lacks_plain:
+            return
+        for step in self._unsettled:
+            self._settle(*step)
+        self._unsettled.clear()
+
+    def add_drafted(self, decodes: int, drafted: int, accepted: int, seconds: float) -> None:
+        """Record a step for which drafts were asked, including the time to make them."""
+        if self._since_drafted == 0:  # see TRIAL_STEPS
             self._drafted.add(decodes + drafted, seconds)
-            self._since_plain, self._since_drafted = self._since_plain + 1, 0
+        self._since_plain, self._since_drafted = self._since_plain + 1, 0
+        if self._lacks_plain:
+            self._unsettled.append((decodes, accepted, seconds))
         else:
-            self._plain.add(decodes, seconds)
-            self._since_plain, self._since_drafted = 0, self._since_drafted + 1
+            self._settle(decodes, accepted, seconds)
 
     @property
-    def lack_plain(self) -> bool:
-        """Whether the next step should have no drafts, to measure what it takes."""
-        if not self._plain.is_measured:
-            return self._drafted.is_measured
-        return self._since_plain >= TRIAL_STEPS
+    def _lacks_plain(self) -> bool:
+        return self._plain_steps < PLAIN_STEPS_MIN
+
+    def _settle(self, decodes: int, accepted: int, seconds: float) -> None:
+        """Add to the balance what a step with drafts has saved."""
+        base, slope = self._plain.line()
+        saved = 1.0 + accepted / decodes - seconds / (base + slope * decodes)
+        self._balance = min(self._trial_cost, self._balance + saved)
+        self._is_stopped |= self._balance < -DEBT_MAX
+        if self._trial_steps:
+            self._trial_steps -= 1
+            self._trial_cost = max(TRIAL_COST, self._trial_began - self._balance)
 
     @property
-    def lack_drafted(self) -> bool:
-        """Whether the next step should have drafts, to measure what it takes."""
-        return self._since_drafted >= TRIAL_STEPS
+    def is_trial(self) -> bool:
+        """Whether drafts are tried that are not expected to save time."""
+        return self._trial_steps > 0
+
+    def allow(self, saved: float, *, is_timed: bool) -> bool:
+        """Return whether to ask for drafts that are expected to save ``saved`` steps: if they are
+        worth it, and in trials.
+
+        ``is_timed`` says whether the step will be recorded.
+        """
+        if self._unsettled or self._since_plain >= DRAFTED_STEPS_MAX:
+            return False
+        if self._balance >= self._trial_cost and not self.is_trial and not self._lacks_plain:
+            self._is_stopped = False
+            if saved <= 0.0:
+                self._trial_steps, self._trial_began = TRIAL_STEPS, self._balance
+        if self.is_trial:
+            return is_timed
+        return saved > 0.0 and not self._is_stopped
 
     def break_even(self, decodes: int) -> float:
         """Return the acceptance probability from which one more draft token saves time.
@@ -165,8 +235,9 @@ class DraftLengthController:
 
     __slots__ = ("_accepted", "_pause_tokens", "_resume_length", "_tried")
 
-    def __init__(self) -> None:
-        self._accepted = PRIOR_ACCEPTED
+    def __init__(self, acceptance: float = PRIOR_ACCEPTANCE) -> None:
+        """``acceptance`` is the rate that is expected."""
+        self._accepted = PRIOR_TRIED * acceptance
         self._tried = PRIOR_TRIED
         """Decayed number of draft tokens whose predecessors in the draft were all accepted."""
         self._pause_tokens = PAUSE_TOKENS_MIN
@@ -211,57 +282,81 @@ class Speculation:
         """Whether the source has raised an error; it is not called again after that."""
         self._controllers: dict[int, DraftLengthController] = {}
         """Draft length controller of each sequence that has been drafted for, by turn handle."""
-        self.costs = StepCosts()
-        self._skips = self._skipped = 0
-        """How many steps do not ask the source, because its last drafts would not have paid; and
-        how many steps have not."""
+        self._costs = StepCosts()
+        self._accepted, self._tried = PRIOR_TRIED * PRIOR_ACCEPTANCE, PRIOR_TRIED
+        """Decayed numbers of draft tokens over all sequences."""
+        self._has_asked = False
+        """Whether the source was asked for drafts for the step under way."""
+        self._skips = self._decodes = 0
+        """Steps that ask for no drafts while as many sequences decode as in the last one."""
+        self._step_accepted = 0
+        """Draft tokens of the step under way that were accepted."""
 
     def draft(
-        self, sequences: Sequence[EngineSequence], tokens_left: int
+        self, sequences: Sequence[EngineSequence], tokens_left: int, *, is_timed: bool
     ) -> list[tuple[EngineSequence, Tokens]]:
         """Return draft tokens for decoding sequences, at most ``tokens_left`` over all of them.
 
         There are none in a step in which they would take more time than they are expected to save,
-        except in trials (:data:`TRIAL_STEPS`).
+        except in trials (:data:`TRIAL_STEPS`). ``is_timed`` says whether :meth:`step_took` follows.
         """
-        if self._has_failed or not sequences or self.costs.lack_plain:
+        self._has_asked, self._step_accepted = False, 0
+        if self._has_failed or not sequences or tokens_left == 0:
             return []
-        if self._skipped < self._skips:
-            self._skipped += 1
+        if self._skips and len(sequences) == self._decodes:
+            self._skips -= 1
             return []
-        self._skipped = 0
-        drafts = self._propose(sequences, tokens_left)
-        if not drafts:
+        self._decodes = len(sequences)
+        counts = self._counts(sequences, tokens_left)
+        saved = self._saved(sequences, counts)
+        if not counts or not self._costs.allow(saved, is_timed=is_timed):
+            self._skips = STEPS_SKIPPED
             return []
-        drafted = sum(len(draft) for _, draft in drafts)
-        accepted = sum(
-            self._controllers[each.handle].expected(len(draft)) for each, draft in drafts
-        )
-        if self.costs.saved(len(sequences), drafted, accepted) > 0.0:
-            self._skips = 0
-            return drafts
-        self._skips = min(STEPS_SKIPPED_MAX, 2 * self._skips + 1)
-        return drafts if self.costs.lack_drafted else []
+        self._has_asked, self._skips = True, 0
+        drafts = self._propose(counts)
+        given = [(sequence, len(draft)) for sequence, draft in drafts]
+        if not self._costs.is_trial and self._saved(sequences, given) <= 0.0:
+            return []  # the source gave fewer than it was asked for
+        return drafts
 
-    def _propose(
+    def step_took(self, decodes: int, drafted: int, seconds: float) -> None:
+        """Record the time of a step of ``decodes`` sequences and ``drafted`` draft tokens."""
+        if seconds <= 0.0:
+            return  # a virtual clock measures nothing
+        if self._has_asked:
+            self._costs.add_drafted(decodes, drafted, self._step_accepted, seconds)
+        else:
+            self._costs.add_plain(decodes, seconds)
+
+    def _counts(
         self, sequences: Sequence[EngineSequence], tokens_left: int
-    ) -> list[tuple[EngineSequence, Tokens]]:
-        break_even = self.costs.break_even(len(sequences))
-        drafting: list[EngineSequence] = []
-        counts: list[int] = []
+    ) -> list[tuple[EngineSequence, int]]:
+        """Return how many draft tokens to ask for, for each sequence that is worth any."""
+        break_even = self._costs.break_even(len(sequences))
+        counts: list[tuple[EngineSequence, int]] = []
         for sequence in sequences:
-            length_left = (
-                sequence.length_max - sequence.length - 1
-            )  # the last token need not be computed
+            # The last token need not be computed.
+            length_left = sequence.length_max - sequence.length - 1
             count = min(self._draft_length(sequence, break_even), length_left, tokens_left)
             if count > 0:
-                drafting.append(sequence)
-                counts.append(count)
+                counts.append((sequence, count))
                 tokens_left -= count
-        if not drafting:
-            return []
+        return counts
+
+    def _saved(
+        self, sequences: Sequence[EngineSequence], drafts: Sequence[tuple[EngineSequence, int]]
+    ) -> float:
+        """Return how many steps draft tokens are expected to save, given their numbers."""
+        drafted = sum(count for _, count in drafts)
+        accepted = sum(self._controllers[each.handle].expected(count) for each, count in drafts)
+        return self._costs.saved(len(sequences), drafted, accepted)
+
+    def _propose(
+        self, counts: Sequence[tuple[EngineSequence, int]]
+    ) -> list[tuple[EngineSequence, Tokens]]:
+        drafting = [sequence for sequence, _ in counts]
         try:
-            drafts = self._source.propose(drafting, counts)
+            drafts = self._source.propose(drafting, [count for _, count in counts])
         except Exception:  # noqa: BLE001 - drafts change only speed, so no error ends the engine
             sys.stderr.write(
                 "warning: speculative decoding is off, because the draft source failed:\n"
@@ -269,15 +364,14 @@ class Speculation:
             traceback.print_exc()
             self._has_failed = True
             return []
-        return [
-            (sequence, draft)
-            for sequence, draft in zip(drafting, drafts, strict=True)
-            if len(draft)
-        ]
+        return [each for each in zip(drafting, drafts, strict=True) if len(each[1])]
 
     def record(self, sequence: EngineSequence, drafted: int, accepted: int) -> None:
         """Record how many of a sequence's draft tokens a step accepted."""
         self._controllers[sequence.handle].record(drafted, accepted, sequence.length)
+        self._step_accepted += accepted
+        self._accepted = SOURCE_DECAY * self._accepted + accepted
+        self._tried = SOURCE_DECAY * self._tried + accepted + (accepted < drafted)
 
     def ended(self, sequence: EngineSequence, *, is_whole: bool) -> None:
         """Forget a sequence; ``is_whole`` says that it was neither aborted nor cancelled."""
@@ -297,7 +391,8 @@ class Speculation:
             return 0
         controller = self._controllers.get(sequence.handle)
         if controller is None:
-            controller = self._controllers[sequence.handle] = DraftLengthController()
+            controller = DraftLengthController(self._accepted / self._tried)
+            self._controllers[sequence.handle] = controller
         count = controller.count(sequence.length, break_even)
         if options is None or options.step_tokens_max is None:
             return count

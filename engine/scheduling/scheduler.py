@@ -125,7 +125,8 @@ class StepPlanner:
         """Add draft tokens to decoding sequences, as far as the step's budget and free blocks
         allow."""
         decodes = [sequence for sequence in self._planned if not sequence.is_prefilling]
-        for sequence, draft in speculation.draft(decodes, tokens_left):
+        is_timed = len(decodes) == len(self._planned)
+        for sequence, draft in speculation.draft(decodes, tokens_left, is_timed=is_timed):
             self._queues.grow_freely(
                 sequence, sequence.length + len(draft), spared_blocks=len(self._queues.running)
             )
@@ -595,7 +596,7 @@ class EngineScheduler:
         """Record what the step that was planned last has taken, from its plan to its messages."""
         decodes = self._planner.decodes
         if self._speculation is not None and decodes == len(self._planned):
-            self._speculation.costs.add(decodes, self._planner.drafted, seconds)
+            self._speculation.step_took(decodes, self._planner.drafted, seconds)
 
     def complete(self, output: StepOutput) -> StepColumns | None:
         """Apply a step's output to the planned sequences; None if the step sampled nothing."""
