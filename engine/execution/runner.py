@@ -336,6 +336,11 @@ class ModelRunner:
         """Return the tensors of the KV cache and the scratch memory."""
         return [*self._caches, self._scratch]
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block's KV to another block, in all layers."""
+        for cache in self._caches:
+            cache[target] = cache[source]
+
     def step(self, rows: Sequence[Row]) -> StepOutput:
         """Run each row's tokens; sample after rows with ``sampling``, score rows with ``scoring``.
 

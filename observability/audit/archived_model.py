@@ -187,10 +187,9 @@ def _merge(model: Any, path: Path, scale: float) -> None:
                 matrix = model.get_parameter(f"{projection}.weight")
                 matrix += scale * (lora_b.float() @ lora_a.float())
     except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AuditError(
-            f"the archived adapter in {path} does not fit the model: {why}. Was a file of the run "
-            "directory changed?"
+            f"the archived adapter in {path} does not fit the model: {_reason(error)}. Was a file "
+            "of the run directory changed?"
         ) from error
 
 
@@ -207,10 +206,9 @@ def _overlay(model: Any, path: Path) -> Any:
     except AuditError:
         raise
     except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AuditError(
-            f"the archived tensors of {path} do not fit the version before: {why}. Was a file of "
-            "the run directory changed?"
+            f"the archived tensors of {path} do not fit the version before: {_reason(error)}. Was "
+            "a file of the run directory changed?"
         ) from error
 
 
@@ -255,6 +253,10 @@ def _possible_names(model: Any, name: str) -> tuple[str, ...]:
     return name, prefix + name, name.removeprefix(prefix)
 
 
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def text_config_of(directory: Path) -> Any:
     """Return the configuration of a model directory's language model.
 
@@ -262,13 +264,10 @@ def text_config_of(directory: Path) -> Any:
         AuditError: the directory's configuration is missing or damaged.
     """
     _refuse_without_config(directory)
-    auto: Any = transformers.AutoConfig
     try:
-        config = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        return config.get_text_config()
+        return _config_of(directory).get_text_config()
     except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AuditError(f"{directory / 'config.json'} can't be read: {why}") from error
+        raise AuditError(f"{directory / 'config.json'} can't be read: {_reason(error)}") from error
 
 
 def _refuse_without_config(directory: Path) -> None:
@@ -277,6 +276,11 @@ def _refuse_without_config(directory: Path) -> None:
             f"{directory} has no config.json, so it is no model directory; give the directory of "
             "the run's model"
         )
+
+
+def _config_of(directory: Path) -> Any:
+    configs: Any = transformers.AutoConfig
+    return configs.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def load_weights(directory: Path) -> Any:
@@ -288,11 +292,7 @@ def load_weights(directory: Path) -> Any:
     _refuse_without_config(directory)
     try:
         with quiet_transformers():
-            configs: Any = transformers.AutoConfig
-            config = configs.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-            model, info = auto_class(config).from_pretrained(
+            model, info = auto_class(_config_of(directory)).from_pretrained(
                 directory,
                 dtype=torch.float32,
                 local_files_only=True,
@@ -301,10 +301,9 @@ def load_weights(directory: Path) -> Any:
                 output_loading_info=True,
             )
     except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AuditError(
-            f"{directory} can't be loaded by transformers: {why}. Was a file of it removed or "
-            "changed?"
+            f"{directory} can't be loaded by transformers: {_reason(error)}. Was a file of it "
+            "removed or changed?"
         ) from error
     if faults := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
         raise AuditError(

@@ -13,12 +13,13 @@ kernels. Other runs are replayed by `transformers` alone.
 
 import dataclasses
 import math
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,6 +72,9 @@ from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.weight_sync.parts import WeightParts
 from tidegate.transport.images import ImageReader, open_images
 
+if TYPE_CHECKING:
+    from tidegate.observability.audit.exact import EngineReplay
+
 AUDIT_FILE = "audit.json"
 
 TOLERANCE = 2e-4
@@ -96,8 +100,11 @@ NOT_AUDITED = (
 )
 
 RIVAL_TOKENS = 8
-"""Number of a span's tokens under which another history is tried first. Mostly they decide: in
-bfloat16, a step of AdamW by 1e-6 changes the bits of nearly every log-prob."""
+"""Number of a span's tokens under which another history is tried first. Mostly they decide."""
+
+WRONG_TAGS_MAX = 1000
+"""Number of wrong tags of each kind that show the power of an exact audit: if it notices all of
+them, it misses at most .4 % of all others."""
 
 CHECKED_REPLAYS = 8
 """Number of contexts that `transformers` computes, too, of those that an engine's kernels replay:
@@ -155,11 +162,22 @@ class DetectionPower:
     tags_same: int = 0
     """Wrong tags that give every token the same float32 log-prob as the right one, and so cannot be
     found. All of them are among ``tags_unnoticed``."""
+    tags: int = 0
+    """Number of such wrong tags, of which those that were tried are a random sample."""
 
     @property
     def unnoticed_share(self) -> float:
         """Share of wrong tags that this audit could not detect."""
         return self.tags_unnoticed / max(1, self.tags_tried)
+
+    @property
+    def unnoticed_share_max(self) -> float:
+        """Upper limit of the share of all wrong tags, those not tried included, with 97.5 %
+        confidence: Wilson's score interval."""
+        n, share, z = max(1, self.tags_tried), self.unnoticed_share, 1.96
+        centre = share + z * z / (2 * n)
+        deviation = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+        return (centre + deviation) / (1 + z * z / n)
 
     @property
     def missed_share(self) -> float:
@@ -247,38 +265,37 @@ class AuditReport:
         ]
         if self.tokens_checked:
             lines.append(f"{self.tokens_checked} of them were also computed by transformers")
-        if self.tokens_unknown:
-            lines.append(
-                f"{self.tokens_unknown} tokens were not replayed: their KV history is unknown"
-            )
-        if self.tokens_unreplayable:
-            lines.append(
-                f"{self.tokens_unreplayable} tokens were not replayed: they were drawn with "
-                f"user-defined logits processors or a grammar, from images, audio or video, or by "
-                f"adapters with versions of their own, before Tidegate archived these"
-            )
-        if self.tokens_with_media:
-            lines.append(
-                f"{self.tokens_with_media} of them follow images, audio or video that the run did "
-                f"not read itself or whose files are not in its record"
-            )
-        if self.tokens_unarchived:
-            lines.append(
-                f"{self.tokens_unarchived} tokens were not replayed: a process was killed before "
-                f"it had archived their weights"
-            )
-        if self.tokens_left_out:
-            lines.append(
-                f"{self.tokens_left_out} tokens were not replayed: the run's "
-                f"archive_weights={self.archive_weights!r} did not keep "
+        unreplayed = "tokens were not replayed:"
+        notes = (
+            (self.tokens_unknown, f"{unreplayed} their KV history is unknown"),
+            (
+                self.tokens_unreplayable,
+                f"{unreplayed} they were drawn with user-defined logits processors or a grammar, "
+                "from images, audio or video, or by adapters with versions of their own, before "
+                "Tidegate archived these",
+            ),
+            (
+                self.tokens_with_media,
+                "of them follow images, audio or video that the run did not read itself or whose "
+                "files are not in its record",
+            ),
+            (
+                self.tokens_unarchived,
+                f"{unreplayed} a process was killed before it had archived their weights",
+            ),
+            (
+                self.tokens_left_out,
+                f"{unreplayed} the run's archive_weights={self.archive_weights!r} did not keep "
                 f"{_in_ranges(self.versions_left_out)}; record with archive_weights='all' to audit "
-                f"all tokens"
-            )
-        if self.tokens_unrouted:
-            lines.append(
-                f"{self.tokens_unrouted} tokens of a rounded mixture disagree, maybe by other "
-                f"experts: record them with routed_experts=True to audit these tokens"
-            )
+                "all tokens",
+            ),
+            (
+                self.tokens_unrouted,
+                "tokens of a rounded mixture disagree, maybe by other experts: record them with "
+                "routed_experts=True to audit these tokens",
+            ),
+        )
+        lines += [f"{count} {note}" for count, note in notes if count]
         if self.worst is not None:
             w = self.worst
             lines.append(
@@ -298,6 +315,12 @@ class AuditReport:
                     + (
                         f", {power.tags_same} of them because they give the same log-probs"
                         if power.tags_same
+                        else ""
+                    )
+                    + (
+                        f"; they are a random sample of {power.tags}, of which at most "
+                        f"{power.unnoticed_share_max:.1%} would not"
+                        if power.tags > power.tags_tried
                         else ""
                     )
                 )
@@ -340,6 +363,7 @@ def audit_run(
     tolerance: float | None = None,
     exact: bool = False,
     rollouts_max: int | None = None,
+    wrong_tags_max: int | None = WRONG_TAGS_MAX,
     progress: Callable[[int], None] = lambda version: None,
 ) -> AuditReport:
     """Replay a run's tokens and compare their log-probabilities with the recorded ones.
@@ -354,6 +378,8 @@ def audit_run(
             engines, and the kind of processor that they had. Without it such runs are replayed to
             the bit where that is possible.
         rollouts_max: number of rollouts to audit, evenly spaced; all if None.
+        wrong_tags_max: number of wrong tags of each kind, chosen at random, by which the power of a
+            replay to the bit is estimated; all if None.
         progress: called with each version before it is loaded.
 
     Raises:
@@ -375,6 +401,7 @@ def audit_run(
     problems: list[Problem] = []
     replays: list[Replay] = []
     verdicts: list[RivalVerdict] = []
+    wrong_tags: Counter[Kind] = Counter()
     other_dtypes: dict[str, str] = {}
     unarchived = unreplayable = row = checked = left_out = 0
     versions_left_out: set[int] = set()
@@ -415,11 +442,14 @@ def audit_run(
         if not replayable:
             continue
         with closing(RebuiltVersions()) as rebuilt:
-            audited = _PartAudit(part, archive, rebuilt, replayable, changes, progress)
+            audited = _PartAudit(
+                part, archive, rebuilt, replayable, changes, progress, wrong_tags_max
+            )
             if tolerance is None or exact:
                 verdicts += audited.run(exact=exact)
             else:
                 verdicts += audited.by_transformers()
+        wrong_tags += audited.wrong_tags
         problems += audited.problems
         checked += audited.tokens_checked
         are_exact.append(audited.is_exact)
@@ -457,9 +487,9 @@ def audit_run(
         spans=sum(plan.spans for plan in plans),
         spans_mixed=sum(plan.spans_mixed for plan in plans),
         worst=_worst_token(segments),
-        version_power=_power(verdicts, "version"),
-        boundary_power=_power(verdicts, "boundary"),
-        kv_power=_power(verdicts, "kv"),
+        version_power=_power(verdicts, wrong_tags, "version"),
+        boundary_power=_power(verdicts, wrong_tags, "boundary"),
+        kv_power=_power(verdicts, wrong_tags, "kv"),
         problems=tuple(sorted(problems, key=lambda p: (p.rollout_id, p.turn))),
         other_dtypes=other_dtypes,
         is_exact=bool(are_exact) and all(are_exact),
@@ -486,6 +516,7 @@ class _PartAudit:
         replays: list[Replay],
         changes: list[PassChange],
         progress: Callable[[int], None],
+        wrong_tags_max: int | None,
     ) -> None:
         self._part = part
         self._archive = archive
@@ -493,6 +524,9 @@ class _PartAudit:
         self._replays = replays
         self._changes = changes
         self._progress = progress
+        self._wrong_tags_max = wrong_tags_max
+        self.wrong_tags: Counter[Kind] = Counter()
+        """Number of rivals of each kind, also of those that were not replayed."""
         self.is_exact = False
         """Whether the replays have the engines' bits."""
         self.tokens_checked = 0
@@ -518,11 +552,13 @@ class _PartAudit:
         for replay in self._replays:
             replay.stages_done = 0
         rivals = self._rivals(None)
-        self._by_transformers([*self._replays, *_replays_of(rivals)])
+        self._by_transformers([*self._replays, *_replays_of(rivals)], in_double=self._is_float32)
         return judge(_judged(rivals), self._segments())
 
     def _rivals(self, tokens_max: int | None) -> list[Rival]:
-        return rivals_of(self._replays, self._changes, self._archive.archived, tokens_max)
+        rivals = rivals_of(self._replays, self._changes, self._archive.archived, tokens_max)
+        self.wrong_tags = Counter(rival.kind for rival in rivals)
+        return rivals
 
     def _segments(self) -> list[Segment]:
         return [segment for replay in self._replays for segment in replay.segments]
@@ -533,38 +569,68 @@ class _PartAudit:
         Raises:
             AuditError: no engine of this machine computes as the run's.
         """
-        from tidegate.observability.audit.exact import replay_by_engine  # imports torch
-        from tidegate.observability.audit.replay import FLOAT32_NOISE_FACTOR
+        from tidegate.observability.audit.exact import EngineReplay  # imports torch
 
         build = _engine_build(self._part, self._replays, exact=exact)
-        rivals = self._rivals(RIVAL_TOKENS)
-
-        def replay(replays: list[Replay]) -> None:
-            replay_by_engine(
-                replays, self._weights, self._progress, own_weights=self._own_weights, build=build
-            )
-
-        def judged(some: Sequence[Rival]) -> list[RivalVerdict]:
-            return judge_exactly(some) if build.is_deterministic else judge(some, self._segments())
-
-        replay([*self._replays, *_replays_of(rivals)])
-        if build.is_deterministic and not exact and not self._has_same_bits(rivals):
+        rivals = self._rivals(None)
+        engine = EngineReplay(
+            [*self._replays, *_replays_of(rivals)],
+            self._weights,
+            self._progress,
+            own_weights=self._own_weights,
+            build=build,
+        )
+        if not build.is_deterministic:
+            verdicts = self._by_odds(engine, rivals)
+        elif (found := self._by_bits(engine, rivals, exact=exact)) is not None:
+            verdicts = found
+        else:
             return None
-        for segment in [*self._segments(), *(p.copy for rival in rivals for p in rival.parts)]:
-            segment.tolerance = 0.0 if build.is_deterministic else segment.tolerance
-            segment.noise_factor = FLOAT32_NOISE_FACTOR
-        self.is_exact = build.is_deterministic
-        verdicts = judged(rivals)
-        # Where the first tokens don't decide, all may.
-        whole = self._rivals(None)
-        undecided = [n for n, verdict in enumerate(verdicts) if not verdict.is_decided]
-        if undecided:
-            more = [whole[n] for n in undecided]
-            replay(_replays_of(more))
-            for n, verdict in zip(undecided, judged(more), strict=True):
-                verdicts[n] = verdict
         self._check()
         return verdicts
+
+    def _by_odds(self, engine: "EngineReplay", rivals: Sequence[Rival]) -> list[RivalVerdict]:
+        """Replay all by an engine whose log-probs depend on its batches, and compare the odds."""
+        from tidegate.observability.audit.replay import FLOAT32_NOISE_FACTOR
+
+        short = self._rivals(RIVAL_TOKENS)
+        engine.run([*self._replays, *_replays_of(short)])
+        for segment in [*self._segments(), *_copies(short), *_copies(rivals)]:
+            segment.noise_factor = FLOAT32_NOISE_FACTOR
+        verdicts = judge(short, self._segments())
+        # Where the first tokens don't decide, all may.
+        undecided = [n for n, verdict in enumerate(verdicts) if not verdict.is_decided]
+        if undecided:
+            more = [rivals[n] for n in undecided]
+            engine.run(_replays_of(more))
+            for n, verdict in zip(undecided, judge(more, self._segments()), strict=True):
+                verdicts[n] = verdict
+        return verdicts
+
+    def _by_bits(
+        self, engine: "EngineReplay", rivals: Sequence[Rival], *, exact: bool
+    ) -> list[RivalVerdict] | None:
+        """Replay all by a deterministic engine, and compare bits; return None if this machine's
+        kernels compute other ones.
+
+        A random sample of the rivals shows the power. The others are replayed only for spans that
+        disagree, to say which history is the right one.
+        """
+        tried = _sampled(rivals, self._wrong_tags_max)
+        engine.run([*self._replays, *_replays_of(tried)])
+        if not exact and not self._has_same_bits(tried):
+            return None
+        for segment in [*self._segments(), *_copies(rivals)]:
+            segment.tolerance = 0.0
+        self.is_exact = True
+        chosen = {id(rival) for rival in tried}
+        others = [
+            rival
+            for rival in rivals
+            if id(rival) not in chosen and not all(_agreeing(p.span).all() for p in rival.parts)
+        ]
+        engine.run(_replays_of(others))
+        return judge_exactly([*tried, *others])
 
     def _has_same_bits(self, rivals: Sequence[Rival]) -> bool:
         def share(segments: Iterable[Segment]) -> float:
@@ -574,14 +640,16 @@ class _PartAudit:
             tokens = np.concatenate(equal) if equal else np.empty(0)
             return float(tokens.mean()) if len(tokens) else 0.0
 
-        of_rivals = share(part.copy for rival in rivals for part in rival.parts)
+        of_rivals = share(_copies(rivals))
         # Each span has two rivals, one of which may be right where all tags are wrong.
         return max(share(self._segments()), 2 * of_rivals) >= SAME_BITS_MIN
 
     def _check(self) -> None:
         """Compute some contexts by `transformers`, and those with routed experts or kept tokens."""
-        count = len(self._replays)
-        chosen = {n * count // CHECKED_REPLAYS for n in range(CHECKED_REPLAYS)}
+        # Of the oldest version and the newest, because each version takes seconds to load.
+        newest = [replay.stages[-1].version for replay in self._replays]
+        eligible = [n for n, v in enumerate(newest) if v in (min(newest), max(newest))]
+        chosen = {eligible[n * len(eligible) // CHECKED_REPLAYS] for n in range(CHECKED_REPLAYS)}
         copies: list[Replay] = []
         pairs: list[tuple[Segment, Segment]] = []
         for n, replay in enumerate(self._replays):
@@ -590,33 +658,48 @@ class _PartAudit:
                 segments = [dataclasses.replace(segment) for segment in replay.segments]
                 pairs += zip(replay.segments, segments, strict=True)
                 copies.append(dataclasses.replace(replay, segments=segments, stages_done=0))
-        self._by_transformers(copies)
         for segment, copy in pairs:
             copy.tolerance = TOLERANCES.get(_dtypes(self._part).get(segment.engine, ""), TOLERANCE)
             copy.is_rounded = segment.is_rounded
+
+        def wrong_tokens(*, in_double: bool) -> int:
+            for replay in copies:
+                replay.stages_done = 0
+            self._by_transformers(copies, in_double=in_double)
+            return sum(int((~_agreeing(copy)).sum()) for copy in compared())
+
+        def compared() -> list[Segment]:
+            return [copy for _, copy in pairs if not (copy.is_rounded and copy.is_unrouted)]
+
+        # float64 takes twice the time, and matters only where float32 is not near enough.
+        wrong = wrong_tokens(in_double=False) and wrong_tokens(in_double=self._is_float32)
+        for segment, copy in pairs:
             segment.kept_errors = copy.kept_errors
-        compared = [copy for _, copy in pairs if not (copy.is_rounded and copy.is_unrouted)]
-        self.tokens_checked = sum(len(copy.token_ids) for copy in compared)
-        wrong = sum(int((~_agreeing(copy)).sum()) for copy in compared)
-        allowed = CHECKED_WRONG_MAX if any(copy.is_rounded for copy in compared) else 0.0
+        self.tokens_checked = sum(len(copy.token_ids) for copy in compared())
+        allowed = CHECKED_WRONG_MAX if any(copy.is_rounded for _, copy in pairs) else 0.0
         if wrong > allowed * self.tokens_checked:
             message = (
                 f"{wrong} of {self.tokens_checked} tokens that transformers computed, too, differ "
-                f"from the engines' by more than {compared[0].tolerance:g}"
+                f"from the engines' by more than {pairs[0][1].tolerance:g}"
             )
             self.problems.append(Problem(-1, -1, message))
 
-    def _by_transformers(self, replays: list[Replay]) -> None:
+    @property
+    def _is_float32(self) -> bool:
+        """Whether all engines computed in float32."""
+        dtypes = _dtypes(self._part).values()
+        return all(TOLERANCES.get(dtype, TOLERANCE) <= TOLERANCE for dtype in dtypes)
+
+    def _by_transformers(self, replays: list[Replay], *, in_double: bool) -> None:
         from tidegate.observability.audit.replay import replay_all  # imports torch
 
-        dtypes = _dtypes(self._part).values()
         replay_all(
             replays,
             self._weights,
             self._progress,
             own_weights=self._own_weights,
             quantization=_quantization(self._part),
-            in_double=all(TOLERANCES.get(dtype, TOLERANCE) <= TOLERANCE for dtype in dtypes),
+            in_double=in_double,
         )
 
     def _weights(self, version: int) -> Path:
@@ -624,6 +707,27 @@ class _PartAudit:
 
     def _own_weights(self, adapter: str, version: int) -> Path:
         return self._archive.adapters[adapter][version]
+
+
+def _sampled(rivals: Iterable[Rival], rivals_max: int | None) -> list[Rival]:
+    """Return the rivals of replays chosen at random, about ``rivals_max`` of each kind."""
+    by_kind: defaultdict[Kind, defaultdict[int, list[Rival]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for rival in rivals:
+        by_kind[rival.kind][id(rival.replay)].append(rival)
+    chosen: list[Rival] = []
+    for of_kind in by_kind.values():
+        taken: list[Rival] = []
+        for of_replay in random.Random(0).sample([*of_kind.values()], len(of_kind)):
+            if rivals_max is None or len(taken) < rivals_max:
+                taken += of_replay
+        chosen += taken
+    return chosen
+
+
+def _copies(rivals: Iterable[Rival]) -> Iterator[Segment]:
+    return (part.copy for rival in rivals for part in rival.parts)
 
 
 def _replays_of(rivals: Iterable[Rival]) -> list[Replay]:
@@ -894,13 +998,16 @@ def _agreeing(segment: Segment) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         return np.asarray(np.abs(segment.replayed - segment.recorded) <= segment.tolerance)
 
 
-def _power(verdicts: list[RivalVerdict], kind: Kind) -> DetectionPower:
+def _power(
+    verdicts: list[RivalVerdict], wrong_tags: Mapping[Kind, int], kind: Kind
+) -> DetectionPower:
     tried = [verdict for verdict in verdicts if verdict.rival.kind == kind]
     return DetectionPower(
         len(tried),
         sum(not verdict.is_decided for verdict in tried),
         sum(all(_agreeing(p.copy).all() for p in verdict.rival.parts) for verdict in tried),
         sum(verdict.is_same and not verdict.is_decided for verdict in tried),
+        wrong_tags[kind],
     )
 
 

@@ -12,8 +12,8 @@ Letters in shapes: S sampled tokens of a step, V vocabulary.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -35,7 +35,7 @@ from tidegate.observability.audit.replay_plan import (
     ReplayedAdapter,
     Segment,
 )
-from tidegate.transport.messages import KvSpan, SamplingParams, SubmitTurn
+from tidegate.transport.messages import SamplingParams, SubmitTurn
 from tidegate.transport.regular_files import check_regular
 
 CACHE_BYTES_MAX = 2**30
@@ -47,47 +47,39 @@ STEP_LOGITS_MAX = 2**25
 STEP_TOKENS_MAX = 2048
 """Context positions of one step."""
 
-
-def replay_by_engine(
-    replays: Iterable[Replay],
-    weights: Callable[[int], Path],
-    progress: Callable[[int], None],
-    *,
-    own_weights: Callable[[str, int], Path],
-    build: EngineBuild,
-) -> None:
-    """Fill in ``replayed`` of every segment by the engine's own code.
-
-    A token that a deterministic engine does not sample again gets NaN, which never agrees.
-
-    Args:
-        replays: contexts whose weights are archived.
-        weights: returns the directory of a version.
-        progress: called with each version before it is loaded.
-        own_weights: returns the directory of a version that the named adapter counts itself.
-        build: how the run's engines computed.
-
-    Raises:
-        AuditError: weights can't be loaded, or this machine can't compute the model as the engines
-            did.
-    """
-    todo = list(replays)
-    engine = _ReplayEngine(todo, weights, own_weights, build)
-    for batch in engine.batches(todo):
-        engine.replay(batch, progress)
+RIVAL_TOKENS = 2
+"""Number of a rival's tokens that are sampled first. Mostly one of them differs from the record,
+which decides: in bfloat16, a step of AdamW by 1e-6 changes the bits of nearly every log-prob. If
+none does, four times as many are sampled next, and so on."""
 
 
-class _ReplayEngine:
+class EngineReplay:
     """An engine's runner whose weights are exchanged for each stage of the replays."""
 
     def __init__(
         self,
-        replays: list[Replay],
+        replays: Sequence[Replay],
         weights: Callable[[int], Path],
+        progress: Callable[[int], None],
+        *,
         own_weights: Callable[[str, int], Path],
         build: EngineBuild,
     ) -> None:
+        """Open the model of the replays.
+
+        Args:
+            replays: all contexts that :meth:`run` will get; their weights are archived.
+            weights: returns the directory of a version.
+            progress: called with each version before it is loaded.
+            own_weights: returns the directory of a version that the named adapter counts itself.
+            build: how the run's engines computed.
+
+        Raises:
+            AuditError: weights can't be loaded, or this machine can't compute the model as the
+                engines did.
+        """
         self._weights_directory = weights
+        self._progress = progress
         self._own_weights = own_weights
         self._model = _open_model(self._files(_weights_due(replays[0])).base, build)
         self._block_tokens = build.block_tokens
@@ -104,14 +96,21 @@ class _ReplayEngine:
         if is_mixture and build.dtype != "float32" and not build.is_deterministic:
             raise AuditError("rounding decides which experts a token is routed to")
         self._is_deterministic = build.is_deterministic
-        self._computed: dict[int, int] = {}
-        """Positions of a replay that another one computes, by the replay's id."""
         self._options = OptionReader(vocab_size=self._model.vocab_size, max_running_turns=1)
+
+    def run(self, replays: Sequence[Replay]) -> None:
+        """Fill in ``replayed`` of every segment.
+
+        A token that a deterministic engine does not sample again gets NaN, which never agrees; and
+        so do the tokens of a rival after one that differs from the record.
+        """
+        for batch in self._batches(replays):
+            self._replay(batch)
 
     def _blocks(self, replay: Replay) -> int:
         return -(-replay.stages[-1].end // self._block_tokens)
 
-    def batches(self, replays: list[Replay]) -> Iterator[list[Replay]]:
+    def _batches(self, replays: Sequence[Replay]) -> Iterator[list[Replay]]:
         """Yield replays whose contexts fit into the KV cache together."""
         batch: list[Replay] = []
         free = self._blocks_max
@@ -125,49 +124,39 @@ class _ReplayEngine:
         if batch:
             yield batch
 
-    def replay(self, batch: list[Replay], progress: Callable[[int], None]) -> None:
+    def _replay(self, batch: list[Replay]) -> None:
         """Compute all stages of a batch, in ascending order of versions as far as possible."""
-        tables: dict[int, list[int]] = {}
+        due: defaultdict[tuple[ReplayedAdapter, int], list[_Context]] = defaultdict(list)
         first_block = 0
         for replay in batch:
-            tables[id(replay)] = list(range(first_block, first_block + self._blocks(replay)))
-            first_block += self._blocks(replay)
-        due: defaultdict[tuple[ReplayedAdapter, int], list[Replay]] = defaultdict(list)
-        for replay in batch:
-            due[_weights_due(replay)].append(replay)
+            blocks = range(first_block, first_block + self._blocks(replay))
+            due[_weights_due(replay)].append(_Context(replay, [*blocks]))
+            first_block = blocks.stop
         key = (NO_ADAPTER, -1)
         while due:
             key = min((each for each in due if each > key), default=min(due))
-            progress(key[1])
+            self._progress(key[1])
             ready = due.pop(key)
             self._load(key)
-            self._share_prompts(ready, tables)
-            phases: defaultdict[int, list[_Sample]] = defaultdict(list)
-            for replay in ready:
-                for sample in self._samples(replay, tables[id(replay)]):
-                    phases[sample.phase].append(sample)
-            for _, samples in sorted(phases.items()):
-                self._compute(samples)
-            for replay in ready:
+            for wave in _waves(ready):
+                for context in wave:
+                    self._share(context)
+                self._compute_together([self._rows(context) for context in wave])
+            for replay, context in ((context.replay, context) for context in ready):
                 replay.stages_done += 1
-                if replay.stages_done < len(replay.stages):
-                    due[_weights_due(replay)].append(replay)
+                if replay.stages_done < len(replay.stages) and not context.is_decided:
+                    due[_weights_due(replay)].append(context)
 
-    def _share_prompts(self, ready: list[Replay], tables: dict[int, list[int]]) -> None:
-        """Let contexts that begin with the same tokens share the blocks of these, computed once."""
-        prompts: dict[tuple[str, bytes], tuple[Replay, int]] = {}
-        self._computed.clear()
-        for replay in ready:
-            stage = _stage(replay)
-            first = min(segment.position for segment in replay.segments) - 1
-            shared = min(first, stage.end) // self._block_tokens
-            if stage.start or not shared:
-                continue
-            tokens = replay.context[: shared * self._block_tokens].tobytes()
-            leader, _ = prompts.setdefault((replay.adapter.name, tokens), (replay, shared))
-            if leader is not replay:
-                tables[id(replay)][:shared] = tables[id(leader)][:shared]
-                self._computed[id(replay)] = shared * self._block_tokens
+    def _share(self, context: "_Context") -> None:
+        """Use the KV of a leader's first positions: its blocks, and a copy of the last one if the
+        context goes on in the middle of it."""
+        if context.leader is None:
+            return
+        blocks, rest = divmod(context.start, self._block_tokens)
+        leader = context.leader.table
+        if rest:
+            self._runner.copy_block(leader[blocks], context.table[blocks])
+        context.table[:blocks] = leader[:blocks]
 
     def _files(self, key: tuple[ReplayedAdapter, int]) -> VersionFiles:
         adapter, version = key
@@ -198,44 +187,62 @@ class _ReplayEngine:
             ) from error
         self._runner.swap(weights)
 
-    def _samples(self, replay: Replay, table: list[int]) -> Iterator["_Sample"]:
-        """Yield a stage's rows in the order of positions: chunks, and single sampling positions.
+    def _compute_together(self, contexts: list[Iterator[list["_Sample"]]]) -> None:
+        """Compute the rows of several contexts, list by list: lists of one number together."""
+        while contexts:
+            lists = [(context, next(context, None)) for context in contexts]
+            contexts = [context for context, samples in lists if samples is not None]
+            self._compute([sample for _, samples in lists for sample in samples or ()])
 
-        As the engine does, prompts are computed as chunks and output token by token. Chunks have
-        even phases and output odd ones: phases are computed one after the other.
+    def _rows(self, context: "_Context") -> Iterator[list["_Sample"]]:
+        """Yield a stage's rows in the order of positions: chunks, which may be none, and single
+        sampling positions in turns. A list is computed before the next one is asked for.
+
+        As the engine does, prompts are computed as chunks and output token by token.
         """
-        stage = _stage(replay)
-        drawn: defaultdict[int, list[tuple[Segment, int]]] = defaultdict(list)
-        for segment in replay.segments:
-            # Token i of a segment is sampled after the position before it.
-            first = max(stage.start, segment.position - 1)
-            for position in range(first, min(stage.end, _end(segment) - 1)):
-                drawn[position].append((segment, position + 1 - segment.position))
-        start = stage.start + self._computed.pop(id(replay), 0)
-        phase = 0
-        for position in sorted(drawn):
-            if position > start and phase % 2:
-                phase += 1
-            yield from self._chunks(replay, table, start, position, phase)
-            phase |= 1
-            row = Row(replay.context[position : position + 1], position, table, None)
-            row.adapter = replay.adapter.name
-            for segment, token in drawn[position]:
-                sampling = self._sampling(replay, segment, token)
-                yield _Sample(
-                    replace(row, sampling=sampling), phase, segment, token, replay.context
-                )
-            start = position + 1
-        yield from self._chunks(replay, table, start, stage.end, phase + phase % 2)
+        replay, start, end = context.replay, context.start, context.replay.stage.end
+        drawn = context.drawn
+        positions = sorted(drawn)
+        stops_early = replay.is_rival and self._is_deterministic
+        count = RIVAL_TOKENS if stops_early else len(positions)
+        while positions:
+            first = positions[0]
+            burst = [p for n, p in enumerate(positions[:count]) if p == first + n]
+            positions = positions[len(burst) :]
+            yield self._chunks(context, start, first)
+            yield [
+                self._sample(context, position, segment, token)
+                for position in burst
+                for segment, token in drawn[position]
+            ]
+            start = burst[-1] + 1
+            if stops_early and all(_is_refuted(segment, start) for segment in replay.segments):
+                context.is_decided = True
+                return
+            count *= 4
+        yield self._chunks(context, start, end)
 
-    def _chunks(
-        self, replay: Replay, table: list[int], start: int, end: int, phase: int
-    ) -> Iterator["_Sample"]:
-        """Yield rows that compute the KV of positions ``[start, end)`` and sample nothing."""
-        for first in range(start, end, STEP_TOKENS_MAX):
-            tokens = replay.context[first : min(end, first + STEP_TOKENS_MAX)]
-            row = Row(tokens, first, table, None, adapter=replay.adapter.name)
-            yield _Sample(row, phase)
+    def _sample(
+        self, context: "_Context", position: int, segment: Segment, token: int
+    ) -> "_Sample":
+        replay = context.replay
+        row = Row(
+            replay.context[position : position + 1],
+            position,
+            context.table,
+            self._sampling(replay, segment, token),
+            adapter=replay.adapter.name,
+        )
+        return _Sample(row, segment, token, replay.context)
+
+    def _chunks(self, context: "_Context", start: int, end: int) -> list["_Sample"]:
+        """Return rows that compute the KV of positions ``[start, end)`` and sample nothing."""
+        tokens, adapter = context.replay.context, context.replay.adapter.name
+        return [
+            _Sample(Row(tokens[first:last], first, context.table, None, adapter=adapter))
+            for first in range(start, end, STEP_TOKENS_MAX)
+            for last in (min(end, first + STEP_TOKENS_MAX),)
+        ]
 
     def _sampling(self, replay: Replay, segment: Segment, token: int) -> RowSampling:
         turn = segment.sampling
@@ -302,12 +309,81 @@ class _ReplayEngine:
 
 
 @dataclass(slots=True)
+class _Context:
+    """A replay, and its place in the KV cache."""
+
+    replay: Replay
+    table: list[int]
+    """KV blocks of its positions."""
+    drawn: Mapping[int, list[tuple[Segment, int]]] = field(default_factory=dict)
+    """Tokens to sample in the stage under way, by :func:`_drawn`."""
+    start: int = 0
+    """First position of the stage under way that is to be computed."""
+    leader: "_Context | None" = None
+    """Context of which the positions before ``start`` are taken, if it has computed them."""
+    wave: int = 0
+    """Contexts of a lower wave are computed before."""
+    is_decided: bool = False
+    """Whether a token of each of a rival's segments differs from the record."""
+
+
+def _waves(ready: Sequence[_Context]) -> list[list[_Context]]:
+    """Return the contexts of a round in the order in which to compute their stages, so that
+    positions that they have in common are computed once."""
+    waves: defaultdict[int, list[_Context]] = defaultdict(list)
+    alike: defaultdict[object, list[_Context]] = defaultdict(list)
+    for context in ready:
+        replay, stage = context.replay, context.replay.stage
+        context.start, context.leader, context.wave = stage.start, None, 0
+        history = [(each.version, each.start) for each in replay.stages[: replay.stages_done]]
+        key = replay.adapter, stage.start, tuple(history), replay.context[: stage.start].tobytes()
+        context.drawn = _drawn(replay)
+        limit = min(context.drawn, default=stage.end)
+        for other in alike[key]:
+            shared = _shared(context, other, limit)
+            if shared > context.start:
+                context.start, context.leader, context.wave = shared, other, other.wave + 1
+        alike[key].append(context)
+        waves[context.wave].append(context)
+    return [waves[number] for number in sorted(waves)]
+
+
+def _shared(context: _Context, other: _Context, limit: int) -> int:
+    """Return how many positions, ``limit`` at most, another context computes for this one, too."""
+    replay = other.replay
+    if replay.is_rival:  # which may stop after its first samples
+        limit = min(limit, min(other.drawn, default=limit))
+    limit = min(limit, replay.stage.end)
+    different = np.flatnonzero(context.replay.context[:limit] != replay.context[:limit])
+    return int(different[0]) if len(different) else limit
+
+
+def _drawn(replay: Replay) -> dict[int, list[tuple[Segment, int]]]:
+    """Return the tokens, each with its index in its segment, that are sampled after the positions
+    of a replay's stage."""
+    stage = replay.stage
+    drawn: defaultdict[int, list[tuple[Segment, int]]] = defaultdict(list)
+    for segment in replay.segments:
+        # Token i of a segment is sampled after the position before it.
+        first = segment.position - 1
+        last = min(stage.end, first + len(segment.token_ids))
+        for position in range(max(stage.start, first), last):
+            drawn[position].append((segment, position - first))
+    return drawn
+
+
+def _is_refuted(segment: Segment, end: int) -> bool:
+    """Return whether one of the tokens sampled after positions before ``end`` differs from the
+    record."""
+    count = max(0, end + 1 - segment.position)
+    return not np.array_equal(segment.replayed[:count], segment.recorded[:count])
+
+
+@dataclass(slots=True)
 class _Sample:
     """A row of a step, and the recorded token that it samples again, if any."""
 
     row: Row
-    phase: int
-    """Rows of a lower phase are computed before."""
     segment: Segment | None = None
     token: int = 0
     """Index of the token in the segment."""
@@ -315,19 +391,11 @@ class _Sample:
     """The replay's context, of a row that samples."""
 
 
-def _stage(replay: Replay) -> KvSpan:
-    return replay.stages[replay.stages_done]
-
-
 def _weights_due(replay: Replay) -> tuple[ReplayedAdapter, int]:
     """Return what reads the context next: a version, and the adapter only if it is the adapter's
     own, because the weights of a version of the run include all of its adapters."""
     adapter = replay.adapter if replay.adapter.has_own_versions else NO_ADAPTER
-    return adapter, _stage(replay).version
-
-
-def _end(segment: Segment) -> int:
-    return segment.position + len(segment.token_ids)
+    return adapter, replay.stage.version
 
 
 def _open_model(directory: Path, build: EngineBuild) -> ServedModel:

@@ -156,7 +156,11 @@ def replay_all(
             noise_factor = 1.0 if is_double else FLOAT32_NOISE_FACTOR
             model = model.double() if noise_factor == 1.0 else model.float()
         due_now = due.pop(key)
-        batches = [[r] for r in due_now] if is_recurrent else _batches(due_now, _vocab_size(model))
+        batches = (
+            [[r] for r in due_now]
+            if is_recurrent
+            else _batches(due_now, model.config.get_text_config().vocab_size)
+        )
         for batch in batches:
             if is_recurrent:
                 _read_recurrent(model, batch[0], pasts)
@@ -194,11 +198,11 @@ def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
     """Batch contexts of similar length, to limit padding."""
     # Logits dominate memory with a large vocabulary: limit them to 2^27 floats, 0.5 GB.
     tokens_max = min(BATCH_TOKENS_MAX, max(1, 2**27 // vocab_size))
-    replays = sorted(replays, key=lambda r: (_stage(r).start, _stage(r).end))
+    replays = sorted(replays, key=lambda r: (r.stage.start, r.stage.end))
     batch: list[Replay] = []
     past = new = 0
     for replay in replays:
-        start, end = _stage(replay).start, _stage(replay).end
+        start, end = replay.stage.start, replay.stage.end
         past, new = max(past, start), max(new, end - start)
         if batch and (len(batch) + 1) * (past + new) > tokens_max:
             yield batch
@@ -210,15 +214,7 @@ def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
 
 def _weights_due(replay: Replay) -> tuple[int, ReplayedAdapter]:
     """Return the version that reads the context next, and the adapter."""
-    return replay.stages[replay.stages_done].version, replay.adapter
-
-
-def _stage(replay: Replay) -> Any:
-    return replay.stages[replay.stages_done]
-
-
-def _vocab_size(model: Any) -> int:
-    return int(model.config.get_text_config().vocab_size)
+    return replay.stage.version, replay.adapter
 
 
 @torch.inference_mode()
@@ -228,7 +224,7 @@ def _read_recurrent(model: Any, replay: Replay, pasts: dict[int, Any]) -> None:
     The state continues from the state that the versions of earlier stages left, as in the engine.
     Padding would enter the states, so contexts are not batched.
     """
-    stage = _stage(replay)
+    stage = replay.stage
     cache = pasts.pop(id(replay), None) or empty_cache(model)
     token_ids = torch.from_numpy(replay.context[stage.start : stage.end].astype(np.int64))
     with _recorded_routing(model, [replay], stage.end - stage.start):
@@ -249,7 +245,7 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Any]) -> None:
 
     The past is padded on the left and new tokens on the right, so that they meet in one column.
     """
-    stages = [_stage(replay) for replay in batch]
+    stages = [replay.stage for replay in batch]
     past = max(stage.start for stage in stages)
     new = max(stage.end - stage.start for stage in stages)
     token_ids = torch.zeros(len(batch), new, dtype=torch.long)
@@ -292,7 +288,7 @@ def _image_inputs(
     embeddings = model.get_input_embeddings()(token_ids)
     places = positions.repeat(3, 1, 1)
     for row, replay in enumerate(batch):
-        stage = _stage(replay)
+        stage = replay.stage
         types = torch.zeros(1, len(replay.context), dtype=torch.int32)
         grids = []
         for image in replay.images:
@@ -330,7 +326,7 @@ def _recorded_routing(model: Any, batch: list[Replay], new: int) -> Iterator[Non
     experts = torch.zeros(len(batch), new, len(layers), per_token, dtype=torch.long)
     known = torch.zeros(len(batch), new, dtype=torch.bool)
     for row, replay, routes in routed:
-        stage = _stage(replay)
+        stage = replay.stage
         chosen, part = slice(stage.start, stage.end), routes.experts[stage.start : stage.end]
         ids = np.sort(part.astype(np.int64), -1)
         is_possible = routes.known[chosen].copy()
@@ -347,7 +343,7 @@ def _recorded_routing(model: Any, batch: list[Replay], new: int) -> Iterator[Non
     def note(number: int, scores: torch.Tensor, ids: torch.Tensor) -> None:
         errors = route_errors(scores, ids).view(len(batch), new).numpy()
         for row, replay, routes in routed:
-            stage = _stage(replay)
+            stage = replay.stage
             noted = routes.errors[stage.start : stage.end]
             np.maximum(noted, errors[row, : len(noted)], out=noted)
 
@@ -391,7 +387,7 @@ def _store_logprobs(logits: torch.Tensor, batch: list[Replay]) -> None:
     slices: list[tuple[Segment, int, int]] = []
     rows: list[torch.Tensor] = []
     for row, replay in enumerate(batch):
-        stage = _stage(replay)
+        stage = replay.stage
         for segment in replay.segments:
             # Token i of a segment is drawn from the logits of the position before it.
             first = max(stage.start, segment.position - 1)

@@ -171,6 +171,13 @@ class Replay:
     """Number of stages already computed."""
     images: tuple[RecordedImage, ...] = ()
     """Images of the context, in order."""
+    is_rival: bool = False
+    """Whether the stages are another history than the recorded one."""
+
+    @property
+    def stage(self) -> KvSpan:
+        """The stage to compute next."""
+        return self.stages[self.stages_done]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,20 +198,13 @@ class EngineBuild:
 class PassChange:
     """Two consecutive passes of a turn: between them the KV was computed anew."""
 
-    context: npt.NDArray[np.int32]
-    adapter: ReplayedAdapter
-    earlier: list[KvSpan]
-    """Stages of the earlier pass; they end where the later one samples its first token from."""
-    later: list[KvSpan]
-    """Stages of the later pass, from position 0."""
+    earlier: Replay
+    """Its stages end where ``later`` samples its first token from."""
+    later: Replay
     last: Segment
     """Last span of the earlier pass."""
     first: Segment
     """First span of the later pass; continues ``last``."""
-    routes: tuple[RecordedRoutes | None, RecordedRoutes | None] = (None, None)
-    """Routed experts of the earlier pass, and of the later one."""
-    images: tuple[RecordedImage, ...] = ()
-    """Images of the context, in order."""
 
 
 @dataclass(slots=True)
@@ -481,16 +481,7 @@ def _changes(passes: list[Replay]) -> Iterator[PassChange]:
     for earlier, later in itertools.pairwise(passes):
         last, first = earlier.segments[-1], later.segments[0]
         if last.position + len(last.token_ids) == first.position:
-            yield PassChange(
-                later.context,
-                later.adapter,
-                earlier.stages,
-                later.stages,
-                last,
-                first,
-                (earlier.routes, later.routes),
-                later.images,
-            )
+            yield PassChange(earlier, later, last, first)
 
 
 def is_replayable(turn: RecordedTurn) -> bool:

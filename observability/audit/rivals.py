@@ -201,8 +201,8 @@ def rivals_of(
         found += _moved_boundaries(replay, tokens_max)
         found += _fresh_kv(replay, tokens_max)
     for change in changes:
-        stages = [*change.earlier, *change.later]
-        if {(stage.version, change.adapter) for stage in stages} <= archived:
+        stages = [*change.earlier.stages, *change.later.stages]
+        if {(stage.version, change.later.adapter) for stage in stages} <= archived:
             found += _recomputes(change, tokens_max)
     return found
 
@@ -215,7 +215,7 @@ def _other_versions(replay: Replay, archived: Archived, tokens_max: int | None) 
             if spans and (other, replay.adapter) in archived:
                 stages = [*replay.stages[:number], KvSpan(other, stage.start, stage.end)]
                 parts = [_part(span, slice(tokens_max)) for span in spans]
-                shared = _replay(replay, stages, parts)
+                shared = _replay(replay, stages, parts, replay.routes)
                 for part in parts:  # one by one, because one turn alone may be tagged wrong
                     yield Rival("version", f"v{other}", shared, (part,))
 
@@ -238,7 +238,9 @@ def _moved_boundaries(replay: Replay, tokens_max: int | None) -> Iterator[Rival]
             if shift < 0:
                 parts.insert(0, _part(last, slice(len(last.token_ids) - 1, None)))
             claim = _moved(first, shift)
-            yield Rival("boundary", claim, _replay(replay, stages, parts), tuple(parts))
+            yield Rival(
+                "boundary", claim, _replay(replay, stages, parts, replay.routes), tuple(parts)
+            )
 
 
 def _fresh_kv(replay: Replay, tokens_max: int | None) -> Iterator[Rival]:
@@ -247,12 +249,13 @@ def _fresh_kv(replay: Replay, tokens_max: int | None) -> Iterator[Rival]:
         if span.is_mixed:
             stages = [KvSpan(span.version, 0, span.position - 1 + len(span.token_ids))]
             part = _part(span, slice(tokens_max))
-            yield Rival("kv", "fresh KV", _replay(replay, stages, [part]), (part,))
+            yield Rival("kv", "fresh KV", _replay(replay, stages, [part], replay.routes), (part,))
 
 
 def _recomputes(change: PassChange, tokens_max: int | None) -> Iterator[Rival]:
     """Yield a recompute that did not happen, or that happened one token earlier or later."""
-    earlier, later, last, first = change.earlier, change.later, change.last, change.first
+    earlier, later = change.earlier.stages, change.later.stages
+    last, first = change.last, change.first
     at = first.position - 1  # the first position that the later pass samples from
     whole, one = slice(tokens_max), slice(0, 1)
     own_end = at + len(first.token_ids)
@@ -278,19 +281,10 @@ def _recomputes(change: PassChange, tokens_max: int | None) -> Iterator[Rival]:
     for kind, claim, part, stages, recorded in claims:
         end = part.copy.position - 1 + len(part.copy.token_ids)
         if _until(stages, end) != _until(recorded, end):
-            before, after = change.routes
-            routes = None if before is None else before.joined_with(after, at)
-            if stages is later:
-                routes = None if after is None else RecordedRoutes(after.experts, after.known)
-            replay = Replay(
-                change.context,
-                _until(stages, end),
-                [part.copy],
-                change.adapter,
-                routes,
-                images=change.images,
-            )
-            yield Rival(kind, claim, replay, (part,))
+            before, after = change.earlier.routes, change.later.routes
+            if stages is not later:
+                after = None if before is None else before.joined_with(after, at)
+            yield Rival(kind, claim, _replay(change.later, stages, [part], after), (part,))
 
 
 def _moved(first: Segment, shift: int) -> str:
@@ -310,16 +304,23 @@ def _until(stages: Sequence[KvSpan], end: int) -> list[KvSpan]:
     return joined
 
 
-def _replay(recorded: Replay, stages: Sequence[KvSpan], parts: Sequence[_Part]) -> Replay:
+def _replay(
+    recorded: Replay,
+    stages: Sequence[KvSpan],
+    parts: Sequence[_Part],
+    routes: RecordedRoutes | None,
+) -> Replay:
     """Make a replay of a recorded context by other stages, as far as its parts need them."""
-    end = max(each.copy.position - 1 + len(each.copy.token_ids) for each in parts)
     copies = [each.copy for each in parts]
-    routes = recorded.routes
-    if routes is not None:
-        routes = RecordedRoutes(routes.experts, routes.known)
-    replayed = _until(stages, end)
+    end = max(copy.position - 1 + len(copy.token_ids) for copy in copies)
     return Replay(
-        recorded.context, replayed, copies, recorded.adapter, routes, images=recorded.images
+        recorded.context,
+        _until(stages, end),
+        copies,
+        recorded.adapter,
+        None if routes is None else RecordedRoutes(routes.experts, routes.known),
+        images=recorded.images,
+        is_rival=True,
     )
 
 

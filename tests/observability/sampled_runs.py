@@ -329,3 +329,33 @@ def edit_rollout(directory: Path, rollout_id: int, edit: Callable[[dict[str, Any
     rows = table.to_pylist()
     edit(next(row for row in rows if row["rollout_id"] == rollout_id))
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+
+
+Row = dict[str, Any]
+
+
+def tag(turn: Row, span: int, version: int, oldest: int | None = None) -> None:
+    """Tag a span with a version and its KV with those from ``oldest`` on."""
+    kv = {"kv_oldest": version if oldest is None else oldest, "kv_newest": version}
+    turn["spans"][span] |= {"version": version, **kv}
+
+
+def tag_all(row: Row, version: int) -> None:
+    for turn in row["turns"]:
+        tag(turn, 0, version)
+        turn["prefills"][0]["spans"][0]["version"] = version
+
+
+def move_boundary(row: Row, shift: int, *, span: int = 0, turn: int = 0) -> None:
+    """Move the end of a span."""
+    spans = row["turns"][turn]["spans"]
+    spans[span]["end"] += shift
+    spans[span + 1]["start"] += shift
+
+
+def claim_a_recompute(row: Row) -> None:
+    """Say of a row of :func:`kept` that its KV was computed anew with v1."""
+    turn = row["turns"][0]
+    tag(turn, 1, 1)
+    tag(turn, 2, 2, oldest=1)
+    turn["prefills"].append({"at": 4, "spans": [{"version": 1, "start": 0, "end": 9}]})

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.observability import recorded, sampled_runs
-from tests.observability.sampled_runs import KINDS, edit_rollout, make_models, record_run
+from tests.observability.sampled_runs import (
+    KINDS,
+    Row,
+    claim_a_recompute,
+    edit_rollout,
+    make_models,
+    move_boundary,
+    record_run,
+    tag,
+    tag_all,
+)
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import TOLERANCE, AuditReport, audit_run
 from tidegate.observability.audit.replay import kept_set_error, sampled_logprobs
@@ -24,8 +33,6 @@ from tidegate.observability.records.weight_archive import weights_path
 from tidegate.transport.sampling import LogitsProcessor
 
 pytestmark = pytest.mark.wire
-
-Row = dict[str, Any]
 
 ONE_VERSION, ABORTED, RECOMPUTED, KEPT, KEPT_OVER_TURNS, SWAPPED_IN_PREFILL, FILTERED = range(7)
 
@@ -45,8 +52,31 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(honest_run: Path, tmp_path: Path) -> Path:
     """A copy of the correct run, to be falsified."""
-    shutil.copytree(honest_run, tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(honest_run, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def honest_options_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = make_models()
+    rollouts = [sampled_runs.with_options(models, number) for number in range(3)]
+    return record_run(tmp_path_factory.mktemp("runs") / "options", models, rollouts)
+
+
+@pytest.fixture
+def options_run(honest_options_run: Path, tmp_path: Path) -> Path:
+    """A copy of a run with all sampling options, to be falsified."""
+    return shutil.copytree(honest_options_run, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def honest_booked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded.record_run(tmp_path_factory.mktemp("booked") / "run")
+
+
+@pytest.fixture
+def booked_run(honest_booked_run: Path, tmp_path: Path) -> Path:
+    """A copy of a real run, with metrics.jsonl, to be falsified."""
+    return shutil.copytree(honest_booked_run, tmp_path / "run")
 
 
 def messages(report: AuditReport) -> list[tuple[int, int, str]]:
@@ -75,29 +105,10 @@ def test_audits_agree_for_every_sampling_mode_across_weight_updates(honest_run: 
     assert report.worst.difference < TOLERANCE / 10
 
 
-@pytest.fixture(scope="module")
-def run_with_options(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    models = make_models()
-    rollouts = [sampled_runs.with_options(models, number) for number in range(3)]
-    return record_run(tmp_path_factory.mktemp("runs") / "options", models, rollouts)
-
-
-def test_an_audit_that_could_replay_nothing_does_not_say_that_the_tags_agree(
-    run_with_options: Path,
-) -> None:
-    report = audit_run(run_with_options)
-    unreplayed = dataclasses.replace(
-        report, tokens_agreeing=0, tokens_unreplayable=report.tokens, worst=None
-    )
-    assert unreplayed.lines()[-1] == (
-        f"nothing replayed: none of {report.tokens} tokens could be checked"
-    )
-
-
 def test_every_sampling_option_is_audited_except_user_defined_processors(
-    run_with_options: Path,
+    honest_options_run: Path,
 ) -> None:
-    report = audit_run(run_with_options)
+    report = audit_run(honest_options_run)
 
     assert messages(report) == []
     assert report.agrees
@@ -109,32 +120,28 @@ def test_every_sampling_option_is_audited_except_user_defined_processors(
     assert report.worst is not None
     assert report.worst.difference < TOLERANCE / 10
 
+    unreplayed = dataclasses.replace(
+        report, tokens_agreeing=0, tokens_unreplayable=report.tokens, worst=None
+    )
+    assert unreplayed.lines()[-1] == (
+        f"nothing replayed: none of {report.tokens} tokens could be checked"
+    )
 
-@pytest.mark.parametrize("turn", range(7))
-def test_an_option_that_was_not_applied_is_detected(
-    run_with_options: Path, tmp_path: Path, turn: int
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(run_with_options, run)
 
+def test_an_option_that_was_not_applied_is_detected(options_run: Path) -> None:
     def forget(row: Row) -> None:
-        row["turns"][turn]["options"] = None
+        for turn in row["turns"][:7]:
+            turn["options"] = None
 
     for rollout_id in range(3):
-        edit_rollout(run, rollout_id, forget)
-    problems = audit_run(run).problems
-    assert problems
-    assert {problem.turn for problem in problems} == {turn}
+        edit_rollout(options_run, rollout_id, forget)
+    assert {problem.turn for problem in audit_run(options_run).problems} == {*range(7)}
 
 
-def test_options_that_are_not_json_can_not_be_audited(
-    run_with_options: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(run_with_options, run)
-    edit_rollout(run, 0, lambda row: row["turns"][0].update(options="{"))
+def test_options_that_are_not_json_can_not_be_audited(options_run: Path) -> None:
+    edit_rollout(options_run, 0, lambda row: row["turns"][0].update(options="{"))
     with pytest.raises(AuditError, match="recorded sampling options are no JSON"):
-        audit_run(run)
+        audit_run(options_run)
 
 
 def test_the_audit_reports_the_share_of_undetectable_wrong_tags(honest_run: Path) -> None:
@@ -146,130 +153,59 @@ def test_the_audit_reports_the_share_of_undetectable_wrong_tags(honest_run: Path
     assert not audit_run(honest_run, tolerance=0).agrees
 
 
-def test_a_span_tagged_consistently_with_a_neighbouring_version_is_detected_by_log_probs(
-    run: Path,
+def call_the_prefix_fresh(row: Row) -> None:
+    turn = row["turns"][0]
+    tag(turn, 0, 1)
+    turn["prefills"][0]["spans"] = [{"version": 1, "start": 0, "end": 6}]
+
+
+def change_a_token(row: Row) -> None:
+    position = row["turns"][1]["start"] + 2
+    row["token_ids"][position] = (row["token_ids"][position] + 1) % sampled_runs.VOCAB
+
+
+def change_an_observation(row: Row) -> None:
+    row["token_ids"][row["turns"][1]["start"] - 1] = 20
+
+
+NO_MATCH = "do not match its weights"
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "lie", "found"),
+    [
+        (ONE_VERSION, partial(tag_all, version=2), {(0, NO_MATCH), (1, NO_MATCH)}),
+        (ABORTED, lambda row: tag(row["turns"][0], 1, 2), {(0, "is tagged v2, but v1 computed")}),
+        (KEPT, lambda row: tag(row["turns"][0], 1, 1), {(0, "v1 say fresh, but the KV was mixed")}),
+        (KEPT, claim_a_recompute, {(0, NO_MATCH)}),
+        (KEPT, partial(move_boundary, shift=-1), {(0, NO_MATCH)}),
+        (KEPT, partial(move_boundary, shift=1), {(0, NO_MATCH)}),
+        (SWAPPED_IN_PREFILL, call_the_prefix_fresh, {(0, NO_MATCH)}),
+        (RECOMPUTED, partial(move_boundary, shift=1, span=1), {(0, "reaches across token 4")}),
+        (ONE_VERSION, change_a_token, {(1, "first token 2:")}),
+        (ONE_VERSION, change_an_observation, {(1, NO_MATCH)}),
+        (FILTERED, lambda row: row["turns"][2].update(top_k=6), {(2, NO_MATCH)}),
+    ],
+)
+def test_a_wrong_tag_token_or_parameter_is_detected_in_its_turn(
+    run: Path, rollout_id: int, lie: Callable[[Row], None], found: set[tuple[int, str]]
 ) -> None:
-    def lie(row: Row) -> None:
-        for turn in row["turns"]:
-            turn["spans"][0] |= {"version": 2, "kv_oldest": 2, "kv_newest": 2}
-            turn["prefills"][0]["spans"][0]["version"] = 2
-
-    edit_rollout(run, ONE_VERSION, lie)
+    edit_rollout(run, rollout_id, lie)
     report = audit_run(run)
-
     assert not report.agrees
-    assert [(r, t) for r, t, _ in messages(report)] == [(ONE_VERSION, 0), (ONE_VERSION, 1)]
-    assert "tagged v2 do not match its weights" in messages(report)[0][2]
-    assert report.worst is not None
-    assert (report.worst.rollout_id, report.worst.version) == (ONE_VERSION, 2)
-
-
-def test_a_wrong_version_tag_contradicts_the_prefill_it_was_sampled_from(run: Path) -> None:
-    def lie(row: Row) -> None:
-        row["turns"][0]["spans"][1] |= {"version": 2, "kv_oldest": 2, "kv_newest": 2}
-
-    edit_rollout(run, ABORTED, lie)
-    report = audit_run(run)
-    assert any("token 4 is tagged v2, but v1 computed" in m for _, _, m in messages(report))
+    assert {(r, t) for r, t, _ in messages(report)} == {(rollout_id, t) for t, _ in found}
+    for turn, part in found:
+        assert any(t == turn and part in message for _, t, message in messages(report))
 
 
 def test_a_version_that_was_never_archived_is_a_wrong_tag(run: Path) -> None:
-    def lie(row: Row) -> None:
-        row["turns"][0]["spans"][0] |= {"version": 99, "kv_oldest": 99, "kv_newest": 99}
-        row["turns"][0]["prefills"][0]["spans"][0]["version"] = 99
-
-    edit_rollout(run, ONE_VERSION, lie)
+    edit_rollout(run, ONE_VERSION, partial(tag_all, version=99))
     report = audit_run(run)
     assert messages(report) == [
-        (ONE_VERSION, 0, "tokens from 0 on need weights v99, which are not in the archive")
+        (ONE_VERSION, turn, "tokens from 0 on need weights v99, which are not in the archive")
+        for turn in (0, 1)
     ]
-    assert report.tokens_agreeing == report.tokens - 5
-
-
-def test_a_fresh_kv_tag_over_a_mixed_history_is_detected(run: Path) -> None:
-    def lie(row: Row) -> None:
-        row["turns"][0]["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
-
-    edit_rollout(run, KEPT, lie)
-    report = audit_run(run)
-    assert messages(report) == [
-        (KEPT, 0, "tokens [4, 7) of v1 say fresh, but the KV was mixed(0, 1)")
-    ]
-    assert report.tokens_agreeing == report.tokens
-    assert not report.agrees
-
-
-def test_a_claimed_recompute_that_never_happened_is_detected_by_log_probs(
-    run: Path,
-) -> None:
-    def lie(row: Row) -> None:
-        turn = row["turns"][0]
-        turn["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
-        turn["spans"][2] |= {"kv_oldest": 1, "kv_newest": 2}
-        turn["prefills"].append({"at": 4, "spans": [{"version": 1, "start": 0, "end": 9}]})
-
-    edit_rollout(run, KEPT, lie)
-    report = audit_run(run)
-    assert [(r, t) for r, t, _ in messages(report)] == [(KEPT, 0), (KEPT, 0)]
-    assert all("do not match its weights" in m for _, _, m in messages(report))
-
-
-def test_a_stale_prefix_tagged_fresh_is_detected_by_log_probs(run: Path) -> None:
-    def lie(row: Row) -> None:
-        turn = row["turns"][0]
-        turn["spans"][0] |= {"kv_oldest": 1, "kv_newest": 1}
-        turn["prefills"][0]["spans"] = [{"version": 1, "start": 0, "end": 6}]
-
-    edit_rollout(run, SWAPPED_IN_PREFILL, lie)
-    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(SWAPPED_IN_PREFILL, 0)]
-
-
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_a_span_boundary_off_by_one_token_is_detected(run: Path, shift: int) -> None:
-    def lie(row: Row) -> None:
-        row["turns"][0]["spans"][0]["end"] += shift
-        row["turns"][0]["spans"][1]["start"] += shift
-
-    edit_rollout(run, KEPT, lie)
-    assert not audit_run(run).agrees
-
-
-def test_a_span_boundary_moved_off_a_recompute_is_detected(run: Path) -> None:
-    def lie(row: Row) -> None:
-        row["turns"][0]["spans"][1]["end"] += 1
-        row["turns"][0]["spans"][2]["start"] += 1
-
-    edit_rollout(run, RECOMPUTED, lie)
-    report = audit_run(run)
-    assert any("reaches across token 4" in m for _, _, m in messages(report))
-
-
-def test_a_changed_token_is_detected_with_its_position(run: Path) -> None:
-    def lie(row: Row) -> None:
-        position = row["turns"][1]["start"] + 2
-        row["token_ids"][position] = (row["token_ids"][position] + 1) % sampled_runs.VOCAB
-
-    edit_rollout(run, ONE_VERSION, lie)
-    report = audit_run(run)
-    [(rollout_id, turn, message)] = messages(report)
-    assert (rollout_id, turn) == (ONE_VERSION, 1)
-    assert "first token 2:" in message
-
-
-def test_a_changed_observation_is_detected_by_the_tokens_after_it(run: Path) -> None:
-    def lie(row: Row) -> None:
-        row["token_ids"][row["turns"][1]["start"] - 1] = 20
-
-    edit_rollout(run, ONE_VERSION, lie)
-    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(ONE_VERSION, 1)]
-
-
-def test_a_log_prob_of_other_sampling_parameters_is_detected(run: Path) -> None:
-    def lie(row: Row) -> None:
-        row["turns"][2]["top_k"] = 6
-
-    edit_rollout(run, FILTERED, lie)
-    assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(FILTERED, 2)]
+    assert report.tokens_agreeing == report.tokens - 12
 
 
 @pytest.mark.parametrize(
@@ -304,28 +240,23 @@ def test_tokens_of_unknown_history_are_counted_separately(run: Path) -> None:
     assert report.tokens_agreeing == report.tokens - 5
 
 
-@pytest.mark.parametrize("token_id", [-1, sampled_runs.VOCAB, 2**31 - 1])
-@pytest.mark.parametrize("place", ["sampled", "last", "given"])
-def test_a_token_outside_the_vocabulary_is_named(run: Path, place: str, token_id: int) -> None:
-    def lie(row: Row) -> None:
-        position = {"sampled": row["turns"][0]["start"], "last": -1, "given": 0}[place]
-        row["token_ids"][position] = token_id
+def test_a_token_outside_the_vocabulary_is_named(run: Path) -> None:
+    lies = [(ONE_VERSION, 0, -1), (ABORTED, 3, sampled_runs.VOCAB), (KEPT, -1, 2**31 - 1)]
+    for rollout_id, position, token_id in lies:
 
-    edit_rollout(run, ONE_VERSION, lie)
+        def lie(row: Row, position: int = position, token_id: int = token_id) -> None:
+            row["token_ids"][position] = token_id
+
+        edit_rollout(run, rollout_id, lie)
     report = audit_run(run)
     assert not report.agrees
-    [(rollout_id, message)] = of_rows(report)
-    assert rollout_id == ONE_VERSION
-    assert f"has the id {token_id}, and the model's vocabulary has 40 tokens" in message
-    assert report.tokens_agreeing == report.tokens - 12
+    for (rollout_id, _, token_id), (found, message) in zip(lies, of_rows(report), strict=True):
+        assert rollout_id == found
+        assert f"has the id {token_id}, and the model's vocabulary has 40 tokens" in message
+    assert report.tokens_agreeing == report.tokens - 12 - 9 - 10
 
 
-def test_biases_and_kept_tokens_outside_the_vocabulary_are_named(
-    run_with_options: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(run_with_options, run)
-
+def test_biases_and_kept_tokens_outside_the_vocabulary_are_named(options_run: Path) -> None:
     def bias(row: Row) -> None:
         options = json.loads(row["turns"][2]["options"])
         options["logit_bias"] = [[400, 3.0]]
@@ -343,28 +274,17 @@ def test_biases_and_kept_tokens_outside_the_vocabulary_are_named(
     def keep_fewer(row: Row) -> None:
         row["turns"][0]["kept_ids"] = [[1]]
 
-    edit_rollout(run, 0, bias)
-    edit_rollout(run, 0, allow)
-    edit_rollout(run, 1, keep)
-    edit_rollout(run, 2, keep_fewer)
-    says = [(r, t, m.split(",")[0]) for r, t, m in messages(audit_run(run))]
+    edit_rollout(options_run, 0, bias)
+    edit_rollout(options_run, 0, allow)
+    edit_rollout(options_run, 1, keep)
+    edit_rollout(options_run, 2, keep_fewer)
+    says = [(r, t, m.split(",")[0]) for r, t, m in messages(audit_run(options_run))]
     assert says == [
         (0, 2, "logit bias 0 has the id 400"),
         (0, 4, "token of allowed_tokens 1 has the id -3"),
         (1, 0, "kept token 1 has the id 400"),
         (2, 0, "it has 1 kept sets for 6 tokens"),
     ]
-
-
-@pytest.fixture(scope="module")
-def booked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run, with metrics.jsonl."""
-    return recorded.record_run(tmp_path_factory.mktemp("booked") / "run")
-
-
-def trained_at(run: Path, version: int) -> list[int]:
-    rows = read_trajectories(run)
-    return [r.rollout_id for r in rows if r.consumed_version == version]
 
 
 @pytest.mark.parametrize(
@@ -419,21 +339,17 @@ def test_tokens_newer_than_the_version_they_were_trained_at_are_named(run: Path)
         },
     ],
 )
-def test_a_row_moved_consistently_to_another_batch_is_detected(
-    booked_run: Path, tmp_path: Path, edit: Row
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(booked_run, run)
-    assert audit_run(run).agrees
-    first, *_ = trained_at(run, 3)
+def test_a_row_moved_consistently_to_another_batch_is_detected(booked_run: Path, edit: Row) -> None:
+    rows = read_trajectories(booked_run)
+    first = next(row.rollout_id for row in rows if row.consumed_version == 3)
 
     def lie(row: Row) -> None:
         row.update(edit)
         if row["state"] == "trained":
             row["staleness"] = 2 - min(s["version"] for t in row["turns"] for s in t["spans"])
 
-    edit_rollout(run, first, lie)
-    report = audit_run(run)
+    edit_rollout(booked_run, first, lie)
+    report = audit_run(booked_run)
     assert not report.agrees
     says = [message for rollout_id, message in of_rows(report) if rollout_id < 0]
     assert any(m.startswith("trained at v3: 4 rollouts with 32 tokens by metrics") for m in says)
@@ -451,27 +367,23 @@ def of_one_group(run: Path) -> list[int]:
 
 @pytest.mark.parametrize("column", ["reward", "advantage"])
 def test_siblings_whose_rewards_or_advantages_are_swapped_are_detected(
-    booked_run: Path, tmp_path: Path, column: str
+    booked_run: Path, column: str
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(booked_run, run)
-    rollouts = of_one_group(run)
-    values = [getattr(r, column) for r in read_trajectories(run) if r.rollout_id in rollouts]
+    rollouts = of_one_group(booked_run)
+    values = [getattr(r, column) for r in read_trajectories(booked_run) if r.rollout_id in rollouts]
     for rollout_id, value in zip(rollouts, reversed(values), strict=True):
-        edit_rollout(run, rollout_id, partial(dict.update, **{column: value}))
+        edit_rollout(booked_run, rollout_id, partial(dict.update, **{column: value}))
 
-    [(rollout_id, message)] = of_rows(audit_run(run))
+    [(rollout_id, message)] = of_rows(audit_run(booked_run))
     assert rollout_id in rollouts
     assert message.startswith("advantage=")
     assert "the rewards of its group's 2 trained rollouts make" in message
 
 
-def test_an_advantage_with_the_wrong_sign_is_detected(booked_run: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(booked_run, run)
-    first, _ = of_one_group(run)
-    edit_rollout(run, first, lambda row: row.update(advantage=-row["advantage"]))
-    assert [rollout_id for rollout_id, _ in of_rows(audit_run(run))] == [first]
+def test_an_advantage_with_the_wrong_sign_is_detected(booked_run: Path) -> None:
+    first, _ = of_one_group(booked_run)
+    edit_rollout(booked_run, first, lambda row: row.update(advantage=-row["advantage"]))
+    assert [rollout_id for rollout_id, _ in of_rows(audit_run(booked_run))] == [first]
 
 
 @pytest.mark.parametrize(
@@ -495,30 +407,28 @@ def test_a_reward_that_is_no_number_is_detected(run: Path) -> None:
 
 
 def test_rewards_that_differ_from_the_trained_ones_are_detected_by_the_metrics(
-    booked_run: Path, tmp_path: Path
+    booked_run: Path,
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(booked_run, run)
-    first, second = of_one_group(run)
+    first, second = of_one_group(booked_run)
     for rollout_id in (first, second):  # the same advantages, from other rewards
-        edit_rollout(run, rollout_id, lambda row: row.update(reward=row["reward"] + 1))
-    [(rollout_id, message)] = of_rows(audit_run(run))
+        edit_rollout(booked_run, rollout_id, lambda row: row.update(reward=row["reward"] + 1))
+    [(rollout_id, message)] = of_rows(audit_run(booked_run))
     assert rollout_id == -1
     assert "by metrics.jsonl" in message
     assert "mean reward" in message
 
 
-def test_the_report_says_what_no_audit_checks(booked_run: Path) -> None:
-    assert audit_run(booked_run).lines()[-2].startswith("not audited: the rewards that episodes")
-
-
-def test_rows_whose_batches_are_not_in_the_metrics_are_named(
-    booked_run: Path, tmp_path: Path
+def test_a_real_run_agrees_and_its_report_says_what_no_audit_checks(
+    honest_booked_run: Path,
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(booked_run, run)
-    (run / "metrics.jsonl").write_text("")
-    assert of_rows(audit_run(run)) == [
+    report = audit_run(honest_booked_run)
+    assert report.agrees
+    assert report.lines()[-2].startswith("not audited: the rewards that episodes")
+
+
+def test_rows_whose_batches_are_not_in_the_metrics_are_named(booked_run: Path) -> None:
+    (booked_run / "metrics.jsonl").write_text("")
+    assert of_rows(audit_run(booked_run)) == [
         (-1, "metrics.jsonl has no batch, and trajectories have trained rows")
     ]
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +14,13 @@ import tidegate
 from examples.grpo import load_trainer, train_step
 from examples.worker_grpo import VOCABULARY, make_model
 from tests.models import make_model_directory
-from tests.observability.sampled_runs import edit_rollout
+from tests.observability.sampled_runs import Row, edit_rollout, move_boundary
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.records.recording import read_trajectories
 
 pytestmark = pytest.mark.wire
-
-Row = dict[str, Any]
 
 LEARNING_RATE = 1e-6
 """One step changes log-probs by about 1e-5 nats, a tenth of the audit's tolerance."""
@@ -76,8 +75,7 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 @pytest.fixture
 def run(honest_run: Path, tmp_path: Path) -> Path:
     """A copy of the correct run, to be falsified."""
-    shutil.copytree(honest_run, tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(honest_run, tmp_path / "run")
 
 
 def test_a_deterministic_run_is_sampled_again_to_the_bit_across_weight_updates(
@@ -101,6 +99,12 @@ def test_an_exact_audit_notices_each_wrong_tag_of_a_small_step_that_changes_a_bi
         assert power.tags_tried > 0
         assert power.missed_share == 0
         assert power.unnoticed_share < 0.1  # a single token may have the same bits by chance
+        assert power.tags == power.tags_tried
+    sampled = audit_run(honest_run, exact=True, wrong_tags_max=9)
+    assert 9 <= sampled.version_power.tags_tried < 20
+    assert sampled.version_power.tags == report.version_power.tags_tried
+    assert sampled.version_power.unnoticed_share_max > 0.1
+    assert any("a random sample of" in line for line in sampled.lines())
 
 
 def first_mixed(run: Path) -> tuple[int, int]:
@@ -113,28 +117,26 @@ def first_mixed(run: Path) -> tuple[int, int]:
     )
 
 
-def move_boundary(turn: Row) -> None:
-    turn["spans"][0]["end"] += 1
-    turn["spans"][1]["start"] += 1
+def change_seed(row: Row, turn: int) -> None:
+    row["turns"][turn]["seed"] += 1
 
 
-def move_boundary_back(turn: Row) -> None:
-    turn["spans"][0]["end"] -= 1
-    turn["spans"][1]["start"] -= 1
-
-
-def change_seed(turn: Row) -> None:
-    turn["seed"] += 1
-
-
-@pytest.mark.parametrize("lie", [move_boundary, move_boundary_back, change_seed])
+@pytest.mark.parametrize(
+    ("lie", "claim"),
+    [
+        (partial(move_boundary, shift=1), "are those of a boundary at token"),
+        (partial(move_boundary, shift=-1), "are those of a boundary at token"),
+        (change_seed, "do not match its weights"),
+    ],
+)
 def test_a_tag_that_is_wrong_by_one_token_or_by_its_seed_is_found(
-    run: Path, lie: Callable[[Row], None]
+    run: Path, lie: Callable[..., None], claim: str
 ) -> None:
     rollout_id, turn = first_mixed(run)
-    edit_rollout(run, rollout_id, lambda row: lie(row["turns"][turn]))
-    report = audit_run(run, exact=True)
+    edit_rollout(run, rollout_id, partial(lie, turn=turn))
+    report = audit_run(run, exact=True, wrong_tags_max=1)
     assert not report.agrees
+    assert any(claim in problem.message for problem in report.problems)
     assert {(p.rollout_id, p.turn) for p in report.problems} == {(rollout_id, turn)}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import transformers
 from typer.testing import CliRunner
 
 import tidegate
-from tests.observability.sampled_runs import edit_rollout
+from tests.observability.sampled_runs import Row, edit_rollout, move_boundary
 from tests.smollm2 import DIRECTORY, needs_smollm2
 from tidegate.cli.command import app
 from tidegate.observability.audit.audit import audit_run
@@ -120,26 +121,20 @@ def test_each_tag_and_boundary_off_by_one_is_noticed_if_it_changes_a_log_prob(
     assert report.verdict.endswith("would not be noticed: agrees")
 
 
-def next_version(turn: dict[str, Any]) -> None:
+def next_version(row: Row) -> None:
+    turn = row["turns"][0]
     turn["spans"][0]["version"] += 1
     turn["prefills"][0]["spans"][0]["version"] += 1
 
 
-def later_boundary(turn: dict[str, Any]) -> None:
-    turn["spans"][0]["end"] += 3
-    turn["spans"][1]["start"] += 3
-
-
-@pytest.mark.parametrize("lie", [next_version, later_boundary])
-def test_a_wrong_tag_is_found(
-    honest_run: Path, tmp_path: Path, lie: Callable[[dict[str, Any]], None]
-) -> None:
+@pytest.mark.parametrize("lie", [next_version, partial(move_boundary, shift=3)])
+def test_a_wrong_tag_is_found(honest_run: Path, tmp_path: Path, lie: Callable[[Row], None]) -> None:
     run = tmp_path / "run"
     shutil.copytree(honest_run, run, ignore=shutil.ignore_patterns("model.safetensors"))
     for weights in honest_run.glob("weights/*/model.safetensors"):
         (run / weights.relative_to(honest_run)).symlink_to(weights)
     for rollout in read_trajectories(run):
-        edit_rollout(run, rollout.rollout_id, lambda row: lie(row["turns"][0]))
+        edit_rollout(run, rollout.rollout_id, lie)
     assert audit_run(run).verdict == "DISAGREES"
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,18 @@ import transformers
 import tidegate
 from tests.models import make_model_directory
 from tests.observability import sampled_runs
-from tests.observability.sampled_runs import edit_rollout, make_models, record_run
+from tests.observability.sampled_runs import (
+    Row,
+    claim_a_recompute,
+    edit_rollout,
+    make_models,
+    move_boundary,
+    record_run,
+    tag_all,
+)
 from tidegate.observability.audit.audit import AuditReport, audit_run
 
 pytestmark = pytest.mark.wire
-
-Row = dict[str, Any]
 
 ONE_VERSION, ABORTED, RECOMPUTED, KEPT, SWAPPED_IN_PREFILL = range(5)
 
@@ -41,39 +48,14 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(honest_run: Path, tmp_path: Path) -> Path:
     """A copy of the correct run, to be falsified."""
-    shutil.copytree(honest_run, tmp_path / "run")
-    return tmp_path / "run"
-
-
-def tag_another_version(row: Row) -> None:
-    for turn in row["turns"]:
-        turn["spans"][0] |= {"version": 2, "kv_oldest": 2, "kv_newest": 2}
-        turn["prefills"][0]["spans"][0]["version"] = 2
-
-
-def move_boundary(row: Row) -> None:
-    row["turns"][0]["spans"][0]["end"] += 1
-    row["turns"][0]["spans"][1]["start"] += 1
-
-
-def move_boundary_back(row: Row) -> None:
-    row["turns"][0]["spans"][0]["end"] -= 1
-    row["turns"][0]["spans"][1]["start"] -= 1
-
-
-def claim_a_recompute(row: Row) -> None:
-    turn = row["turns"][0]
-    turn["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
-    turn["spans"][2] |= {"kv_oldest": 1, "kv_newest": 2}
-    turn["prefills"].append({"at": 4, "spans": [{"version": 1, "start": 0, "end": 9}]})
+    return shutil.copytree(honest_run, tmp_path / "run")
 
 
 def move_recompute(row: Row) -> None:
     turn = row["turns"][0]
     boundary = turn["spans"][1]["start"]
     prefill = next(each for each in turn["prefills"] if each["at"] == boundary)
-    turn["spans"][0]["end"] -= 1
-    turn["spans"][1]["start"] -= 1
+    move_boundary(row, -1)
     prefill["at"] -= 1
     prefill["spans"][-1]["end"] -= 1
 
@@ -89,9 +71,9 @@ def test_versions_closer_than_the_tolerance_are_distinguished(honest_run: Path) 
 @pytest.mark.parametrize(
     ("rollout_id", "lie", "claim"),
     [
-        (ONE_VERSION, tag_another_version, "v1"),
-        (KEPT, move_boundary, "a boundary at token 4 in place of 5"),
-        (KEPT, move_boundary_back, "a boundary at token 4 in place of 3"),
+        (ONE_VERSION, partial(tag_all, version=2), "v1"),
+        (KEPT, partial(move_boundary, shift=1), "a boundary at token 4 in place of 5"),
+        (KEPT, partial(move_boundary, shift=-1), "a boundary at token 4 in place of 3"),
         (KEPT, claim_a_recompute, "KV kept from before the recompute"),
         (ABORTED, move_recompute, "a boundary at token 4 in place of 3"),
     ],
