@@ -310,7 +310,7 @@ class Speculation:
         counts = self._counts(sequences, tokens_left)
         saved = self._saved(sequences, counts)
         if not counts or not self._costs.allow(saved, is_timed=is_timed):
-            self._skips = STEPS_SKIPPED
+            self._skips = STEPS_SKIPPED if saved <= 0.0 or not counts else 0
             return []
         self._has_asked, self._skips = True, 0
         drafts = self._propose(counts)

@@ -149,6 +149,14 @@ def test_draft_length_grows_with_acceptance_and_shrinks_with_running_turns() -> 
     assert (pace.count(10, alone), pace.count(10, StepCosts().break_even(8))) == (3, 1)
 
 
+def test_a_turn_begins_with_the_acceptance_rate_of_those_before() -> None:
+    engine = FakeEngine(drafts=Oracle(0.0), max_running_turns=1)
+    for turn in range(12):
+        engine.submit([turn, 2, 3], 12)
+    run(engine)
+    assert 5 < engine.drafted_tokens < 12 * 5  # what every turn drafts first at .75
+
+
 def test_drafting_for_a_turn_with_low_acceptance_backs_off() -> None:
     pace, enough = DraftLengthController(), StepCosts().break_even(8)
     waits, length = [], 20
