@@ -65,7 +65,6 @@ from tidegate.observability.records.weight_archive import (
     archived_adapter,
     archived_versions,
     archived_weights,
-    archives,
     complete_versions,
 )
 from tidegate.orchestrator.batches.tasks import to_json
@@ -388,6 +387,8 @@ def audit_run(
     """
     if exact and tolerance is not None:
         raise AuditError(f"an exact audit has no tolerance; omit tolerance={tolerance:g}")
+    if rollouts_max is not None and rollouts_max < 1:
+        raise AuditError(f"rollouts_max must be at least 1, got {rollouts_max}")
     tolerance = 0.0 if exact else tolerance
     directory = Path(directory)
     _refuse_without_weights(directory)
@@ -406,7 +407,7 @@ def audit_run(
     unarchived = unreplayable = row = checked = left_out = 0
     versions_left_out: set[int] = set()
     are_exact: list[bool] = []
-    rollouts_wanted = _rollouts_wanted(recorded, rollouts_max)
+    rollouts_wanted = min(recorded, rollouts_max or recorded)
     for part in parts:
         bookkeeping = Bookkeeping(part)
         config = _text_config(part)
@@ -848,7 +849,7 @@ def _refuse_without_weights(directory: Path) -> None:
         raise AuditError(
             f"{directory} is not a directory; give a run's directory, such as runs/latest/async"
         )
-    if not any(_versions_in(archive) for archive in archives(directory)):
+    if not archived_versions(directory):
         if (setting := _archive_setting(directory)) == "none":
             raise AuditError(
                 f"{directory} was recorded with archive_weights={setting!r}, so it has no weights "
@@ -864,9 +865,10 @@ def _text_config(directory: Path) -> Any:
     """Return the configuration of one process's model; None if it has archived no model."""
     from tidegate.observability.audit.archived_model import text_config_of  # imports torch
 
-    archived = [path for archive in archives(directory) for path in archive.glob("v*")]
-    configured = [path for path in archived if (path / "config.json").is_file()]
-    return text_config_of(min(configured)) if configured else None
+    for path in archived_versions(directory).values():
+        if (path / "config.json").is_file():
+            return text_config_of(path)
+    return None
 
 
 def _images(directory: Path) -> ImageReader | None:
@@ -908,14 +910,11 @@ def _lost_versions(directory: Path) -> set[int]:
     versions are still to be archived.
     """
     lost: set[int] = set()
-    for part in (
-        process_directories(directory.parent)
-        if is_part(directory)
-        else process_directories(directory)
-    ):
+    for part in process_directories(directory.parent if is_part(directory) else directory):
         run = _run_of(part)
         if run and not has_ended(run):
-            newest = max(_versions_in(part / "weights"), default=-1)
+            names = (path.name[1:] for path in (part / "weights").glob("v*"))
+            newest = max((int(name) for name in names if name.isdecimal()), default=-1)
             step = _archive_step(_archive_setting(part))
             lost |= set(range(newest + 1, newest + 1 + step * (1 + QUEUED_WEIGHTS_MAX)))
     return lost
@@ -950,18 +949,6 @@ def _in_ranges(versions: Sequence[int]) -> str:
         else:
             ranges.append((version, version))
     return ", ".join(f"v{a}" if a == b else f"v{a} to v{b}" for a, b in ranges)
-
-
-def _versions_in(archive: Path) -> set[int]:
-    names = {path.name for path in archive.glob("v*")}
-    return {int(name[1:]) for name in names if name[1:].isdecimal()}
-
-
-def _rollouts_wanted(recorded: int, rollouts_max: int | None) -> int:
-    """Return how many of the recorded rollouts to audit."""
-    if rollouts_max is not None and rollouts_max < 1:
-        raise AuditError(f"rollouts_max must be at least 1, got {rollouts_max}")
-    return min(recorded, rollouts_max or recorded)
 
 
 def _replayable(replays: list[Replay], archive: _Archive, problems: list[Problem]) -> list[Replay]:

@@ -142,7 +142,8 @@ class EngineReplay:
                 for context in wave:
                     self._share(context)
                 self._compute_together([self._rows(context) for context in wave])
-            for replay, context in ((context.replay, context) for context in ready):
+            for context in ready:
+                replay = context.replay
                 replay.stages_done += 1
                 if replay.stages_done < len(replay.stages) and not context.is_decided:
                     due[_weights_due(replay)].append(context)
@@ -238,10 +239,13 @@ class EngineReplay:
     def _chunks(self, context: "_Context", start: int, end: int) -> list["_Sample"]:
         """Return rows that compute the KV of positions ``[start, end)`` and sample nothing."""
         tokens, adapter = context.replay.context, context.replay.adapter.name
-        return [
-            _Sample(Row(tokens[first:last], first, context.table, None, adapter=adapter))
+        chunks = [
+            (first, tokens[first : min(end, first + STEP_TOKENS_MAX)])
             for first in range(start, end, STEP_TOKENS_MAX)
-            for last in (min(end, first + STEP_TOKENS_MAX),)
+        ]
+        return [
+            _Sample(Row(chunk, first, context.table, None, adapter=adapter))
+            for first, chunk in chunks
         ]
 
     def _sampling(self, replay: Replay, segment: Segment, token: int) -> RowSampling:

@@ -107,14 +107,17 @@ def test_an_exact_audit_notices_each_wrong_tag_of_a_small_step_that_changes_a_bi
     assert any("a random sample of" in line for line in sampled.lines())
 
 
-def first_mixed(run: Path) -> tuple[int, int]:
-    """Return the rollout and turn of the first boundary between versions, in a random turn."""
-    return next(
-        (rollout.rollout_id, index)
+def mixed_turn(run: Path) -> tuple[int, int]:
+    """Return the rollout and the random turn whose boundary between versions is farthest from the
+    boundaries beside it."""
+    mixed = [
+        (min(span.end - span.start for span in turn.spans[:2]), rollout.rollout_id, index)
         for rollout in read_trajectories(run)
         for index, turn in enumerate(rollout.turns)
         if len(turn.spans) > 1 and turn.temperature > 0
-    )
+    ]
+    _, rollout_id, turn = max(mixed)
+    return rollout_id, turn
 
 
 def change_seed(row: Row, turn: int) -> None:
@@ -132,7 +135,7 @@ def change_seed(row: Row, turn: int) -> None:
 def test_a_tag_that_is_wrong_by_one_token_or_by_its_seed_is_found(
     run: Path, lie: Callable[..., None], claim: str
 ) -> None:
-    rollout_id, turn = first_mixed(run)
+    rollout_id, turn = mixed_turn(run)
     edit_rollout(run, rollout_id, partial(lie, turn=turn))
     report = audit_run(run, exact=True, wrong_tags_max=1)
     assert not report.agrees
