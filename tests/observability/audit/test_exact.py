@@ -125,15 +125,22 @@ def change_seed(row: Row, turn: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "lie", [partial(move_boundary, shift=1), partial(move_boundary, shift=-1), change_seed]
+    ("lie", "claim"),
+    [
+        (partial(move_boundary, shift=1), "are those of "),
+        (partial(move_boundary, shift=-1), "do not match its weights"),
+        (change_seed, "do not match its weights"),
+    ],
 )
 def test_a_tag_that_is_wrong_by_one_token_or_by_its_seed_is_found(
-    run: Path, lie: Callable[..., None]
+    run: Path, lie: Callable[..., None], claim: str
 ) -> None:
     rollout_id, turn = mixed_turn(run)
     edit_rollout(run, rollout_id, partial(lie, turn=turn))
     report = audit_run(run, exact=True, wrong_tags_max=1)
     assert not report.agrees
+    found = [problem.message for problem in report.problems]
+    assert any(claim in message for message in found), found
     assert {(p.rollout_id, p.turn) for p in report.problems} == {(rollout_id, turn)}
 
 
