@@ -9,13 +9,16 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import quote, unquote
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, quote, unquote
 
 from tidegate.errors import ConfigError
 from tidegate.serving.http.listening import is_loopback
 from tidegate.transport.server_keys import DASHBOARD_TOKEN_VARIABLE
+
+if TYPE_CHECKING:  # it imports uvicorn, which may not be installed
+    from tidegate.serving.http.server import Headers
 
 TOKEN_CHARACTERS_MIN = 16
 
@@ -38,22 +41,8 @@ text of a rollout can't execute."""
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Address at which a dashboard listens."""
-
-    host: str
-    port: int
-    """0 means any free port."""
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this host can reach the address."""
-        return is_loopback(self.host)
-
-
-def parse_address(text: str) -> Address:
-    """Parse ``HOST:PORT``.
+def parse_address(text: str) -> tuple[str, int]:
+    """Parse ``HOST:PORT``; port 0 means any free one.
 
     Raises:
         ConfigError: the text has another form.
@@ -64,10 +53,10 @@ def parse_address(text: str) -> Address:
             f"a dashboard's address is HOST:PORT, such as 127.0.0.1:8080 or 127.0.0.1:0 for a free "
             f"port, got {text!r}"
         )
-    return Address(match["host"].strip("[]"), int(match["port"]))
+    return match["host"].strip("[]"), int(match["port"])
 
 
-def token_for(address: Address, environment: Mapping[str, str] = os.environ) -> str:
+def token_for(host: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the token that requests must carry; empty on loopback unless one is configured.
 
     Raises:
@@ -79,28 +68,17 @@ def token_for(address: Address, environment: Mapping[str, str] = os.environ) -> 
             f"{DASHBOARD_TOKEN_VARIABLE} has {len(token)} characters and could be guessed; give it "
             f"{TOKEN_CHARACTERS_MIN} or more, or leave it out to have one drawn"
         )
-    return token or ("" if address.is_loopback else secrets.token_urlsafe(24))
+    return token or ("" if is_loopback(host) else secrets.token_urlsafe(24))
 
 
-@dataclass(frozen=True, slots=True)
-class DashboardRequest:
-    """The parts of a request that decide about access."""
-
-    host: str
-    """Value of the request's header ``Host``."""
-    authorization: str
-    cookie: str
-    query_token: str
-
-
-def shows_token(request: DashboardRequest, token: str) -> bool:
+def shows_token(headers: "Headers", token: str) -> bool:
     """Return whether a request carries the token, in the query, as bearer token or cookie."""
     if not token:
         return False
-    scheme, _, bearer = request.authorization.partition(" ")
-    tokens = [request.query_token, _token_in_cookie(request.cookie, cookie_name(request.host))]
-    tokens += [bearer.strip()] if scheme.lower() == "bearer" else []
-    return any(secrets.compare_digest(candidate.encode(), token.encode()) for candidate in tokens)
+    (in_query, *_) = parse_qs(headers.query.decode("latin-1")).get("token", [""])
+    in_cookie = _token_in_cookie(headers.single("cookie"), cookie_name(headers.single("host")))
+    candidates = (in_query, headers.bearer, in_cookie)
+    return any(secrets.compare_digest(each.encode(), token.encode()) for each in candidates)
 
 
 def cookie_name(host: str) -> str:

@@ -19,11 +19,12 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from importlib.resources import files
 from pathlib import PurePath
-from urllib.parse import parse_qs
 
 import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -38,9 +39,9 @@ from tidegate.observability.dashboard.rollout_pages import rollout_page
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery, whole_number
 from tidegate.observability.dashboard.source import Source
 from tidegate.observability.dashboard.updates import TooManyViewers, Updates
-from tidegate.observability.metrics.catalogue import CONTENT_TYPE, exposition
+from tidegate.observability.metrics.catalogue import exposition
 from tidegate.observability.reports.story import Subject
-from tidegate.serving.http.server import AccessGuard, AccessPolicy, Headers
+from tidegate.serving.http.server import AccessGuard, AccessPolicy
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -87,17 +88,7 @@ def dashboard_app(
             for path, handler in handlers.items()
         ]
     )
-
-    def shows_token(headers: Headers) -> bool:
-        query = parse_qs(headers.query.decode("latin-1"))
-        request = access.DashboardRequest(
-            host=headers.single("host"),
-            authorization=headers.single("authorization"),
-            cookie=headers.single("cookie"),
-            query_token=query.get("token", [""])[0],
-        )
-        return access.shows_token(request, token)
-
+    shows_token = partial(access.shows_token, token=token)
     policy = AccessPolicy(bound_host, shows_secret=shows_token, needs_secret=bool(token))
     return AccessGuard(starlette, policy, _error_body, headers=access.HEADERS)
 
@@ -172,7 +163,9 @@ class _App:
 
     async def metrics(self, http: HttpRequest) -> Response:
         snapshot = await asyncio.to_thread(self._source.observe, is_update=True)
-        return Response(await asyncio.to_thread(exposition, snapshot), media_type=CONTENT_TYPE)
+        return Response(
+            await asyncio.to_thread(exposition, snapshot), media_type=CONTENT_TYPE_LATEST
+        )
 
 
 async def _events(

@@ -6,7 +6,6 @@ thread, a run whose loop is blocked can still be viewed, and encoding delays no 
 
 import asyncio
 import contextlib
-import os
 import socket
 import threading
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import quote, urlsplit
 from tidegate.errors import ConfigError
 from tidegate.observability.dashboard.access import parse_address, token_for
 from tidegate.serving.http.listening import listen, url_of
+from tidegate.transport.private_directory import make_private_file
 
 if TYPE_CHECKING:
     from tidegate.observability.dashboard.comparisons import ComparableRuns
@@ -52,10 +52,9 @@ class Dashboard:
         ``directory``: the running run's directory, for :data:`URL_FILE`; None for a recorded run.
         """
         _need_packages()
-        parsed = parse_address(address)
-        self._token = token_for(parsed)
-        self._host = parsed.host
-        self._socket: socket.socket = listen(parsed.host, parsed.port, "the dashboard")
+        self._host, port = parse_address(address)
+        self._token = token_for(self._host)
+        self._socket: socket.socket = listen(self._host, port, "the dashboard")
         self._bare_url = url_of(self._socket)
         self._url_file = None if directory is None else Path(directory) / URL_FILE
         self._thread: threading.Thread | None = None
@@ -191,7 +190,6 @@ def _write_private(path: Path, text: str) -> None:
     draft = path.with_name(path.name + ".draft")
     with contextlib.suppress(OSError):
         draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.replace(draft, path)
+        make_private_file(draft)
+        draft.write_text(text)
+        draft.replace(path)
