@@ -36,7 +36,8 @@ from examples.compare_modes import comparison_text, publish_text, sample_text
 from examples.grpo import learn
 from examples.tiny_model import make_model
 from examples.word_lists import list_words, word_tasks
-from tidegate.observability.reports.comparison import draw_comparison, read_runs
+from tidegate.observability.reports.comparison import read_runs
+from tidegate.observability.reports.pictures import draw_comparison
 from tidegate.observability.reports.report import write_report
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 

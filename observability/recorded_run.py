@@ -92,7 +92,7 @@ class RecordedRun:
 
     def plot(self) -> "Figure":
         """Return the report's picture: rewards, staleness, and an excerpt of the timeline."""
-        from tidegate.observability.reports.report_picture import report_figure
+        from tidegate.observability.reports.pictures import report_figure
 
         return report_figure(self.directory, self.facts, read_metrics(self.directory))
 
@@ -102,7 +102,7 @@ class RecordedRun:
         Raises:
             ConfigError: no batch has a figure of this name.
         """
-        from tidegate.observability.reports.report_picture import metrics_figure
+        from tidegate.observability.reports.pictures import metrics_figure
 
         rows = read_metrics(self.directory)
         known = dict.fromkeys(name for row in rows for name in row)

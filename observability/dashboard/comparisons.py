@@ -15,9 +15,10 @@ from tidegate.observability.reports.comparison import (
     RUNS_MAX,
     ComparedRun,
     comparison_rows,
-    curve,
     held_out_curve,
     read_runs,
+    reward_curve,
+    staleness_shares,
 )
 
 LISTED_MAX = 200
@@ -81,19 +82,9 @@ def comparison_body(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     return {
         "runs": [run.name for run in runs],
         "rows": comparison_rows(runs),
-        "reward_by_time": [_reward(run, "wall_s") for run in runs],
-        "reward_by_version": [_reward(run, "version") for run in runs],
+        "reward_by_time": [reward_curve(run, over="wall_s") for run in runs],
+        "reward_by_version": [reward_curve(run, over="version") for run in runs],
         "held_out_by_version": [held_out_curve(run) for run in runs],
-        "staleness": [_shares(run.facts.staleness_histogram) for run in runs],
+        "staleness": [staleness_shares(run) for run in runs],
         "idle": [[run.facts.trainer_idle_share, run.facts.engine_idle_share] for run in runs],
     }
-
-
-def _reward(run: ComparedRun, over: str) -> list[tuple[float, float]]:
-    return curve(run, lambda row: row.get("reward"), over=over)
-
-
-def _shares(histogram: Mapping[str, int]) -> list[tuple[int, float]]:
-    """Return the share of trained rollouts by staleness."""
-    total = max(1, sum(histogram.values()))
-    return sorted((int(age), count / total) for age, count in histogram.items())

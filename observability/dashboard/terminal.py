@@ -1,6 +1,6 @@
 """Terminal view of a run for `tidegate top`, drawn with rich.
 
-``cli/watch.py`` runs it. A running run's dashboard is polled over HTTP for its JSON state. A
+A running run's dashboard is polled over HTTP for its JSON state. A
 finished run's state is made in this process from its files, by ``recorded.py`` and ``frames.py``.
 """
 

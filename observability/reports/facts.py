@@ -4,6 +4,7 @@ A killed run has the numbers that its last process wrote last, at most a second 
 batch.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -360,11 +361,10 @@ def _over_processes(statistics_of_processes: list[dict[str, Any] | None]) -> dic
     for name in _SUMMED:
         merged[name] = sum(statistics.get(name) or 0 for statistics in recorded)
     for name in _SUMMED_BY_KEY:
-        counts: dict[str, Any] = {}
+        counts: Counter[str] = Counter()
         for statistics in recorded:
-            for key, count in (statistics.get(name) or {}).items():
-                counts[key] = counts.get(key, 0) + count
-        merged[name] = counts
+            counts.update(statistics.get(name) or {})
+        merged[name] = dict(counts)
     merged["engines_before"] = [
         engine for statistics in recorded[:-1] for engine in statistics.get("engines", ())
     ]

@@ -16,11 +16,12 @@ from tidegate.errors import AuditError
 from tidegate.observability.records.forks import ForkCounts
 from tidegate.observability.records.run_directories import adapter_directories
 from tidegate.observability.records.run_files import replace_file
+from tidegate.observability.reports.comparison import markdown_table
 from tidegate.observability.reports.facts import Facts, read_facts, read_metrics, runs_beside
 from tidegate.transport.printable import printable
 
 
-def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
+def _forecast(forecast: Mapping[str, Any] | None) -> list[str]:
     """Return predicted and measured staleness, and the diagnosis; empty without a forecast, and for
     runs recorded before it had one."""
     if forecast is None or "limit" not in forecast:
@@ -38,8 +39,7 @@ def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def split_lines(generation: float | None, queue: float | None) -> list[str]:
-    """Return the split of the mean staleness by its origin; empty if unknown."""
+def _origins(generation: float | None, queue: float | None) -> list[str]:
     if generation is None or queue is None:
         return []
     return [
@@ -49,17 +49,13 @@ def split_lines(generation: float | None, queue: float | None) -> list[str]:
     ]
 
 
-def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -> list[str]:
+def _discards(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -> list[str]:
     """Return a table of discards by reason, with lengths and tasks, and the length bias."""
     lines = []
     if discards:
-        lines += [
-            "| discard reason | rollouts | tokens | mean tokens | share of generated | "
-            "most affected tasks |",
-            "|---|---|---|---|---|---|",
-            *(_discard_row(reason, row) for reason, row in sorted(discards.items())),
-            "",
-        ]
+        heading = ("discard reason", "rollouts", "tokens", "mean tokens", "share of generated")
+        rows = (_discard_row(reason, row) for reason, row in sorted(discards.items()))
+        lines += [*markdown_table((*heading, "most affected tasks"), rows), ""]
     if bias is not None:
         lines += [
             f"Length bias over the last {bias['rollouts']} rollouts: trained "
@@ -70,27 +66,20 @@ def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -
     return lines
 
 
-def failure_lines(failures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a table of failed episodes by cause and reason; empty without any."""
+def _failures(failures: Sequence[Mapping[str, Any]]) -> list[str]:
     if not failures:
         return []
+    columns = ("cause", "reason", "retried", "rewarded", "discarded")
     return [
         "Failed episodes by cause: `policy` is the model, `infrastructure` are tools, graders and "
         "engines, `code` is the episode function.",
         "",
-        "| cause | reason | retried | rewarded | discarded |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {each['cause']} | {each['reason']} | {each['retried']} | {each['rewarded']} | "
-            f"{each['discarded']} |"
-            for each in failures
-        ),
+        *markdown_table(columns, ([each[name] for name in columns] for each in failures)),
         "",
     ]
 
 
-def stuck_lines(stuck: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what was stuck at the run's end, such as batches without anything to learn from."""
+def _stuck(stuck: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for each in stuck:
         about = f"**{each['name'][:1].upper()}{each['name'][1:]}** (stuck: {each['kind']})"
@@ -98,8 +87,7 @@ def stuck_lines(stuck: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def task_lines(facts: Facts) -> list[str]:
-    """Return how tasks were drawn, and how many groups reached the filter's limit."""
+def _tasks(facts: Facts) -> list[str]:
     lines = []
     if facts.task_draws:
         lines += [
@@ -128,43 +116,35 @@ def fork_lines(forks: ForkCounts) -> list[str]:
     ]
 
 
-def seconds_cell(seconds: float | None) -> str:
-    """Format a mean duration."""
+def _seconds_cell(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
-def activities_cell(seconds: Mapping[str, float]) -> str:
-    """Format seconds by activity, largest first."""
+def _activities_cell(seconds: Mapping[str, float]) -> str:
     largest_first = sorted(seconds.items(), key=lambda pair: -pair[1])
     return "; ".join(f"{name} {spent:.1f} s" for name, spent in largest_first) or "-"
 
 
-def mismatch_cell(mismatch: Mapping[str, float] | None) -> str:
-    """Format the mismatch between the trained and the sampling policy."""
+def _mismatch_cell(mismatch: Mapping[str, float] | None) -> str:
     if not mismatch:
         return "-"
     return "; ".join(f"{name.replace('_', ' ')} {value:.2g}" for name, value in mismatch.items())
 
 
-def memory_cell(memory_mb: Mapping[str, int] | None, *, sleeps: bool) -> str:
-    """Format peak memory by phase.
-
-    ``sleeps``: whether engines slept, and so held no memory, while the trainer trained.
-    """
-    if not memory_mb:
+def _memory_cell(facts: Facts) -> str:
+    """Format peak memory by phase: engines that sleep hold none."""
+    if not facts.memory_mb:
         return "-"
-    peaks = "; ".join(f"{phase} {peak_mb} MB" for phase, peak_mb in memory_mb.items())
-    return f"{peaks} ({'engines asleep' if sleeps else 'all awake'} while training)"
+    peaks = "; ".join(f"{phase} {peak_mb} MB" for phase, peak_mb in facts.memory_mb.items())
+    return f"{peaks} ({'engines asleep' if facts.colocated else 'all awake'} while training)"
 
 
-def _discard_row(reason: str, row: Mapping[str, Any]) -> str:
+def _discard_row(reason: str, row: Mapping[str, Any]) -> tuple[object, ...]:
     tasks = ", ".join(f"{task['offer']}:{task['index']} ({_count(task)})" for task in row["tasks"])
-    return (
-        f"| {reason} | {row['rollouts']} | {row['tokens']} | {row['mean_tokens']:.1f} | "
-        f"{row['share_of_generated']:.1%} | {tasks or '-'} |"
-    )
+    mean, share = f"{row['mean_tokens']:.1f}", f"{row['share_of_generated']:.1%}"
+    return reason, row["rollouts"], row["tokens"], mean, share, tasks or "-"
 
 
 def _count(task: Mapping[str, Any]) -> str:
@@ -172,25 +152,26 @@ def _count(task: Mapping[str, Any]) -> str:
     return str(count_max) if count_min == count_max else f"{count_min} to {count_max}"
 
 
-def adapter_table(adapters: Sequence[Facts]) -> list[str]:
-    """Return a table of the adapters that the run trained; empty without any."""
+ADAPTER_COLUMNS = (
+    *("adapter", "versions", "batches", "training reward, first and last tenth"),
+    *("staleness: mean, highest (bound)", "2+ versions", "tokens trained", "audit"),
+)
+
+
+def _adapter_table(adapters: Sequence[Facts]) -> list[str]:
     if not adapters:
         return []
-    return [
-        "## Trained adapters",
-        "",
-        "| adapter | versions | batches | training reward, first and last tenth | staleness: mean, "
-        "highest (bound) | 2+ versions | tokens trained | audit |",
-        "|---" * 8 + "|",
-        *(
-            f"| {each.run} | {each.versions} | {each.batches} | "
-            f"{_number(each.training_reward_start)}; {_number(each.training_reward_end)} | "
-            f"{each.mean_staleness:.2f}, {each.max_staleness} ({_bound(each.staleness_bound)}) | "
-            f"{each.mixed_version_share:.1%} | {each.ledger['trained']} | {_audit_cell(each)} |"
-            for each in adapters
-        ),
-        "",
-    ]
+    rows = (
+        (
+            *(each.run, each.versions, each.batches),
+            f"{_number(each.training_reward_start)}; {_number(each.training_reward_end)}",
+            f"{each.mean_staleness:.2f}, {each.max_staleness} ({_bound(each.staleness_bound)})",
+            f"{each.mixed_version_share:.1%}",
+            *(each.ledger["trained"], _audit_cell(each)),
+        )
+        for each in adapters
+    )
+    return ["## Trained adapters", "", *markdown_table(ADAPTER_COLUMNS, rows), ""]
 
 
 def _audit_cell(facts: Facts) -> str:
@@ -216,7 +197,7 @@ def page_lines(
         "",
         *_summary(facts),
         "",
-        *stuck_lines(facts.stuck),
+        *_stuck(facts.stuck),
         f"![Reward, staleness and timeline]({picture})",
         "",
         "## Results",
@@ -232,11 +213,11 @@ def page_lines(
         "",
         *_ledger(facts),
         "",
-        *discard_lines(facts.discards, facts.length_bias),
-        *task_lines(facts),
+        *_discards(facts.discards, facts.length_bias),
+        *_tasks(facts),
         *fork_lines(facts.forks),
-        *failure_lines(facts.episode_failures),
-        *adapter_table(adapters),
+        *_failures(facts.episode_failures),
+        *_adapter_table(adapters),
         "## Audit",
         "",
         *_audit(facts),
@@ -250,7 +231,8 @@ def _summary(facts: Facts) -> list[str]:
     lines = []
     if facts.warm_up:
         description = ", ".join(
-            f"{name.replace('_', ' ')} {value}" for name, value in _warm_up_items(facts)
+            f"{name.replace('_', ' ')} {f'{v:.3g}' if isinstance(v, float) else v}"
+            for name, v in facts.warm_up.items()
         )
         lines += [
             f"**Before**: the model was warmed up by supervised training ({description}). Its "
@@ -272,13 +254,6 @@ def _summary(facts: Facts) -> list[str]:
     return lines
 
 
-def _warm_up_items(facts: Facts) -> list[tuple[str, str]]:
-    return [
-        (name, f"{value:.3g}" if isinstance(value, float) else str(value))
-        for name, value in facts.warm_up.items()
-    ]
-
-
 def _results(facts: Facts) -> list[str]:
     rows = [
         ("mode", facts.mode or "-"),
@@ -297,38 +272,29 @@ def _results(facts: Facts) -> list[str]:
         ("tokens per second", f"{facts.tokens_per_s:.0f}"),
         ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
-        ("mean wait of a group for its last rollout", seconds_cell(facts.straggler_wait_s)),
-        ("episodes' time by activity", activities_cell(facts.episode_activity_s)),
+        ("mean wait of a group for its last rollout", _seconds_cell(facts.straggler_wait_s)),
+        ("episodes' time by activity", _activities_cell(facts.episode_activity_s)),
         ("turns that resemble tool calls, parsed", _tool_calls_cell(facts)),
         ("mean time of a publish; mean engine stall per swap", _publish_cell(facts)),
         ("prefilled tokens found in cache", _cache_cell(facts)),
         ("draft tokens verified", _drafts_cell(facts)),
         ("engines' weights quantized to", facts.quantization or "-"),
         ("minimum step time of engines", _pacing_cell(facts)),
-        ("mismatch of trainer and engines", mismatch_cell(facts.mismatch)),
-        (
-            "peak memory of all processes",
-            memory_cell(facts.memory_mb, sleeps=facts.colocated),
-        ),
+        ("mismatch of trainer and engines", _mismatch_cell(facts.mismatch)),
+        ("peak memory of all processes", _memory_cell(facts)),
     ]
-    known = [f"| {name} | {value} |" for name, value in rows if value.strip("-; ")]
-    return ["| | |", "|---|---|", *known]
+    return markdown_table(("", ""), [row for row in rows if row[1].strip("-; ")])
 
 
 def _evaluations(facts: Facts) -> list[str]:
     if not facts.evaluations:
         return []
-    return [
-        "## Evaluations",
-        "",
-        "| name | version | mean reward | tasks | failed |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {each.name} | {each.version} | {each.reward:.3f} | {each.tasks} | {each.failures} |"
-            for each in facts.evaluations
-        ),
-        "",
-    ]
+    rows = (
+        (each.name, each.version, f"{each.reward:.3f}", each.tasks, each.failures)
+        for each in facts.evaluations
+    )
+    heading = ("name", "version", "mean reward", "tasks", "failed")
+    return ["## Evaluations", "", *markdown_table(heading, rows), ""]
 
 
 def _tool_calls_cell(facts: Facts) -> str:
@@ -353,7 +319,7 @@ def _rewards_cell(facts: Facts) -> str:
 
 
 def _publish_cell(facts: Facts) -> str:
-    return f"{seconds_cell(facts.publish_s)}; {seconds_cell(facts.weight_swap_stall_s)}"
+    return f"{_seconds_cell(facts.publish_s)}; {_seconds_cell(facts.weight_swap_stall_s)}"
 
 
 def _drafts_cell(facts: Facts) -> str:
@@ -396,11 +362,9 @@ def _staleness(facts: Facts) -> list[str]:
         f"Mean {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
         f"{_bound(bound)}: {'kept' if is_within_bound else '**EXCEEDED**'}.",
         "",
-        *split_lines(facts.staleness_from_generation, facts.staleness_from_queue),
-        *forecast_lines(facts.forecast),
-        "| staleness | rollouts |",
-        "|---|---|",
-        *(f"| {value} | {count} |" for value, count in facts.staleness_histogram.items()),
+        *_origins(facts.staleness_from_generation, facts.staleness_from_queue),
+        *_forecast(facts.forecast),
+        *markdown_table(("staleness", "rollouts"), facts.staleness_histogram.items()),
     ]
 
 
@@ -410,19 +374,13 @@ def _ledger(facts: Facts) -> list[str]:
     rows += [("still buffered", ledger["buffered"]), ("still in flight", ledger["in_flight"])]
     rows += [(f"discarded: {reason}", n) for reason, n in sorted(ledger["discarded"].items())]
     error = ledger["generated"] - sum(count for _, count in rows[1:])
-    lines = ["| tokens | |", "|---|---|", *(f"| {name} | {count} |" for name, count in rows)]
-    lines += [f"| unaccounted for | {error} |", ""]
-    lines.append(
+    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(facts.discarded_rollouts.items()))
+    return [
+        *markdown_table(("tokens", ""), [*rows, ("unaccounted for", error)]),
+        "",
         f"Evaluation tokens, not included above: {facts.evaluation_ledger['generated']}. "
-        + (
-            "Rollouts discarded: "
-            + ", ".join(f"{n} {reason}" for reason, n in sorted(facts.discarded_rollouts.items()))
-            + "."
-            if facts.discarded_rollouts
-            else "No rollout was discarded."
-        )
-    )
-    return lines
+        + (f"Rollouts discarded: {reasons}." if reasons else "No rollout was discarded."),
+    ]
 
 
 def _audit(facts: Facts) -> list[str]:
@@ -434,20 +392,22 @@ def _audit(facts: Facts) -> list[str]:
 def _comparison(facts: Facts, others: list[Facts]) -> list[str]:
     if not others:
         return []
-    header = (
-        "| run | mode; pause; KV | wall s | trainer idle | engines idle | reward | staleness | "
-        "2+ versions |"
-    )
-    lines = ["## Comparison with other runs of the same model", "", header, "|---" * 8 + "|"]
-    for run in (facts, *others):
-        name = f"**{run.run}**" if run is facts else run.run
-        lines.append(
-            f"| {name} | {_modes_cell(run)} | {run.wall_s:.1f} | {run.trainer_idle_share:.1%} | "
-            f"{run.engine_idle_share:.1%} | {_rewards_cell(run)} | "
-            f"{run.max_staleness} of {_bound(run.staleness_bound)} | "
-            f"{run.mixed_version_share:.1%} |"
+    heading = ("run", "mode; pause; KV", "wall s", "trainer idle", "engines idle", "reward")
+    rows = (
+        (
+            f"**{run.run}**" if run is facts else run.run,
+            _modes_cell(run),
+            f"{run.wall_s:.1f}",
+            f"{run.trainer_idle_share:.1%}",
+            f"{run.engine_idle_share:.1%}",
+            _rewards_cell(run),
+            f"{run.max_staleness} of {_bound(run.staleness_bound)}",
+            f"{run.mixed_version_share:.1%}",
         )
-    return [*lines, ""]
+        for run in (facts, *others)
+    )
+    table = markdown_table((*heading, "staleness", "2+ versions"), rows)
+    return ["## Comparison with other runs of the same model", "", *table, ""]
 
 
 REPORT_JSON = "report.json"
@@ -471,13 +431,13 @@ def write_report(directory: Path) -> Path:
         AuditError: the run left no statistics, or its files can't be read.
     """
     # matplotlib takes a second to import, and only reports draw.
-    from tidegate.observability.reports.report_picture import draw_report
+    from tidegate.observability.reports.pictures import report_figure
 
     directory = Path(directory)
     facts = read_facts(directory)
     metrics = read_metrics(directory)
     replace_file(directory / REPORT_JSON, json.dumps(dataclasses.asdict(facts), indent=2).encode())
-    draw_report(directory / REPORT_PICTURE, directory, facts, metrics)
+    report_figure(directory, facts, metrics).savefig(directory / REPORT_PICTURE, dpi=110)
     page = directory / REPORT_PAGE
     others = runs_beside(directory.resolve(), facts)
     adapters = _adapters(directory)

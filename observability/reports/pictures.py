@@ -1,4 +1,5 @@
-"""Picture of one run for its report, drawn with matplotlib: reward, staleness, and timeline.
+"""Pictures of runs, drawn with matplotlib: one run's reward, staleness and timeline for its report,
+and several runs' curves for a comparison.
 
 The timeline comes from the run's ``trace.json``.
 """
@@ -12,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from tidegate.observability.records.trace import (
     TRAINER_TRACK,
@@ -19,6 +21,12 @@ from tidegate.observability.records.trace import (
     Trace,
     read_trace,
     trace_path,
+)
+from tidegate.observability.reports.comparison import (
+    ComparedRun,
+    held_out_curve,
+    reward_curve,
+    staleness_shares,
 )
 from tidegate.observability.reports.facts import Facts
 
@@ -48,22 +56,16 @@ class NotebookFigure(Figure):
         return png.getvalue()
 
 
-def draw_report(path: Path, directory: Path, facts: Facts, metrics: list[dict[str, Any]]) -> None:
-    """Draw the run's picture into a PNG file."""
-    report_figure(directory, facts, metrics).savefig(path, dpi=110)
-
-
 def metrics_figure(rows: list[dict[str, Any]], names: Sequence[str], *, over: str) -> Figure:
     """Return a figure with one panel for each name, over another figure of the batches."""
     figure = NotebookFigure(figsize=(11, 2.6 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)
     for name, axes in zip(names, panels[:, 0], strict=True):
-        _style_axes(axes, name)
+        _style_axes(axes, name, x=over if axes is panels[-1, 0] else "")
         known = [row for row in rows if row.get(name) is not None and row.get(over) is not None]
         axes.plot([row[over] for row in known], [row[name] for row in known], color=BLUE, lw=1.6)
         axes.grid(axis="y", color="#eef1f3")
-    panels[-1, 0].set_xlabel(over, fontsize=9, color=INK)
     return figure
 
 
@@ -80,8 +82,10 @@ def report_figure(directory: Path, facts: Facts, metrics: list[dict[str, Any]]) 
     return figure
 
 
-def _style_axes(axes: Axes, title: str) -> None:
+def _style_axes(axes: Axes, title: str, *, x: str = "", y: str = "") -> None:
     axes.set_title(title, loc="left", fontsize=10.5, color=INK)
+    axes.set_xlabel(x, fontsize=9, color=INK)
+    axes.set_ylabel(y, fontsize=9, color=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -96,7 +100,7 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
         for row in metrics
         if row.get("version") is not None and row.get("reward") is not None
     ]
-    _style_axes(axes, "Reward over weight versions")
+    _style_axes(axes, "Reward over weight versions", x="weight version at the trainer")
     if points:
         axes.plot(*zip(*points, strict=True), color=BLUE, lw=1.6, label="mean of each batch")
     held_out = _held_out_points(facts)
@@ -119,7 +123,6 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
     if all(0 <= reward <= 1 for reward in drawn):
         axes.set_ylim(0, 1.05)
     axes.set_xlim(0, max(1, facts.versions))
-    axes.set_xlabel("weight version at the trainer", fontsize=9, color=INK)
     axes.grid(axis="y", color="#eef1f3")
     if drawn:
         axes.legend(loc="lower right", frameon=False, fontsize=9)
@@ -143,7 +146,8 @@ def _draw_staleness(axes: Axes, facts: Facts) -> None:
     values = range(highest + 1)
     total = max(1, sum(counts.values()))
     shares = [100 * counts.get(value, 0) / total for value in values]
-    _style_axes(axes, "Staleness of trained rollouts")
+    title = "Staleness of trained rollouts"
+    _style_axes(axes, title, x="versions behind the trainer", y="% of rollouts")
     colours = [BLUE if bound is None or value <= bound else RED for value in values]
     axes.bar(values, shares, color=colours, width=0.7)
     for value, share in zip(values, shares, strict=True):
@@ -161,8 +165,6 @@ def _draw_staleness(axes: Axes, facts: Facts) -> None:
         _draw_bound(axes, bound)
     axes.set_xticks(list(values) if highest <= 12 else [0, highest])
     axes.set_xlim(-0.6, highest + 0.75)
-    axes.set_xlabel("versions behind the trainer", fontsize=9, color=INK)
-    axes.set_ylabel("% of rollouts", fontsize=9, color=INK)
 
 
 def _draw_bound(axes: Axes, bound: int) -> None:
@@ -182,11 +184,16 @@ def _draw_bound(axes: Axes, bound: int) -> None:
 
 def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
     """Draw a lane per engine, coloured by version, and one of the trainer, by activity."""
-    _style_axes(axes, "")
+    title = (
+        f"Timeline, an excerpt. Idle over the whole run: trainer "
+        f"{facts.trainer_idle_share:.0%}, engines {facts.engine_idle_share:.0%}"
+    )
+    _style_axes(axes, title, x="seconds since the run began")
     axes.grid(visible=False)
     path = trace_path(directory)
     trace = read_trace(path) if path.exists() else Trace()
     if not any(trace.tracks.values()):
+        axes.set_title("")
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no timeline was recorded", ha="center", color=MUTED)
         return
@@ -214,14 +221,6 @@ def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
     axes.set_ylim(-0.55, len(lanes) - 0.45)
     axes.set_xlim(start_us, end_us)
     axes.xaxis.set_major_formatter(lambda at_us, _: f"{(at_us - began_us) / 1e6:.1f}")
-    axes.set_xlabel("seconds since the run began", fontsize=9, color=INK)
-    axes.set_title(
-        f"Timeline, an excerpt. Idle over the whole run: trainer "
-        f"{facts.trainer_idle_share:.0%}, engines {facts.engine_idle_share:.0%}",
-        loc="left",
-        fontsize=10.5,
-        color=INK,
-    )
     _draw_legend(axes)
 
 
@@ -307,3 +306,66 @@ def _draw_legend(axes: Axes) -> None:
         fontsize=8.5,
         handlelength=1.2,
     )
+
+
+# ---------------------------------------------------------------- comparison
+
+RUN_COLOURS = (
+    *("#0072b2", "#e69f00", "#7a4fa3", "#56b4e9", "#8c5a2b", "#cc79a7"),
+    *("#1f3b57", "#b8a000", "#b39ddb", "#5f6b76", "#d9a066", "#a8b3bd"),
+)
+"""Line colour of each run, without red and green; at least `RUNS_MAX` of them."""
+
+
+def draw_comparison(path: Path, runs: Sequence[ComparedRun]) -> None:
+    """Draw reward over time and over versions, staleness and idle shares into a PNG file."""
+    figure = Figure(figsize=(12, 7), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    (by_time, by_version), (staleness, idle) = figure.subplots(2, 2)
+    _draw_rewards(by_time, runs, over="wall_s", named="time", unit="time, s")
+    _draw_rewards(by_version, runs, over="version", named="versions", unit="weight version")
+    _draw_shares(staleness, runs)
+    _draw_idle(idle, runs)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_rewards(
+    axes: Axes, runs: Sequence[ComparedRun], *, over: str, named: str, unit: str
+) -> None:
+    has_held_out = any(run.facts.evaluations for run in runs)
+    marked = " (marks: held-out tasks)" if has_held_out else ""
+    _style_axes(axes, f"Reward over {named}{marked}", x=unit, y="mean reward of a batch")
+    for run, colour in zip(runs, RUN_COLOURS, strict=False):
+        points = reward_curve(run, over=over)
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, lw=1.4, label=run.name)
+        if held_out := held_out_curve(run, over=over):
+            axes.plot(*zip(*held_out, strict=True), "o:", color=colour, ms=5, lw=0.8)
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_shares(axes: Axes, runs: Sequence[ComparedRun]) -> None:
+    """Draw the share of trained rollouts by staleness, one bar per run side by side."""
+    title = "Trained rollouts by staleness"
+    _style_axes(axes, title, x="staleness, versions", y="share of trained rollouts")
+    width = 0.8 / len(runs)
+    for index, (run, colour) in enumerate(zip(runs, RUN_COLOURS, strict=False)):
+        shares = staleness_shares(run)
+        places = [age + width * (index - (len(runs) - 1) / 2) for age, _ in shares]
+        axes.bar(places, [share for _, share in shares], width, color=colour, label=run.name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_idle(axes: Axes, runs: Sequence[ComparedRun]) -> None:
+    _style_axes(axes, "Idle time of trainer and engines", x="share of the run's time", y="run")
+    rows = range(len(runs))
+    trainer = [run.facts.trainer_idle_share for run in runs]
+    engines = [run.facts.engine_idle_share for run in runs]
+    axes.barh([row - 0.2 for row in rows], trainer, 0.38, color="#5b6670", label="trainer")
+    axes.barh([row + 0.2 for row in rows], engines, 0.38, color="#b8c0c7", label="engines")
+    axes.set_yticks(list(rows), [run.name for run in runs])
+    axes.set_xlim(0, 1)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=8)
