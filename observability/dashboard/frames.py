@@ -4,14 +4,14 @@ The app sends :func:`frame` once a second, and :func:`about` once. Rows are list
 named columns. Pure functions; page/ draws the figures.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tidegate.observability.dashboard.source import RolloutList
 from tidegate.observability.metrics.live import CollectedData
 from tidegate.observability.metrics.snapshots import AdapterLine, RolloutLine, RunSnapshot
-from tidegate.observability.metrics.timeline import Slice
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.off_policy import BY_LAG
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
@@ -69,10 +69,11 @@ ADAPTERS_SHOWN_MAX = 500
 def frame(snapshot: RunSnapshot) -> dict[str, Any]:
     """Return all of an observation that the page shows."""
     s, collected = snapshot.statistics, snapshot.collected
-    return {
+    off_policy = collected.off_policy
+    shown = {
         "at_us": snapshot.at_us,
         "is_over": snapshot.is_over,
-        "run": {name: _plain(getattr(s, name)) for name in SCALARS},
+        "run": {name: getattr(s, name) for name in SCALARS},
         "ledger": _ledger(s.ledger),
         "evaluation_ledger": _ledger(s.evaluation_ledger),
         "staleness": _pairs(s.staleness_histogram),
@@ -80,7 +81,7 @@ def frame(snapshot: RunSnapshot) -> dict[str, Any]:
         "in_queue": _pairs(s.staleness_from_queue),
         "lags": _pairs(collected.token_lags),
         "discards": [
-            [reason, d.rollouts, d.tokens, _plain(d.mean_tokens), _plain(d.share_of_generated)]
+            [reason, d.rollouts, d.tokens, d.mean_tokens, d.share_of_generated]
             for reason, d in s.discards.items()
         ],
         "forks": {
@@ -89,47 +90,46 @@ def frame(snapshot: RunSnapshot) -> dict[str, Any]:
             "rows": list(collected.forks.rows_by_reason.items()),
         },
         "length_bias": _length_bias(s),
-        "forecast": _forecast(s),
+        "forecast": {n: getattr(s.forecast, n) for n in s.forecast.__slots__}
+        if s.forecast
+        else None,
         "off_policy": {
-            "ess": _plain(collected.off_policy.effective_sample_size),
-            "kl": _plain(collected.off_policy.mismatch_kl),
-            "k3": _plain(collected.off_policy.k3),
-            "chi2": _plain(collected.off_policy.chi2),
+            "ess": off_policy.effective_sample_size,
+            "kl": off_policy.mismatch_kl,
+            "k3": off_policy.k3,
+            "chi2": off_policy.chi2,
             "by_lag": [
-                [lag, *(_plain(values.get(name)) for name in BY_LAG)]
-                for lag, values in sorted(collected.off_policy.by_lag.items())
+                [lag, *(values.get(name) for name in BY_LAG)]
+                for lag, values in sorted(off_policy.by_lag.items())
             ],
         },
-        "trainer_activity_s": {
-            kind: _plain(seconds) for kind, seconds in collected.trainer_activity_s.items()
-        },
-        "episode_activity_s": {
-            name: _plain(seconds) for name, seconds in s.episode_activity_s.items()
-        },
+        "trainer_activity_s": dict(collected.trainer_activity_s),
+        "episode_activity_s": dict(s.episode_activity_s),
         "stuck": [str(each) for each in s.stuck],
         "scaling": s.scaling,
         "engines": _engines(s),
-        "groups": [
-            [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in snapshot.groups
-        ],
         "adapters": [
-            [_plain(getattr(line, name)) for name in AdapterLine.__slots__]
+            [getattr(line, name) for name in AdapterLine.__slots__]
             for line in snapshot.adapters[:ADAPTERS_SHOWN_MAX]
         ],
         "adapters_total": len(snapshot.adapters),
-        "batches": [[_plain(b.get(name)) for name in BATCH_COLUMNS] for b in collected.batches],
-        "evaluations": [
-            [point.name, point.version, _plain(point.reward)] for point in collected.evaluations
-        ],
-        "timeline": timeline(snapshot.collected),
+        "batches": [[b.get(name) for name in BATCH_COLUMNS] for b in collected.batches],
+        "evaluations": [[p.name, p.version, p.reward] for p in collected.evaluations],
     }
+    groups = [
+        [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in snapshot.groups
+    ]
+    return {**plain(shown), "groups": groups, "timeline": timeline(collected)}
 
 
 def timeline(collected: CollectedData) -> dict[str, Any]:
     """Return the timeline: slices by engine, marks, and the trainer's activities."""
     return {
         "slice_us": collected.slice_us,
-        "engines": {name: _slices(slices) for name, slices in collected.slices.items()},
+        "engines": {
+            name: [[s.number, s.version, s.decode_us, s.prefill_us] for s in slices]
+            for name, slices in collected.slices.items()
+        },
         "marks": [[m.engine, m.name, m.at_us, m.version] for m in collected.marks],
         "trainer": [[a.kind, a.started_us, a.ended_us, a.version] for a in collected.trainer],
     }
@@ -152,23 +152,12 @@ def rollout_list(found: RolloutList) -> dict[str, Any]:
         "columns": columns,
         "total": found.total,
         "note": found.note,
-        "rows": [[_plain(getattr(line, name)) for name in columns] for line in found.lines],
+        "rows": plain([[getattr(line, name) for name in columns] for line in found.lines]),
     }
-
-
-def _slices(slices: Sequence[Slice]) -> list[list[int]]:
-    return [[s.number, s.version, s.decode_us, s.prefill_us] for s in slices]
 
 
 def _ledger(ledger: LedgerSnapshot) -> dict[str, Any]:
-    return {
-        "generated": ledger.generated,
-        "trained": ledger.trained,
-        "buffered": ledger.buffered,
-        "in_flight": ledger.in_flight,
-        "discarded": dict(ledger.discarded),
-        "error": ledger.error,
-    }
+    return {**dataclasses.asdict(ledger), "error": ledger.error}
 
 
 def _length_bias(s: RunStatistics) -> dict[str, Any] | None:
@@ -176,19 +165,12 @@ def _length_bias(s: RunStatistics) -> dict[str, Any] | None:
     if bias is None:
         return None
     return {
-        "ratio": _plain(bias.ratio),
-        "generated": _plain(bias.mean_generated_tokens),
-        "trained": _plain(bias.mean_trained_tokens),
+        "ratio": bias.ratio,
+        "generated": bias.mean_generated_tokens,
+        "trained": bias.mean_trained_tokens,
         "rollouts": bias.rollouts,
-        "survival": [[tokens, _plain(share)] for tokens, share in bias.survival.items()],
+        "survival": [[tokens, share] for tokens, share in bias.survival.items()],
     }
-
-
-def _forecast(s: RunStatistics) -> dict[str, Any] | None:
-    if s.forecast is None:
-        return None
-    names = s.forecast.__slots__
-    return {name: _plain(getattr(s.forecast, name)) for name in names}
 
 
 def _engines(s: RunStatistics) -> list[list[Any]]:
@@ -200,7 +182,7 @@ def _engines(s: RunStatistics) -> list[list[Any]]:
             e.waiting_turns,
             e.max_running_turns,
             e.tokens,
-            _plain(e.busy_s),
+            e.busy_s,
             int(e.is_alive),
             e.state,
         ]
@@ -212,8 +194,14 @@ def _pairs(counts: Mapping[int, int]) -> list[list[int]]:
     return [[value, count] for value, count in sorted(counts.items())]
 
 
-def _plain(value: Any) -> Any:
-    """Round floats to five digits, more than a curve shows; NaN and infinity become null."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
+def plain(value: Any) -> Any:
+    """Round floats to five digits, more than a curve shows, also within lists and dictionaries; NaN
+    and infinity become null."""
+    match value:
+        case float():
+            return float(f"{value:.5g}") if math.isfinite(value) else None
+        case dict():
+            return {name: plain(each) for name, each in value.items()}
+        case list():
+            return [plain(each) for each in value]
     return value

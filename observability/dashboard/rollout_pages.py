@@ -4,13 +4,13 @@ The app's `/api/rollouts/{id}` route calls :func:`rollout_page`. Model output is
 the page renders it as text, never as HTML.
 """
 
-import math
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from tidegate.observability.dashboard.frames import plain
 from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.episodes.incremental_detokenizer import TokenTexts
 from tidegate.orchestrator.episodes.tool_calls import parse_reply
@@ -49,8 +49,8 @@ def rollout_page(
         "state": rollout.state,
         "reason": rollout.discard_reason or "",
         "task": rollout.task[:TASK_CHARACTERS_MAX],
-        "reward": _rounded(rollout.reward),
-        "advantage": _rounded(rollout.advantage),
+        "reward": plain(rollout.reward),
+        "advantage": plain(rollout.advantage),
         "consumed_version": rollout.consumed_version,
         "staleness": rollout.staleness,
         "bound": bound,
@@ -60,7 +60,7 @@ def rollout_page(
         "end": end,
         "context_tokens": len(rollout.token_ids),
         "texts": token_texts(rollout.token_ids, tokenizer, start=start, end=end),
-        "logprobs": [_rounded(p) for p in rollout.logprobs[start:end]],
+        "logprobs": plain(rollout.logprobs[start:end]),
         "segments": segments(rollout),
         "turns": [_turn(turn, rollout, tokenizer) for turn in rollout.turns],
     }
@@ -103,7 +103,7 @@ def _turn(
         "length": turn.length,
         "finish_reason": turn.finish_reason,
         "temperature": turn.temperature,
-        "reward": _rounded(turn.reward),
+        "reward": plain(turn.reward),
         "versions": [[span.version, span.end - span.start, span.engine] for span in turn.spans],
         "tools": _tools(turn, rollout.token_ids, tokenizer),
     }
@@ -117,7 +117,3 @@ def _tools(
         return []
     text = tokenizer.decode(list(token_ids[turn.start : turn.start + turn.length]))
     return [call.name for call in parse_reply(text, ANY_TOOL).tool_calls]
-
-
-def _rounded(value: float | None) -> float | None:
-    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None

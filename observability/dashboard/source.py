@@ -18,7 +18,7 @@ from tidegate.observability.metrics.snapshots import (
     adapter_lines,
     find_rollout,
     group_lines,
-    rollout_lines,
+    rollout_line,
     task_text,
     unconsumed_rollouts,
 )
@@ -32,10 +32,7 @@ from tidegate.observability.reports.story import (
     RunContext,
     Story,
     Subject,
-    SubjectKind,
-    batch_story,
-    group_story,
-    rollout_story,
+    story_of,
 )
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
@@ -157,9 +154,7 @@ class LiveSource:
                 notes.append(f"{candidates.left_out} younger outstanding rollouts omitted")
         if not query.is_unconsumed_only:
             for each in self._recorder.ended:
-                (line,) = rollout_lines(
-                    [(each.rollout, each.task)], trainer_version=each.consumed_version
-                )
+                line = rollout_line(each.rollout, each.task, trainer_version=each.consumed_version)
                 if query.matches(line) and self._contains(each.rollout.token_ids, each.task, query):
                     found.append(line)
             notes += ["ended rollouts: the newest only"] if self._recorder.has_dropped else []
@@ -197,29 +192,16 @@ class LiveSource:
             bound=self.bound,
             is_resumed=bool(self._about.get("resumed_batches")),
         )
-        match subject.kind:
-            case SubjectKind.ROLLOUT:
-                rollout = self.rollout(subject.number)
-                if rollout is None:
-                    return None
-                return rollout_story(rollout, self._group(rollout.group_id), run)
-            case SubjectKind.GROUP:
-                rows = self._group(subject.number)
-                return group_story(rows, run) if rows else None
-            case SubjectKind.BATCH:
-                ended = self._recorder.ended
-                rows = [
-                    as_recorded(each.snapshot())
-                    for each in reversed(ended)
-                    if each.consumed_version == subject.number
-                ]
-                return batch_story(subject.number, rows, run) if rows else None
+        return story_of(subject, run, rollout=self.rollout, rows_where=self._rows_where)
 
-    def _group(self, group_id: int) -> list[RecordedRollout]:
-        """Return copies of the known rows of a group, outstanding or over."""
+    def _rows_where(self, column: str, value: int) -> list[RecordedRollout]:
+        """Return copies of the known rows of a group, outstanding or over, or those of a batch."""
+        if column == "consumed_version":
+            ended = [e for e in reversed(self._recorder.ended) if e.consumed_version == value]
+            return [as_recorded(each.snapshot()) for each in ended]
 
         def outstanding(scheduler: Scheduler) -> list[RolloutSnapshot]:
-            found = unconsumed_rollouts(scheduler.core, state="", group_id=group_id)
+            found = unconsumed_rollouts(scheduler.core, state="", group_id=value)
             return [
                 snapshot_rollout(rollout, task=group.task, advantage=None, consumed_version=None)
                 for rollout, group in found
@@ -227,7 +209,7 @@ class LiveSource:
 
         rows = self._read_state(outstanding)
         assert isinstance(rows, list)
-        ended = [each for each in self._recorder.ended if each.rollout.group_id == group_id]
+        ended = [each for each in self._recorder.ended if each.rollout.group_id == value]
         return [as_recorded(row) for row in (*rows, *(each.snapshot() for each in ended))]
 
 
@@ -247,5 +229,5 @@ def _unconsumed(scheduler: Scheduler, query: RolloutQuery) -> _Candidates:
     texts: dict[int, tuple[Sequence[int], object]] = {}
     if query.reads_tokens:
         texts = {r.rollout_id: (r.token_ids[:SEARCHED_TOKENS_MAX], g.task) for r, g in read}
-    lines = rollout_lines((rollout, group.task) for rollout, group in read)
+    lines = [rollout_line(rollout, group.task) for rollout, group in read]
     return _Candidates(lines, texts, len(found) - len(read))

@@ -4,13 +4,15 @@ Take them on the run's event loop, in about 1 ms for 1,000 groups. They read the
 core and statistics; nothing here encodes or waits.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from tidegate.observability.metrics.live import CollectedData
 from tidegate.observability.records.trajectories import RolloutSnapshot, snapshot_rollout
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
+from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 
@@ -103,45 +105,32 @@ class RunSnapshot:
 
 def group_lines(core: Core) -> tuple[GroupLine, ...]:
     """Return running and buffered groups, in the order of admission."""
-    lines: list[GroupLine] = []
-    for group in core.groups.in_order:
-        if len(lines) == GROUPS_SHOWN_MAX:
-            break
-        lines.append(
-            GroupLine(
-                group.group_id, len(group.rollouts), group.running, group.oldest_possible_version
-            )
-        )
-    return tuple(lines)
+    return tuple(
+        GroupLine(g.group_id, len(g.rollouts), g.running, g.oldest_possible_version)
+        for g in islice(core.groups.in_order, GROUPS_SHOWN_MAX)
+    )
 
 
 def adapter_lines(core: Core, rewards: Mapping[str, float]) -> tuple[AdapterLine, ...]:
     """Return a line per trained adapter; ``rewards``: mean reward of each one's last batch."""
-    lines = []
-    for name, trained in sorted(core.trained_adapters.items()):
-        ledger, staleness = trained.ledger.snapshot(), trained.trained.staleness
-        lines.append(
-            AdapterLine(
-                name=name,
-                trainer_version=trained.trainer_version,
-                live_version=trained.versions.live_version,
-                batches=trained.trained.batches,
-                trained_rollouts=trained.trained.rollouts,
-                mixed_version_rollouts=trained.trained.mixed_version,
-                mean_staleness=trained.trained.mean_staleness,
-                max_staleness=max(staleness, default=0),
-                staleness_bound=trained.policy.guaranteed_bound,
-                running_groups=trained.running_groups,
-                buffered_groups=trained.buffered_groups,
-                generated_tokens=ledger.generated,
-                trained_tokens=ledger.trained,
-                buffered_tokens=ledger.buffered,
-                in_flight_tokens=ledger.in_flight,
-                discarded_tokens=sum(ledger.discarded.values()),
-                reward=rewards.get(name),
-            )
+    return tuple(
+        AdapterLine(
+            name=name,
+            trainer_version=adapter.trainer_version,
+            live_version=adapter.versions.live_version,
+            batches=adapter.trained.batches,
+            trained_rollouts=adapter.trained.rollouts,
+            mixed_version_rollouts=adapter.trained.mixed_version,
+            mean_staleness=adapter.trained.mean_staleness,
+            max_staleness=max(adapter.trained.staleness, default=0),
+            staleness_bound=adapter.policy.guaranteed_bound,
+            running_groups=adapter.running_groups,
+            buffered_groups=adapter.buffered_groups,
+            **_tokens(adapter.ledger.snapshot()),
+            reward=rewards.get(name),
         )
-    return tuple(lines)
+        for name, adapter in sorted(core.trained_adapters.items())
+    )
 
 
 def recorded_adapter_line(name: str, s: RunStatistics, reward: float | None) -> AdapterLine:
@@ -158,45 +147,41 @@ def recorded_adapter_line(name: str, s: RunStatistics, reward: float | None) -> 
         staleness_bound=s.staleness_bound,
         running_groups=s.running_groups,
         buffered_groups=s.buffered_groups,
-        generated_tokens=s.ledger.generated,
-        trained_tokens=s.ledger.trained,
-        buffered_tokens=s.ledger.buffered,
-        in_flight_tokens=s.ledger.in_flight,
-        discarded_tokens=sum(s.ledger.discarded.values()),
+        **_tokens(s.ledger),
         reward=reward,
     )
 
 
-def rollout_lines(
-    rollouts: Iterable[tuple[Rollout, object]], *, trainer_version: int | None = None
-) -> list[RolloutLine]:
-    """Return a line per rollout and task.
+def _tokens(ledger: LedgerSnapshot) -> dict[str, int]:
+    accounts = ("generated", "trained", "buffered", "in_flight")
+    tokens = {f"{account}_tokens": int(getattr(ledger, account)) for account in accounts}
+    return {**tokens, "discarded_tokens": ledger.discarded_total}
 
-    ``trainer_version``: the trainer's version when it took the rollouts; None if it has not.
+
+def rollout_line(
+    rollout: Rollout, task: object, *, trainer_version: int | None = None
+) -> RolloutLine:
+    """Return the line of a rollout.
+
+    ``trainer_version``: the trainer's version when it took the rollout; None if it has not.
     """
-    lines = []
-    for rollout, task in rollouts:
-        oldest = rollout.oldest_version
-        trained = rollout.oldest_trained_version
-        is_known = trainer_version is not None and trained is not None
-        lines.append(
-            RolloutLine(
-                rollout_id=rollout.rollout_id,
-                group_id=rollout.group_id,
-                index=rollout.index,
-                state=str(rollout.state),
-                reason=rollout.discard_reason or "",
-                fork_reason=rollout.fork_reason,
-                context_tokens=len(rollout.token_ids),
-                turns=len(rollout.turns),
-                reward=rollout.reward,
-                staleness=(trainer_version or 0) - (trained or 0) if is_known else None,
-                oldest_version=oldest,
-                newest_version=rollout.newest_version,
-                task=shorten(task),
-            )
-        )
-    return lines
+    trained = rollout.oldest_trained_version
+    is_known = trainer_version is not None and trained is not None
+    return RolloutLine(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id,
+        index=rollout.index,
+        state=str(rollout.state),
+        reason=rollout.discard_reason or "",
+        fork_reason=rollout.fork_reason,
+        context_tokens=len(rollout.token_ids),
+        turns=len(rollout.turns),
+        reward=rollout.reward,
+        staleness=(trainer_version or 0) - (trained or 0) if is_known else None,
+        oldest_version=rollout.oldest_version,
+        newest_version=rollout.newest_version,
+        task=shorten(task),
+    )
 
 
 def task_text(task: object) -> str:
@@ -222,8 +207,7 @@ def unconsumed_rollouts(
     of an evaluation.
     """
     if group_id is not None and group_id < 0:
-        evaluated = [(r, g) for r, g in core.groups.running.values() if g.group_id == group_id]
-        return evaluated
+        return [(r, g) for r, g in core.groups.running.values() if g.group_id == group_id]
     states = {RolloutState(state)} if state else {RolloutState.RUNNING, RolloutState.FINISHED}
     return [
         (rollout, group)
@@ -236,16 +220,8 @@ def unconsumed_rollouts(
 
 def find_rollout(core: Core, rollout_id: int) -> RolloutSnapshot | None:
     """Return a copy of a rollout that the trainer has not received; None if there is none."""
-    is_known = core.groups.running.get(rollout_id)
-    if is_known is None:
-        found = (
-            (rollout, group)
-            for group in core.groups.in_order
-            for rollout in group.rollouts
-            if rollout.rollout_id == rollout_id
-        )
-        is_known = next(found, None)
-    if is_known is None:
-        return None
-    rollout, group = is_known
-    return snapshot_rollout(rollout, task=group.task, advantage=None, consumed_version=None)
+    admitted = ((rollout, group) for group in core.groups.in_order for rollout in group.rollouts)
+    for rollout, group in chain(core.groups.running.values(), admitted):
+        if rollout.rollout_id == rollout_id:
+            return snapshot_rollout(rollout, task=group.task, advantage=None, consumed_version=None)
+    return None

@@ -5,8 +5,7 @@ read the file back. It has one track per engine, one for the trainer, a counter 
 version, and lanes of episodes. All times are microseconds of one process's monotonic clock.
 """
 
-import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ import msgspec
 
 from tidegate.errors import AuditError
 from tidegate.observability.records.run_directories import process_directories
+from tidegate.observability.records.run_files import replace_file
 from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval, TrainerActivity
-from tidegate.transport.private_directory import make_private_file
 from tidegate.transport.regular_files import read_regular
 
 TRACE_FILE = "trace.json"
@@ -155,7 +154,8 @@ class Trace:
         events = [_process(ENGINES_PID, "engines and trainer"), _process(EPISODES_PID, "episodes")]
         events += [_named(ENGINES_PID, number, name) for name, number in thread_ids.items()]
         for name, track in self.tracks.items():
-            events += [_complete(interval, thread_ids[name]) for interval in track]
+            thread_id = thread_ids[name]
+            events += [_complete(ENGINES_PID, thread_id, each, _counts(each)) for each in track]
         events += [_mark(instant, thread_ids[instant.track]) for instant in self.instants]
         events += [*self._version_counter(), *_episode_events(self.episodes)]
         body = {
@@ -163,32 +163,18 @@ class Trace:
             "traceEvents": events,
             "otherData": {"instants_dropped": self.instants_dropped},
         }
-        draft = path.with_name(path.name + ".draft")
-        try:
-            make_private_file(draft)
-            draft.write_bytes(msgspec.json.encode(body, enc_hook=str))
-            os.replace(draft, path)  # a full disk leaves no partial trace
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        replace_file(path, msgspec.json.encode(body, enc_hook=str))
 
     def _version_counter(self) -> list[dict[str, Any]]:
         """Return counter events of the highest version that the trainer had published."""
-        counter = []
+        counter: list[dict[str, Any]] = []
         highest = -1
         for interval in self.tracks.get(TRAINER_TRACK, []):
             if interval.version > highest:
                 highest = interval.version
                 at_us = interval.ended_us if interval.name == "publish" else interval.started_us
-                counter.append(
-                    {
-                        "ph": "C",
-                        "name": "weight version",
-                        "pid": ENGINES_PID,
-                        "ts": at_us,
-                        "args": {"version": highest},
-                    }
-                )
+                about = {"ph": "C", "name": "weight version", "pid": ENGINES_PID}
+                counter.append({**about, "ts": at_us, "args": {"version": highest}})
         return counter
 
 
@@ -216,30 +202,31 @@ def _process(process_id: int, name: str) -> dict[str, Any]:
 
 
 def _named(process_id: int, thread_id: int, name: str) -> dict[str, Any]:
+    ids = {"pid": process_id, "tid": thread_id}
+    return {"ph": "M", "name": "thread_name", **ids, "args": {"name": name}}
+
+
+def _complete(
+    process_id: int, thread_id: int, span: Interval | EpisodeInterval, args: Mapping[str, object]
+) -> dict[str, Any]:
     return {
-        "ph": "M",
-        "name": "thread_name",
+        "ph": "X",
+        "name": span.name,
         "pid": process_id,
         "tid": thread_id,
-        "args": {"name": name},
+        "ts": span.started_us,
+        "dur": span.ended_us - span.started_us,
+        "args": dict(args),
     }
 
 
-def _complete(interval: Interval, thread_id: int) -> dict[str, Any]:
+def _counts(interval: Interval) -> dict[str, int]:
     return {
-        "ph": "X",
-        "name": interval.name,
-        "pid": ENGINES_PID,
-        "tid": thread_id,
-        "ts": interval.started_us,
-        "dur": interval.ended_us - interval.started_us,
-        "args": {
-            "version": interval.version,
-            "steps": interval.steps,
-            "busy_us": interval.busy_us,
-            "tokens": interval.rows,
-            "prefills": interval.prefills,
-        },
+        "version": interval.version,
+        "steps": interval.steps,
+        "busy_us": interval.busy_us,
+        "tokens": interval.rows,
+        "prefills": interval.prefills,
     }
 
 
@@ -251,18 +238,7 @@ def _episode_events(intervals: Iterable[EpisodeInterval]) -> list[dict[str, Any]
     lanes = sorted({interval.lane for interval in ordered})
     return [
         *(_named(EPISODES_PID, lane, f"lane {lane}") for lane in lanes),
-        *(
-            {
-                "ph": "X",
-                "name": interval.name,
-                "pid": EPISODES_PID,
-                "tid": interval.lane,
-                "ts": interval.started_us,
-                "dur": interval.ended_us - interval.started_us,
-                "args": dict(interval.args),
-            }
-            for interval in ordered
-        ),
+        *(_complete(EPISODES_PID, each.lane, each, each.args) for each in ordered),
     ]
 
 
@@ -358,21 +334,21 @@ def _track_line(name: str, track: list[Interval], length_us: int) -> str:
             f"  {name}: {tokens} tokens, weights v{min(versions)} to v{max(versions)}, "
             f"in steps {busy_us / max(1, length_us):.0%} of the time"
         )
-    shares: dict[str, int] = {}
+    spent_us: Counter[str] = Counter()
     for interval in track:
-        shares[interval.name] = shares.get(interval.name, 0) + interval.ended_us
-        shares[interval.name] -= interval.started_us
-    parts = [f"{activity} {us / max(1, length_us):.0%}" for activity, us in sorted(shares.items())]
-    return f"  {name}: {', '.join(parts)}"
+        spent_us[interval.name] += interval.ended_us - interval.started_us
+    return f"  {name}: {_shares(spent_us, length_us)}"
+
+
+def _shares(spent_us: Mapping[str, int], total_us: int) -> str:
+    return ", ".join(f"{name} {us / max(1, total_us):.0%}" for name, us in sorted(spent_us.items()))
 
 
 def _episode_lines(intervals: Collection[EpisodeInterval]) -> list[str]:
     """Return each activity's share of the episodes' total time."""
-    spent_us: dict[str, int] = {}
+    spent_us: Counter[str] = Counter()
     for interval in intervals:
-        kind = interval.name.split()[0]
-        spent_us[kind] = spent_us.get(kind, 0) + interval.ended_us - interval.started_us
+        spent_us[interval.name.split()[0]] += interval.ended_us - interval.started_us
     episodes = sum(1 for interval in intervals if interval.name.startswith("rollout "))
     total_us = spent_us.pop("rollout", 0)
-    parts = [f"{activity} {us / max(1, total_us):.0%}" for activity, us in sorted(spent_us.items())]
-    return [f"  episodes ({episodes}): {', '.join(parts)}"] if episodes else []
+    return [f"  episodes ({episodes}): {_shares(spent_us, total_us)}"] if episodes else []

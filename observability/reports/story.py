@@ -7,7 +7,7 @@ allow several causes, the story names all of them.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -215,6 +215,36 @@ class Times:
             for each in self._trace.tracks.get(TRAINER_TRACK, [])
             if each.name == activity and each.version == version
         ]
+
+
+def story_of(
+    subject: Subject,
+    run: RunContext,
+    *,
+    rollout: Callable[[int], RecordedRollout | None],
+    rows_where: Callable[[str, int], Sequence[RecordedRollout]],
+    metrics: Callable[[int], Mapping[str, float] | None] = lambda version: None,
+) -> Story | None:
+    """Return the story of a subject; None if nothing is known of it.
+
+    Args:
+        rollout: returns the rollout with an id.
+        rows_where: returns the rows with a value in a column, such as those of a group.
+        metrics: returns the recorded figures of the batch consumed at a version.
+    """
+    match subject.kind:
+        case SubjectKind.ROLLOUT:
+            row = rollout(subject.number)
+            if row is None:
+                return None
+            return rollout_story(row, rows_where("group_id", row.group_id), run)
+        case SubjectKind.GROUP:
+            rows = rows_where("group_id", subject.number)
+            return group_story(rows, run) if rows else None
+        case SubjectKind.BATCH:
+            consumed = rows_where("consumed_version", subject.number)
+            rows = [row for row in consumed if row.state == "trained"]
+            return batch_story(subject.number, rows, run, metrics(subject.number)) if rows else None
 
 
 # ---------------------------------------------------------------- one rollout

@@ -3,8 +3,11 @@
 Browser tests and the screenshots of the documentation use it where no real run fits on a machine.
 """
 
+import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -37,14 +40,23 @@ class SyntheticRun:
     bound: int | None = 2
 
     def __init__(
-        self, *, engines: int, seed: int = 0, unaccounted: int = 0, staleness_max: int = 2
+        self,
+        *,
+        engines: int,
+        seed: int = 0,
+        unaccounted: int = 0,
+        staleness_max: int = 2,
+        changed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        """``changed``: fields of `RunStatistics` that differ."""
+        self.is_update = False
+        """Whether an update was asked for last."""
         self._random = random.Random(seed)
         self._unaccounted = unaccounted
         self._staleness_max = staleness_max
         names = [f"engine-{number}" for number in range(engines)]
         self._snapshot = RunSnapshot(
-            statistics=self._statistics(names),
+            statistics=dataclasses.replace(self._statistics(names), **changed),
             collected=self._collected(names),
             groups=tuple(
                 GroupLine(group, 8, self._random.randrange(9), BATCHES - group % 3)
@@ -64,6 +76,7 @@ class SyntheticRun:
 
     def observe(self, *, is_update: bool = False) -> RunSnapshot:
         """Return the only snapshot."""
+        self.is_update = is_update
         return self._snapshot
 
     def timeline(self, start_us: int, end_us: int) -> CollectedData | None:

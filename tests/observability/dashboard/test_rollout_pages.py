@@ -1,11 +1,13 @@
 """JSON of a rollout's page: each token's text, turn, engine and version."""
 
 import json
+import math
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.observability.recorded import recorded_turn
+from tests.observability.recorded import recorded_rollout, recorded_turn
 from tests.orchestrator.episodes.chat_templates import chat_tokenizer
 from tidegate.observability.dashboard.rollout_pages import (
     TOKENS_SHOWN_MAX,
@@ -27,34 +29,20 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def turn(start: int, length: int, *spans: VersionSpan, reward: float | None = None) -> RecordedTurn:
-    return recorded_turn(start, length, reward=reward, spans=spans)
-
-
 def rollout(token_ids: list[int], *turns: RecordedTurn, task: str = "") -> RecordedRollout:
-    return RecordedRollout(
-        rollout_id=7,
-        group_id=3,
-        index=1,
-        task=task,
-        reward=float("nan"),
-        advantage=0.5,
-        state="trained",
-        discard_reason=None,
-        consumed_version=4,
-        staleness=2,
-        token_ids=token_ids,
-        logprobs=[-0.123456789] * len(token_ids),
-        turns=turns,
-        branch_of=None,
-        fork_reason="",
-    )
+    logprobs = [-0.123456789] * len(token_ids)
+    about: dict[str, Any] = {"token_ids": token_ids, "logprobs": logprobs, "task": task}
+    return recorded_rollout(7, *turns, reward=math.nan, **about)
 
 
 TWO_TURNS = rollout(
     list(range(20)),
-    turn(4, 6, VersionSpan(2, 0, 4, "a", KvRange(2, 2)), VersionSpan(3, 4, 6, "b", KvRange(2, 3))),
-    turn(12, 5, VersionSpan(3, 0, 5, "b", None), reward=0.25),
+    recorded_turn(
+        4,
+        6,
+        spans=(VersionSpan(2, 0, 4, "a", KvRange(2, 2)), VersionSpan(3, 4, 6, "b", KvRange(2, 3))),
+    ),
+    recorded_turn(12, 5, spans=(VersionSpan(3, 0, 5, "b", None),), reward=0.25),
 )
 
 
@@ -103,7 +91,8 @@ def test_a_turns_tools_are_named_and_its_output_stays_text() -> None:
     tokenizer = chat_tokenizer()
     output = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     ids = tokenizer.encode(output, add_special_tokens=False).ids
-    shown = rollout(ids, turn(0, len(ids), VersionSpan(0, 0, len(ids), "a", None)), task=HOSTILE)
+    turn = recorded_turn(0, len(ids), spans=(VersionSpan(0, 0, len(ids), "a", None),))
+    shown = rollout(ids, turn, task=HOSTILE)
     page = rollout_page(shown, tokenizer)
     assert page["turns"][0]["tools"] == ["add"]
     assert page["task"] == HOSTILE

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.observability.recorded import recorded_turn
+from tests.observability.recorded import recorded_rollout, recorded_turn
 from tidegate.errors import ConfigError
 from tidegate.observability.records.trace import Instant, Interval, Trace
 from tidegate.observability.records.trajectories import RecordedRollout, RecordedTurn
@@ -37,25 +37,6 @@ def turn(*spans: VersionSpan, prefills: tuple[int, ...] = ()) -> RecordedTurn:
     length = max((span.end for span in spans), default=0)
     computed = tuple(TurnPrefill(at, ()) for at in prefills)
     return recorded_turn(4, length, spans=spans, prefills=computed)
-
-
-def rollout(rollout_id: int, *turns: RecordedTurn, **fields: object) -> RecordedRollout:
-    known: dict[str, object] = {
-        "group_id": 3,
-        "index": rollout_id % 2,
-        "task": '"1+1"',
-        "reward": 1.0,
-        "advantage": 0.5,
-        "state": "trained",
-        "discard_reason": None,
-        "consumed_version": 6,
-        "staleness": 1,
-        "token_ids": [],
-        "logprobs": [],
-        "branch_of": None,
-        "fork_reason": "",
-    }
-    return RecordedRollout(rollout_id=rollout_id, turns=turns, **{**known, **fields})  # type: ignore[arg-type]
 
 
 def span(
@@ -98,14 +79,14 @@ def traced() -> Trace:
 def test_a_swap_within_a_turn_says_what_became_of_its_kv(
     settings: dict[str, str], prefills: tuple[int, ...], says: str
 ) -> None:
-    row = rollout(0, turn(span(5, 0, 3), span(6, 3, 8, kv=5), prefills=prefills))
+    row = recorded_rollout(0, turn(span(5, 0, 3), span(6, 3, 8, kv=5), prefills=prefills))
     (text,) = texts(row, context(settings=settings), EventKind.SWAPPED)
     assert text.startswith("v6 went live on a after 3 tokens of turn 1: ")
     assert says in text
 
 
 def test_a_moved_turn_names_the_engine_that_was_lost_if_the_trace_has_the_loss() -> None:
-    row = rollout(0, turn(span(5, 0, 3, "a"), span(5, 3, 8, "b"), prefills=(3,)))
+    row = recorded_rollout(0, turn(span(5, 0, 3, "a"), span(5, 3, 8, "b"), prefills=(3,)))
     (known,) = texts(row, context(traced()), EventKind.MOVED)
     assert known.endswith(
         "moved from a to b after 3 tokens and continued with v5: a was lost at 2.00 s"
@@ -123,7 +104,7 @@ def test_a_moved_turn_names_the_engine_that_was_lost_if_the_trace_has_the_loss()
 
 
 def test_a_moved_turn_names_the_engine_that_was_asked_to_leave() -> None:
-    row = rollout(0, turn(span(5, 0, 3, "a"), span(5, 3, 8, "b"), prefills=(3,)))
+    row = recorded_rollout(0, turn(span(5, 0, 3, "a"), span(5, 3, 8, "b"), prefills=(3,)))
     trace = traced()
     trace.instants[0].name = "left"
     (known,) = texts(row, context(trace), EventKind.MOVED)
@@ -136,7 +117,7 @@ def test_a_moved_turn_names_the_engine_that_was_asked_to_leave() -> None:
 def test_kv_computed_again_by_the_same_version_is_a_preemption_unless_a_pause_was_possible() -> (
     None
 ):
-    row = rollout(0, turn(span(5, 0, 8), prefills=(0, 4)))
+    row = recorded_rollout(0, turn(span(5, 0, 8), prefills=(0, 4)))
     (sure,) = texts(row, context(traced()), EventKind.RECOMPUTED)
     assert sure.endswith("it was preempted, because older turns needed its KV blocks")
     paused = traced()
@@ -146,48 +127,48 @@ def test_kv_computed_again_by_the_same_version_is_a_preemption_unless_a_pause_wa
 
 
 def test_a_trained_rollout_names_its_oldest_token_its_bound_and_the_rule() -> None:
-    (text,) = texts(rollout(0, turn(span(5, 0, 8))), context(), EventKind.TRAINED)
+    (text,) = texts(recorded_rollout(0, turn(span(5, 0, 8))), context(), EventKind.TRAINED)
     assert text == (
         "trained on at v6: its oldest token is of v5, so its staleness is 1, within the bound 2; "
         "advantage 0.5; rule: BoundedStaleness(max_staleness=2)"
     )
-    passed = rollout(0, turn(span(3, 0, 8)), staleness=3)
+    passed = recorded_rollout(0, turn(span(3, 0, 8)), staleness=3)
     (text,) = texts(passed, context(), EventKind.TRAINED)
     assert "ABOVE the bound 2" in text
 
 
 def test_masked_tokens_are_counted() -> None:
-    row = rollout(0, turn(span(3, 0, 3), span(5, 3, 8)), oldest_trainable=4)
+    row = recorded_rollout(0, turn(span(3, 0, 3), span(5, 3, 8)), oldest_trainable=4)
     (text,) = texts(row, context(), EventKind.TRAINED)
     assert "3 tokens older than v4 were masked" in text
 
 
 def test_a_discarded_rollout_says_why() -> None:
-    stale = rollout(0, state="discarded", discard_reason="stale", consumed_version=None)
+    stale = recorded_rollout(0, state="discarded", discard_reason="stale", consumed_version=None)
     (text,) = texts(stale, context(), EventKind.DISCARDED)
     assert text.startswith("discarded as stale: its group was too old")
     assert text.endswith("rule: BoundedStaleness(max_staleness=2)")
-    own = rollout(0, state="discarded", discard_reason="all_equal", consumed_version=None)
+    own = recorded_rollout(0, state="discarded", discard_reason="all_equal", consumed_version=None)
     (text,) = texts(own, context(), EventKind.DISCARDED)
     assert text.startswith("discarded as all_equal: a reason of the run's own")
 
 
 def test_a_rollout_waits_for_the_last_of_its_group() -> None:
-    rows = [rollout(0, turn(span(5, 0, 8))), rollout(1, turn(span(5, 0, 8)))]
+    rows = [recorded_rollout(0, turn(span(5, 0, 8))), recorded_rollout(1, turn(span(5, 0, 8)))]
     story = rollout_story(rows[0], rows, context(traced()))
     (waited,) = [event for event in story.events if event.kind is EventKind.WAITED]
     assert waited.text == "waited 1 s for rollout 1, the last of its group"
     assert [event.at_s for event in story.events] == [0.0, 1.0, 2.5, 3.0, 4.0, 6.0]
-    running = [rows[0], rollout(1, state="running", reward=None)]
+    running = [rows[0], recorded_rollout(1, state="running", reward=None)]
     story = rollout_story(running[0], running, context())
     assert "waits for rollout 1 of its group to end" in [event.text for event in story.events]
 
 
 def test_a_group_counts_its_forks_by_reason() -> None:
     rows = [
-        rollout(0, turn(span(5, 0, 8))),
-        rollout(1, turn(span(5, 0, 8))),
-        rollout(2, branch_of=0, fork_reason="compaction"),
+        recorded_rollout(0, turn(span(5, 0, 8))),
+        recorded_rollout(1, turn(span(5, 0, 8))),
+        recorded_rollout(2, branch_of=0, fork_reason="compaction"),
     ]
     lines = story_lines(group_story(rows, context()))
     assert lines[:3] == [
@@ -199,7 +180,10 @@ def test_a_group_counts_its_forks_by_reason() -> None:
 
 
 def test_a_batch_names_its_oldest_token_and_how_long_the_trainer_waited() -> None:
-    rows = [rollout(0, turn(span(5, 0, 8))), rollout(1, turn(span(4, 0, 8)), staleness=2)]
+    rows = [
+        recorded_rollout(0, turn(span(5, 0, 8))),
+        recorded_rollout(1, turn(span(4, 0, 8)), staleness=2),
+    ]
     story = batch_story(6, rows, context(traced()), {"reward": 0.25})
     assert [event.text for event in story.events] == [
         "the trainer waited 1 s for it",
