@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from tests.observability.records.test_recording import some_statistics
+from tests.observability.recorded import some_statistics
 from tidegate.observability.progress import ProgressDisplay
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
 from tidegate.orchestrator.telemetry.watchdog import Stuck

@@ -8,22 +8,17 @@ import numpy as np
 import pytest
 
 import tidegate
-from tests.observability.records.test_recording import a_rollout, some_statistics
+from tests.observability.recorded import a_rollout, recorder, some_statistics
 from tidegate.errors import AuditError, ConfigError
-from tidegate.observability.records.recording import RunRecorder
 
 
-def a_run(directory: Path, *, has_ended: bool = True) -> Path:
-    model = directory.parent / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
-    with RunRecorder(directory, settings={"max_staleness": 2}, model=model) as recorder:
-        if has_ended:
-            for version in range(3):
-                recorder.batch({"version": version, "reward": version / 4, "wall_s": 1.0})
-            recorder.batch({"version": 3, "reward": 1.0, "wall_s": 2.0, "held_out_reward": 0.5})
-            recorder.rollout(a_rollout(), task="<b>1+1", advantage=0.5, consumed_version=5)
-            recorder.finish(some_statistics())
+def a_run(directory: Path) -> Path:
+    with recorder(directory, {"max_staleness": 2}) as records:
+        for version in range(3):
+            records.batch({"version": version, "reward": version / 4, "wall_s": 1.0})
+        records.batch({"version": 3, "reward": 1.0, "wall_s": 2.0, "held_out_reward": 0.5})
+        records.rollout(a_rollout(), task="<b>1+1", advantage=0.5, consumed_version=5)
+        records.finish(some_statistics())
     return directory
 
 
@@ -78,7 +73,8 @@ def test_its_reprs_show_the_figures_escaped_in_html(run: tidegate.RecordedRun) -
 
 
 def test_a_run_without_a_batch_opens_and_says_so(tmp_path: Path) -> None:
-    run = tidegate.open_run(a_run(tmp_path / "run", has_ended=False))
+    recorder(tmp_path / "run").close()
+    run = tidegate.open_run(tmp_path / "run")
     assert repr(run) == f"RecordedRun(of {tmp_path / 'run'}, batches 0)"
     assert len(run.trajectories("arrow")) == 0
     with pytest.raises(AuditError, match="no statistics"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.observability.records.test_recording import some_statistics
+from tests.observability.recorded import some_statistics
 from tidegate.cli.conventions import echo
 from tidegate.observability.dashboard.terminal import WatchedRun, watch
 from tidegate.observability.logs import JsonLines

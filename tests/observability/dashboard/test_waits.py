@@ -31,12 +31,17 @@ from tidegate.transport.messages import SamplingParams
 SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 1, "max_staleness": 1}
 
 
+async def one_turn(episode: tidegate.Episode, task: int) -> float:
+    episode.append([task])
+    await episode.generate(max_tokens=2)
+    return 1.0
+
+
 async def test_waits_and_activities_are_measured_by_the_clock(tidegate_serve: ServeInTests) -> None:
     reported: list[Mapping[str, float]] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
-        episode.append([task])
-        await episode.generate(max_tokens=4)
+        await one_turn(episode, task)
         with episode.activity("reward"):
             await asyncio.sleep(2.0 + 3.0 * episode.index)
         return 1.0
@@ -61,8 +66,7 @@ async def test_staleness_is_split_into_generation_and_queue(
     has_published = asyncio.Event()
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
-        episode.append([task])
-        await episode.generate(max_tokens=2)
+        await one_turn(episode, task)
         if task == 2:  # sampled by version 0, ends after version 1 was published
             await has_published.wait()
         return 1.0
@@ -91,8 +95,7 @@ async def test_a_forked_rollout_counts_once_in_both_parts_of_staleness(
     reported: list[Mapping[str, float]] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
-        episode.append([task])
-        await episode.generate(max_tokens=2)
+        await one_turn(episode, task)
         branches = [episode.fork() for _ in range(2 * episode.index)]
         await asyncio.sleep(2.0)  # meanwhile at least one version is published
         for branch in branches:
@@ -122,14 +125,9 @@ async def test_an_exception_in_on_batch_is_counted_and_loses_no_batch(
     def log_to_nowhere(figures: Mapping[str, float]) -> None:
         raise ConnectionError("the logger's server is gone")
 
-    async def solve(episode: tidegate.Episode, task: int) -> float:
-        episode.append([task])
-        await episode.generate(max_tokens=2)
-        return 1.0
-
     with caplog.at_level(logging.ERROR, logger="tidegate"):
         async with tidegate_serve(**SMALL, on_batch=log_to_nowhere) as rollouts:
-            async for _ in rollouts.batches([1, 2], episode=solve):
+            async for _ in rollouts.batches([1, 2], episode=one_turn):
                 await rollouts.publish({})
             assert rollouts.statistics().batch_callback_errors == 2
     output = [record for record in caplog.records if "on_batch raised" in record.message]
@@ -152,8 +150,7 @@ async def test_an_activity_without_a_name_fails_only_its_episode(
     tidegate_serve: ServeInTests,
 ) -> None:
     async def solve(episode: tidegate.Episode, task: int) -> float:
-        episode.append([task])
-        await episode.generate(max_tokens=2)
+        await one_turn(episode, task)
         with episode.activity("reward"):
             await asyncio.sleep(0.5)
         with (
@@ -204,21 +201,16 @@ def test_groups_that_ended_before_a_crash_have_no_wait_times() -> None:
     assert BatchAges().record([], build_batch([], 5), times) == {}
 
 
-def test_the_version_at_a_time_is_known_from_the_start() -> None:
+def test_the_version_at_a_time_is_known_from_the_start_or_from_the_oldest_kept_publish() -> None:
     times = PublishTimes(7)
     times.record(1.0, 8)
     times.record(2.0, 9)
     assert times.version_at(np.array([-5.0, 0.9, 1.0, 1.5, 3.0])).tolist() == [7, 7, 8, 8, 9]
-
-
-def test_times_before_the_oldest_kept_publish_have_its_version() -> None:
-    times = PublishTimes(0)
-    for version in range(1, 4 * PUBLISHES_KEPT + 1):
+    for version in range(10, 4 * PUBLISHES_KEPT + 1):
         times.record(float(version), version)
-    oldest = 3 * PUBLISHES_KEPT
-    requested = np.array([1.0, oldest + 0.5, oldest + 1.5, 4 * PUBLISHES_KEPT + 9.0])
-    reported = times.version_at(requested).tolist()
-    assert reported == [oldest, oldest, oldest + 1, 4 * PUBLISHES_KEPT]
+    newest, oldest = 4 * PUBLISHES_KEPT, 3 * PUBLISHES_KEPT
+    requested = np.array([1.0, oldest + 0.5, oldest + 1.5, newest + 9.0])
+    assert times.version_at(requested).tolist() == [oldest, oldest, oldest + 1, newest]
 
 
 def test_concurrent_activities_add_up_and_their_names_are_limited() -> None:

@@ -5,12 +5,7 @@ import json
 from pathlib import Path
 
 from tests.observability.trace_events import hold_to_the_format
-from tidegate.observability.records.trace import (
-    EPISODE_INTERVALS_MAX,
-    Trace,
-    read_trace,
-    trace_lines,
-)
+from tidegate.observability.records.trace import Trace, read_trace, trace_lines
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode_tracer import LANES_MAX, EpisodeTracer
 from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval
@@ -141,11 +136,3 @@ def test_episodes_read_back_from_a_valid_chrome_trace(tmp_path: Path) -> None:
     assert list(again.episodes) == [whole, *children]  # an enclosing interval comes first
     assert set(again.tracks) == {"engine-0", "trainer"}
     assert "  episodes (1): tools 30%, turn 60%" in trace_lines(tmp_path)
-
-
-def test_the_trace_keeps_the_latest_episodes() -> None:
-    trace = Trace()
-    for number in range(EPISODE_INTERVALS_MAX + 5):
-        trace.episodes.append(EpisodeInterval(1, "tools", number, number + 1, {}))
-    assert len(trace.episodes) == EPISODE_INTERVALS_MAX
-    assert trace.episodes[0].started_us == 5

@@ -15,13 +15,12 @@ from typer.testing import CliRunner
 import tidegate
 from tests.models import make_model_directory
 from tests.mortal_trainer import live, weights
-from tests.observability.records.test_recording import a_rollout, some_statistics
+from tests.observability.recorded import a_rollout, keep, recorder
 from tidegate.cli.command import app
 from tidegate.errors import JournalFailed, RecordingFailed
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery
-from tidegate.observability.records.recording import RunRecorder
 from tidegate.observability.records.run_directories import process_directories
 from tidegate.observability.records.trajectories import (
     STREAM_FILE,
@@ -158,39 +157,30 @@ def test_a_run_that_was_killed_twice_and_finished_reads_as_one_run(finished: Pat
 
 
 def test_every_prefix_of_a_rollout_stream_reads_back_its_complete_batches(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    make_model_directory(model)
-    recorder = RunRecorder(tmp_path / "run", settings={}, model=model)
-    sizes = []
+    records, sizes = recorder(tmp_path / "run"), []
     for rollout_id in range(3):
-        recorder.rollout(a_rollout(rollout_id), task=None, advantage=None, consumed_version=None)
-        recorder.batch({"version": rollout_id})
-        recorder.sync()
+        keep(records, a_rollout(rollout_id))
+        records.batch({"version": rollout_id})
+        records.sync()
         sizes.append((tmp_path / "run" / STREAM_FILE).stat().st_size)
     body = (tmp_path / "run" / STREAM_FILE).read_bytes()
     torn = tmp_path / "torn"
     torn.mkdir()
-    for end in range(0, len(body) + 1, 7):
+    (torn / TRAJECTORIES_FILE).write_bytes(b"PAR1")
+    for end in sorted({*range(0, len(body), 41), *(size - 1 for size in sizes), *sizes}):
         (torn / STREAM_FILE).write_bytes(body[:end])
-        (torn / TRAJECTORIES_FILE).write_bytes(b"PAR1")
         ids = [r.rollout_id for r in read_trajectories(torn)]
         assert ids == list(range(sum(size <= end for size in sizes)))
-    recorder.close()
+    records.close()
     assert not (tmp_path / "run" / STREAM_FILE).exists()
     assert find_trajectory(tmp_path / "run", 2) is not None
 
 
 def test_a_rollout_recorded_twice_is_read_as_recorded_last(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    make_model_directory(model)
     run = tmp_path / "run"
     for directory, ids, version in ((run, (0, 1, 2), 4), (run / "part-1", (2, 3), 5)):
-        with RunRecorder(directory, settings={}, model=model) as recorder:
-            for each in ids:
-                recorder.rollout(
-                    a_rollout(each), task=None, advantage=0.0, consumed_version=version
-                )
-            recorder.finish(some_statistics())
+        with recorder(directory) as records:
+            keep(records, *map(a_rollout, ids), version=version)
     read = [(r.rollout_id, r.consumed_version) for r in read_trajectories(run)]
     assert read == [(0, 4), (1, 4), (2, 5), (3, 5)]
     again = find_trajectory(run, 2)
@@ -233,7 +223,7 @@ except tidegate.errors.TidegateError as error:
 
 @pytest.mark.parametrize(
     ("journal", "fills"),
-    [("none", "trajectories.arrows"), ("none", "metrics"), ("journal", "trajectories.arrows")],
+    [("none", "metrics"), ("journal", "trajectories.arrows")],
 )
 def test_a_full_disk_ends_the_run_and_the_written_part_is_readable(
     model: Path, tmp_path: Path, journal: str, fills: str
@@ -270,28 +260,26 @@ def test_a_failing_recorder_does_not_hide_the_runs_error(model: Path, tmp_path: 
 
 
 def test_acknowledging_raises_the_recorders_failure(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    make_model_directory(model)
     failures: list[RecordingFailed] = []
-    recorder = RunRecorder(tmp_path / "run", settings={}, model=model, on_failure=failures.append)
-    recorder.rollout(a_rollout(0), task=None, advantage=None, consumed_version=None)
-    recorder.sync()
+    records = recorder(tmp_path / "run", on_failure=failures.append)
+    keep(records, a_rollout(0))
+    records.sync()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "run" / STREAM_FILE).stat().st_size
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, hard))
     try:
-        recorder.rollout(a_rollout(1), task=None, advantage=None, consumed_version=None)
+        keep(records, a_rollout(1))
         with pytest.raises(RecordingFailed, match=STREAM_FILE):
-            recorder.sync()
+            records.sync()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, old)
     assert len(failures) == 1
     assert (tmp_path / "run" / STREAM_FILE).stat().st_size == size
-    recorder.rollout(a_rollout(2), task=None, advantage=None, consumed_version=None)
+    keep(records, a_rollout(2))
     with pytest.raises(RecordingFailed):
-        recorder.sync()  # the missing record stays missing
+        records.sync()  # the missing record stays missing
     assert [r.rollout_id for r in read_trajectories(tmp_path / "run")] == [0, 2]
     with pytest.raises(RecordingFailed):
-        recorder.close()
+        records.close()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observability.records.test_recording import some_statistics
-from tidegate.observability.records.recording import RunRecorder
+from tests.observability.recorded import recorder, some_statistics
 from tidegate.orchestrator.journal.resuming import open_run_journal
 from tidegate.orchestrator.settings.config import run_settings
 
@@ -24,14 +23,12 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def record(directory: Path, model: Path) -> None:
+def record(directory: Path) -> None:
     """Keep a run's journal open while its records are made, so that all of its files exist."""
-    (model / "config.json").write_text("{}")
-    opened = open_run_journal(
-        run_settings(model=model, journal=True, run_directory=directory), None
-    )
-    with RunRecorder(directory, settings={}, model=model) as recorder:
-        recorder.finish(some_statistics())
+    settings = run_settings(model=directory, journal=True, run_directory=directory)
+    opened = open_run_journal(settings, None)
+    with recorder(directory) as records:
+        records.finish(some_statistics())
     assert {"journal.db", "journal.db-wal", "journal.db-lock", "trajectories.parquet"} <= {
         path.name for path in directory.iterdir()
     }
@@ -40,7 +37,7 @@ def record(directory: Path, model: Path) -> None:
 
 
 def test_a_run_directory_and_every_file_in_it_are_private(tmp_path: Path) -> None:
-    record(tmp_path / "runs" / "a", tmp_path)
+    record(tmp_path / "runs" / "a")
     assert mode(tmp_path / "runs" / "a") == 0o700
 
 
@@ -50,5 +47,5 @@ def test_an_existing_directory_keeps_its_mode_and_its_new_files_are_private(
     directory = tmp_path / "shared"
     directory.mkdir(mode=0o755)
     (directory / "trajectories.parquet").touch(mode=0o644)
-    record(directory, tmp_path)
+    record(directory)
     assert mode(directory) == 0o755

@@ -3,8 +3,8 @@
 import importlib.metadata
 import json
 import random
-import threading
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -12,10 +12,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from tests.observability.recorded import a_rollout, keep, recorder, some_statistics
 from tidegate.errors import AuditError, ConfigError, RunClosed
-from tidegate.observability.records.recording import RunRecorder, read_trajectories
+from tidegate.observability.records.recording import read_trajectories
 from tidegate.observability.records.trace import MERGE_GAP_US, Trace, read_trace
 from tidegate.observability.records.trajectories import (
     STREAM_FILE,
@@ -23,73 +24,19 @@ from tidegate.observability.records.trajectories import (
     find_trajectory,
 )
 from tidegate.observability.records.weight_archive import RebuiltVersions, weights_path
-from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.journal.resuming import JOURNAL_FILE
 from tidegate.orchestrator.telemetry.recorder import EngineStep
-from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.transport.attachments import Attachment
 from tidegate.transport.messages import KvSpan, SamplingParams
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    (path / "config.json").write_text('{"model_type": "qwen3"}')
-    save_file({"weight": torch.zeros(2, 2)}, path / "model.safetensors")
-    return path
-
-
-def a_rollout(rollout_id: int = 7) -> Rollout:
-    """Two turns; the second was kept after its first token and continued with v4 and v3's KV."""
-    rollout = Rollout(rollout_id, group_id=3, index=1)
-    rollout.extend([5, 6])
-    first = Turn(rollout, SamplingParams(max_tokens=4, seed=2**63))
-    rollout.turns.append(first)
-    first.prefills = (TurnPrefill(0, (KvSpan(3, 0, 2),)),)
-    first.append(10, -0.5, 3, "engine-0")
-    first.finish_reason = "stop"
-    rollout.extend([7])
-    second = Turn(rollout, SamplingParams(max_tokens=4, temperature=0.5, top_k=9, top_p=0.75))
-    rollout.turns.append(second)
-    second.prefills = (TurnPrefill(0, (KvSpan(3, 0, 4),)),)
-    second.append(11, -1.5, 3, "engine-1")
-    second.append(12, -2.5, 4, "engine-1")
-    rollout.reward = 1.0
-    rollout.state = RolloutState.TRAINED
-    return rollout
-
-
-def some_statistics() -> RunStatistics:
-    return RunStatistics(
-        wall_s=2.5,
-        trainer_version=4,
-        live_version=4,
-        admissible_groups=0,
-        running_groups=0,
-        buffered_groups=0,
-        training_groups=0,
-        batches=4,
-        trained_rollouts=1,
-        mixed_version_rollouts=1,
-        discarded_rollouts={"episode_error": 2},
-        max_staleness_seen=2,
-        staleness_bound=2,
-        mean_staleness=2.0,
-        staleness_histogram={2: 1},
-        trainer_idle_share=0.25,
-        engine_idle_share=0.125,
-        tokens_per_s=100.0,
-        ledger=LedgerSnapshot(generated=5, trained=3, discarded={"episode_error": 2}),
-        evaluation_ledger=LedgerSnapshot(),
-    )
-
-
-def test_a_rollout_reads_back_with_each_tokens_provenance(tmp_path: Path, model: Path) -> None:
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        recorder.rollout(a_rollout(), task={"sum": "1 + 2"}, advantage=0.5, consumed_version=5)
+def test_a_rollout_reads_back_as_it_was_with_each_tokens_provenance(tmp_path: Path) -> None:
+    given = a_rollout()
+    with recorder(tmp_path / "run") as records:
+        records.rollout(given, task={"sum": "1 + 2"}, advantage=0.5, consumed_version=5)
+        given.turns[-1].append(99, -9.0, 5, "engine-1")  # later changes are not recorded
 
     [rollout] = read_trajectories(tmp_path / "run")
 
@@ -110,7 +57,7 @@ def test_a_rollout_reads_back_with_each_tokens_provenance(tmp_path: Path, model:
     assert second.prefills == (TurnPrefill(0, (KvSpan(3, 0, 4),)),)
 
 
-def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Path) -> None:
+def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path) -> None:
     sampling = SamplingParams(
         max_tokens=4,
         min_p=0.5,
@@ -143,8 +90,8 @@ def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Pat
         else:
             scored = array("f", [-3.0]).tobytes()
             turn.attach(Attachment(0, "teacher_logprobs", 0, "float32", scored))
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        recorder.rollout(rollout, task=None, advantage=None, consumed_version=None)
+    with recorder(tmp_path / "run") as records:
+        keep(records, rollout)
 
     [recorded] = read_trajectories(tmp_path / "run")
 
@@ -167,16 +114,16 @@ def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Pat
 
 
 def test_a_discarded_rollout_without_tokens_and_an_evaluated_one_are_rows_too(
-    tmp_path: Path, model: Path
+    tmp_path: Path,
 ) -> None:
     discarded = Rollout(1, group_id=0, index=0)
     discarded.state = RolloutState.DISCARDED
     discarded.discard_reason = "episode_error"
     evaluated = a_rollout()
     evaluated.state = RolloutState.EVALUATED
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        recorder.rollout(discarded, task=object(), advantage=None, consumed_version=None)
-        recorder.rollout(evaluated, task=None, advantage=None, consumed_version=None)
+    with recorder(tmp_path / "run") as records:
+        records.rollout(discarded, task=object(), advantage=None, consumed_version=None)
+        keep(records, evaluated)
 
     first, second = read_trajectories(tmp_path / "run")
 
@@ -186,61 +133,23 @@ def test_a_discarded_rollout_without_tokens_and_an_evaluated_one_are_rows_too(
     assert (second.state, second.staleness) == ("evaluated", None)
 
 
-def test_changes_of_a_rollout_after_its_recording_are_not_recorded(
-    tmp_path: Path, model: Path
-) -> None:
-    rollout = a_rollout()
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        recorder.rollout(rollout, task=None, advantage=None, consumed_version=None)
-        rollout.turns[-1].append(99, -9.0, 5, "engine-1")
-
-    [recorded] = read_trajectories(tmp_path / "run")
-    assert recorded.token_ids == [5, 6, 10, 7, 11, 12]
-
-
-def test_rollouts_from_many_threads_are_each_recorded_once(tmp_path: Path, model: Path) -> None:
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-
-        def record(first_id: int) -> None:
-            for rollout_id in range(first_id, first_id + 50):
-                recorder.rollout(
-                    a_rollout(rollout_id), task=None, advantage=None, consumed_version=None
-                )
-
-        threads = [threading.Thread(target=record, args=(n * 50,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-
+def test_rollouts_from_many_threads_are_each_recorded_once(tmp_path: Path) -> None:
+    with recorder(tmp_path / "run") as records, ThreadPoolExecutor(4) as threads:
+        for first in range(0, 200, 50):
+            threads.submit(keep, records, *map(a_rollout, range(first, first + 50)))
     assert sorted(r.rollout_id for r in read_trajectories(tmp_path / "run")) == list(range(200))
-
-
-def test_the_parquet_columns_are_plain_lists_and_structs(tmp_path: Path, model: Path) -> None:
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        recorder.rollout(a_rollout(), task=None, advantage=None, consumed_version=None)
-
-    table = pq.read_table(tmp_path / "run" / "trajectories.parquet")
-
-    assert str(table.schema.field("token_ids").type) == "list<element: int32>"
-    assert str(table.schema.field("logprobs").type) == "list<element: float>"
-    assert table.to_pylist()[0]["turns"][1]["spans"][1] == {
-        "version": 4,
-        "start": 1,
-        "end": 2,
-        "engine": "engine-1",
-        "kv_oldest": 3,
-        "kv_newest": 4,
-    }
+    schema = pq.read_schema(tmp_path / "run" / TRAJECTORIES_FILE)
+    assert str(schema.field("token_ids").type) == "list<element: int32>"
+    assert str(schema.field("logprobs").type) == "list<element: float>"
 
 
 def test_archived_weights_are_those_at_the_call_even_if_training_continues(
-    tmp_path: Path, model: Path
+    tmp_path: Path,
 ) -> None:
     weight = torch.ones(2, 2)
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
+    with recorder(tmp_path / "run") as records:
         for version in range(1, 6):  # more than QUEUED_WEIGHTS_MAX
-            recorder.weights(version, {"weight": weight, "tied": weight})
+            records.weights(version, {"weight": weight, "tied": weight})
             weight.mul_(2)
 
     for version in range(1, 6):
@@ -249,30 +158,28 @@ def test_archived_weights_are_those_at_the_call_even_if_training_continues(
             tensors = load_file(path / "model.safetensors")
         assert set(tensors) == {"weight"}
         assert torch.equal(tensors["weight"], torch.full((2, 2), 2.0 ** (version - 1)))
-        assert (path / "config.json").read_text() == (model / "config.json").read_text()
-    original = load_file(weights_path(tmp_path / "run", 0) / "model.safetensors")
-    assert torch.equal(original["weight"], torch.zeros(2, 2))
+        assert (path / "config.json").read_text() == "{}"
 
 
-def test_run_json_has_settings_packages_and_the_end(tmp_path: Path, model: Path) -> None:
-    settings = {"max_staleness": 2, "model": model}
-    with RunRecorder(tmp_path / "run", settings=settings, model=model) as recorder:
-        recorder.finish(some_statistics(), reward_before=0.25)
-        recorder.finish(some_statistics(), reward_after=0.75)
+def test_run_json_has_settings_packages_and_the_end(tmp_path: Path) -> None:
+    settings = {"max_staleness": 2, "model": tmp_path}
+    with recorder(tmp_path / "run", settings) as records:
+        records.finish(some_statistics(), reward_before=0.25)
+        records.finish(some_statistics(), reward_after=0.75)
 
     run = json.loads((tmp_path / "run" / "run.json").read_text())
 
-    assert run["settings"] == {"max_staleness": 2, "model": str(model)}
+    assert run["settings"] == {"max_staleness": 2, "model": str(tmp_path)}
     assert run["packages"]["torch"] == importlib.metadata.version("torch")
     assert run["extra"] == {"reward_before": 0.25, "reward_after": 0.75}
     assert run["statistics"]["staleness_histogram"] == {"2": 1}
     assert run["statistics"]["ledger"]["discarded"] == {"episode_error": 2}
 
 
-def test_metrics_are_one_json_line_per_batch(tmp_path: Path, model: Path) -> None:
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        recorder.batch({"version": 1, "reward": 0.5})
-        recorder.batch({"version": 2, "reward": float("nan")})
+def test_metrics_are_one_json_line_per_batch(tmp_path: Path) -> None:
+    with recorder(tmp_path / "run") as records:
+        records.batch({"version": 1, "reward": 0.5})
+        records.batch({"version": 2, "reward": float("nan")})
 
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
@@ -281,46 +188,28 @@ def test_metrics_are_one_json_line_per_batch(tmp_path: Path, model: Path) -> Non
     ]
 
 
-def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path, model: Path) -> None:
-    RunRecorder(tmp_path / "run", settings={}, model=model).close()
+def test_a_directory_with_a_run_and_a_model_without_config_are_refused(tmp_path: Path) -> None:
+    recorder(tmp_path / "run").close()
     with pytest.raises(ConfigError, match="it keeps no journal, so it can't be resumed"):
-        RunRecorder(tmp_path / "run", settings={}, model=model)
+        recorder(tmp_path / "run")
     (tmp_path / "run" / JOURNAL_FILE).touch()
     with pytest.raises(ConfigError, match=r"resume it \(serve\(journal=True, resume=True\)"):
-        RunRecorder(tmp_path / "run", settings={}, model=model)
-
-
-def test_a_model_directory_without_config_is_refused(tmp_path: Path) -> None:
+        recorder(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"config\.json"):
-        RunRecorder(tmp_path / "run", settings={}, model=tmp_path)
+        recorder(tmp_path / "other", model=tmp_path)
 
 
-def test_recording_after_the_end_is_refused_and_closing_twice_is_harmless(
-    tmp_path: Path, model: Path
-) -> None:
-    recorder = RunRecorder(tmp_path / "run", settings={}, model=model)
-    recorder.close()
-    recorder.close()
+def test_recording_after_the_end_is_refused_and_closing_twice_is_harmless(tmp_path: Path) -> None:
+    records = recorder(tmp_path / "run")
+    records.close()
+    records.close()
     with pytest.raises(RunClosed):
-        recorder.rollout(a_rollout(), task=None, advantage=None, consumed_version=None)
+        keep(records, a_rollout())
     with pytest.raises(RunClosed):
-        recorder.batch({})
+        records.batch({})
 
 
-def test_a_failed_write_is_raised_at_the_end_and_all_others_are_written(
-    tmp_path: Path, model: Path
-) -> None:
-    recorder = RunRecorder(tmp_path / "run", settings={}, model=model)
-    (tmp_path / "run" / "weights" / "v00001.draft").parent.mkdir(exist_ok=True)
-    (tmp_path / "run" / "weights" / "v00001.draft").write_text("in the way")
-    recorder.weights(1, {"weight": torch.zeros(1)})
-    recorder.rollout(a_rollout(), task=None, advantage=None, consumed_version=None)
-    with pytest.raises(OSError, match=r"v00001\.draft"):
-        recorder.close()
-    assert len(list(read_trajectories(tmp_path / "run"))) == 1
-
-
-def test_missing_or_truncated_trajectories_raise(tmp_path: Path, model: Path) -> None:
+def test_missing_or_truncated_trajectories_raise(tmp_path: Path) -> None:
     with pytest.raises(AuditError, match="missing"):
         list(read_trajectories(tmp_path))
     (tmp_path / "trajectories.parquet").write_bytes(b"PAR1 and then the power went")
@@ -330,12 +219,11 @@ def test_missing_or_truncated_trajectories_raise(tmp_path: Path, model: Path) ->
 
 @pytest.mark.parametrize("name", [TRAJECTORIES_FILE, STREAM_FILE])
 def test_garbled_trajectories_are_read_or_refused_and_end_no_process(
-    tmp_path: Path, model: Path, name: str
+    tmp_path: Path, name: str
 ) -> None:
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
-        for number in range(60):
-            recorder.rollout(a_rollout(number), task=None, advantage=None, consumed_version=None)
-        recorder.sync()
+    with recorder(tmp_path / "run") as records:
+        keep(records, *map(a_rollout, range(60)))
+        records.sync()
         recorded = (tmp_path / "run" / STREAM_FILE).read_bytes()
     if name == TRAJECTORIES_FILE:
         recorded = (tmp_path / "run" / name).read_bytes()
@@ -357,16 +245,16 @@ def test_garbled_trajectories_are_read_or_refused_and_end_no_process(
 
 
 def test_steps_of_one_version_become_one_interval_and_a_swap_or_a_pause_ends_it(
-    tmp_path: Path, model: Path
+    tmp_path: Path,
 ) -> None:
-    with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
+    with recorder(tmp_path / "run") as records:
         for at_us in (0, 500, 1000):
-            recorder.engine_step(EngineStep("engine-0", at_us, 400, 1, 8))
-        recorder.engine_event("engine-0", "swap", 1400, version=2)
-        recorder.engine_step(EngineStep("engine-0", 1500, 400, 2, 8))
-        recorder.engine_step(EngineStep("engine-0", 1900 + MERGE_GAP_US, 400, 2, 8))
-        recorder.trainer_interval("train", 0, 3000, 1)
-        recorder.trainer_interval("publish", 3000, 3500, 2)
+            records.engine_step(EngineStep("engine-0", at_us, 400, 1, 8))
+        records.engine_event("engine-0", "swap", 1400, version=2)
+        records.engine_step(EngineStep("engine-0", 1500, 400, 2, 8))
+        records.engine_step(EngineStep("engine-0", 1900 + MERGE_GAP_US, 400, 2, 8))
+        records.trainer_interval("train", 0, 3000, 1)
+        records.trainer_interval("publish", 3000, 3500, 2)
 
     trace = read_trace(tmp_path / "run" / "trace.json")
 

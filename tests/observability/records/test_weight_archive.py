@@ -43,12 +43,12 @@ def first_weights(dtype: torch.dtype = torch.bfloat16) -> Tensors:
     }
 
 
-def stepped(weights: Tensors, *, share: float = CHANGED_SHARE) -> Tensors:
+def stepped(weights: Tensors) -> Tensors:
     """Return weights of which some elements differ in their last bits."""
     now = {name: tensor.clone() for name, tensor in weights.items()}
-    for name in ("embed.weight", "layer.weight", "steps"):
+    for name in (name for name in ("embed.weight", "layer.weight", "steps") if name in now):
         flat = now[name].view(-1)
-        index = torch.randperm(len(flat))[: max(1, int(share * len(flat)))]
+        index = torch.randperm(len(flat))[: max(1, int(CHANGED_SHARE * len(flat)))]
         flat[index] = flat[index] + (1 if flat.dtype is torch.int64 else flat[index] / 64)
     return now
 
@@ -136,37 +136,54 @@ def test_each_version_is_rebuilt_to_the_bit(tmp_path: Path, dtype: torch.dtype) 
             assert_same_bits(load_file(path / "model.safetensors"), weights)
 
 
-def test_weights_of_another_dtype_than_the_models_are_whole_once(
-    tmp_path: Path, model: Path
-) -> None:
-    versions = successors(first_weights(torch.float32), 2)
-    run = record(tmp_path / "run", model, *versions)
+def with_most_elements_changed(weights: Tensors) -> Tensors:
+    return {name: tensor + 1 if tensor.numel() else tensor for name, tensor in weights.items()}
 
+
+def without_a_tensor(weights: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in weights.items() if name != "steps"}
+
+
+def of_another_dtype(weights: Tensors) -> Tensors:
+    return first_weights(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "file"),
+    [
+        (with_most_elements_changed, "model.safetensors"),
+        (without_a_tensor, "model.safetensors"),
+        (of_another_dtype, "patch.safetensors"),  # of whole tensors, but for those of integers
+    ],
+)
+def test_a_version_that_a_patch_can_not_make_is_whole_once(
+    tmp_path: Path, model: Path, changed: Callable[[Tensors], Tensors], file: str
+) -> None:
+    first = changed(first_weights())
+    run = record(tmp_path / "run", model, first, second := stepped(first))
+
+    assert (weights_path(run, 1) / file).is_file()
+    assert_same_bits(rebuilt(run, 1), first)
     whole, patch = (own_bytes(weights_path(run, version)) for version in (1, 2))
     assert patch < whole / 10
-    assert_same_bits(rebuilt(run, 1), versions[0])
-    assert_same_bits(rebuilt(run, 2), versions[1])
-
-
-def test_a_set_most_of_whose_elements_change_is_written_whole(tmp_path: Path, model: Path) -> None:
-    changed = {
-        name: tensor + 1 if tensor.numel() else tensor for name, tensor in first_weights().items()
-    }
-    run = record(tmp_path / "run", model, changed)
-
-    assert_same_bits(load_file(weights_path(run, 1) / "model.safetensors"), changed)
+    assert_same_bits(rebuilt(run, 2), second)
 
 
 def test_no_version_is_rebuilt_from_more_patches_than_the_limit(
     tmp_path: Path, model: Path
 ) -> None:
-    versions = successors(first_weights(), PATCHES_MAX + 2)
+    versions = successors(first_weights(), PATCHES_MAX + 4)
     run = record(tmp_path / "run", model, *versions)
 
     wholes = [v for v, parts in complete_versions(run).items() if parts.patch_of is None]
     assert wholes == [0, PATCHES_MAX + 1]
     assert_same_bits(rebuilt(run, PATCHES_MAX), versions[PATCHES_MAX - 1])
-    assert_same_bits(rebuilt(run, PATCHES_MAX + 2), versions[-1])
+
+    last = record(tmp_path / "last", model, *versions, keep="last:2")
+    # Kept are the two, and what they are rebuilt from.
+    assert [*archived_versions(last)] == [*range(PATCHES_MAX + 1, PATCHES_MAX + 5)]
+    for version in (PATCHES_MAX + 3, PATCHES_MAX + 4):
+        assert_same_bits(rebuilt(last, version), versions[version - 1])
 
 
 def test_a_tied_head_that_a_cast_has_made_a_copy_is_written_once_until_it_differs(
@@ -184,24 +201,6 @@ def test_a_tied_head_that_a_cast_has_made_a_copy_is_written_once_until_it_differ
     assert own_bytes(weights_path(run, 2)) < part / 4
     for version, weights in enumerate((first, second, third), start=1):
         assert_same_bits(rebuilt(run, version), weights)
-
-
-def test_after_a_removed_tensor_a_set_is_whole(tmp_path: Path, model: Path) -> None:
-    fewer = {name: t for name, t in first_weights().items() if name != "steps"}
-    run = record(tmp_path / "run", model, fewer)
-
-    assert_same_bits(load_file(weights_path(run, 1) / "model.safetensors"), fewer)
-
-
-def test_the_last_versions_are_kept_with_what_they_are_rebuilt_from(
-    tmp_path: Path, model: Path
-) -> None:
-    versions = successors(first_weights(), PATCHES_MAX + 4)
-    run = record(tmp_path / "run", model, *versions, keep="last:2")
-
-    assert [*archived_versions(run)] == [*range(PATCHES_MAX + 1, PATCHES_MAX + 5)]
-    for version in (PATCHES_MAX + 3, PATCHES_MAX + 4):
-        assert_same_bits(rebuilt(run, version), versions[version - 1])
 
 
 def test_partial_sets_keep_the_set_below_them(tmp_path: Path, model: Path) -> None:
