@@ -218,20 +218,10 @@ def _program(file: RunFile, path: Path, resume: Path | None) -> Program:
         file=file,
         settings=settings,
         make_tasks=_task_function(file.tasks, "tasks"),
-        make_held_out=None
-        if file.evaluation is None
-        else _task_function(file.evaluation, "evaluation"),
-        episode=_bind_arguments(
-            find(file.episode.use, "episode.use"), file.episode, "episode", own=2
-        ),
-        train=_bind_arguments(
-            find(file.trainer.use, "trainer.use"), file.trainer, "trainer", own=3
-        ),
-        on_batch=None
-        if file.on_batch is None
-        else _bind_arguments(
-            find(file.on_batch.use, "on_batch.use"), file.on_batch, "on_batch", own=1
-        ),
+        make_held_out=_task_function(file.evaluation, "evaluation") if file.evaluation else None,
+        episode=_function(file.episode, "episode"),
+        train=_function(file.trainer, "trainer"),
+        on_batch=_function(file.on_batch, "on_batch") if file.on_batch else None,
         make_trackers=_trackers(file.logging, settings),
         is_resumed=resume is not None,
     )
@@ -286,15 +276,17 @@ def _make_object(where: str, value: Any) -> Any:
     return factory(**check_arguments(factory, arguments, where))
 
 
-_OWN_PARAMETERS = {
-    "episode": "(episode, task)",
-    "trainer": "(rollouts, tasks, episode)",
-    "on_batch": "(figures)",
+_OWN_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "episode": ("episode", "task"),
+    "trainer": ("rollouts", "tasks", "episode"),
+    "on_batch": ("figures",),
 }
-"""Parameters that Tidegate passes to the function of each section."""
+"""Parameters that Tidegate passes to the function of each section; none to those of tasks."""
 
 
-def _bind_arguments(function: Any, part: Part, where: str, *, own: int) -> Callable[..., Any]:
+def _function(part: Part, where: str) -> Callable[..., Any]:
+    """Return the function that a section names, with the section's arguments bound."""
+    function, own = find(part.use, f"{where}.use"), _OWN_PARAMETERS.get(where, ())
     if not callable(function):
         raise ConfigError(f"{where}.use = {part.use!r} is not a function but {function!r}")
     if where == "episode" and not inspect.iscoroutinefunction(function):
@@ -304,13 +296,12 @@ def _bind_arguments(function: Any, part: Part, where: str, *, own: int) -> Calla
         for each in parameters_of(function, where)
         if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.VAR_POSITIONAL)
     ]
-    if own > len(positional) and not any(e.kind is e.VAR_POSITIONAL for e in positional):
-        parameters = _OWN_PARAMETERS[where]
+    if len(own) > len(positional) and not any(e.kind is e.VAR_POSITIONAL for e in positional):
         raise ConfigError(
             f"the function that the run's file names in {where}.use = {part.use!r} must take "
-            f"{parameters} before its own arguments; change its signature"
+            f"({', '.join(own)}) before its own arguments; change its signature"
         )
-    arguments = check_arguments(function, part.arguments, where, own=own)
+    arguments = check_arguments(function, part.arguments, where, own=len(own))
     return functools.partial(function, **arguments) if arguments else function
 
 
@@ -318,7 +309,7 @@ def _task_function(part: Part, where: str) -> Callable[[], Iterable[Any]]:
     """Return a function without arguments for a section that names a function or an iterable."""
     tasks = find(part.use, f"{where}.use")
     if callable(tasks):
-        return _bind_arguments(tasks, part, where, own=0)
+        return _function(part, where)
     if part.arguments or not isinstance(tasks, Iterable):
         raise ConfigError(
             f"{where}.use = {part.use!r} is not a function, so it must be iterable, without "

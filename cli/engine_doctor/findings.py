@@ -33,7 +33,7 @@ class Verdict(StrEnum):
     """Tokens would be trained on with wrong log-probs or wrong weights, or can't be obtained."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One finding about an engine: a line of the doctor's report."""
 
@@ -44,6 +44,22 @@ class Finding:
     """What the measurements show, in one sentence."""
     remedy: str = ""
     """What the user can do about the finding; empty if nothing is necessary."""
+
+
+def _ok(check: str, says: str, remedy: str = "") -> Finding:
+    return Finding(check, Verdict.OK, says, remedy)
+
+
+def _note(check: str, says: str, remedy: str = "") -> Finding:
+    return Finding(check, Verdict.NOTE, says, remedy)
+
+
+def _warn(check: str, says: str, remedy: str) -> Finding:
+    return Finding(check, Verdict.WARN, says, remedy)
+
+
+def _fail(check: str, says: str, remedy: str) -> Finding:
+    return Finding(check, Verdict.FAIL, says, remedy)
 
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1, and let no other host reach it"
@@ -138,19 +154,16 @@ def capability_findings(identity: Identity, *, weight_spans: bool) -> list[Findi
     parts = []
     if has:
         says = ", ".join(need.name for need in has)
-        parts.append(Finding(check="capabilities", verdict=Verdict.OK, says=says))
+        parts.append(_ok("capabilities", says))
     for need in lacks:
         says = f"{need.name}: it has no {' or '.join(need.any_of)}"
-        parts.append(
-            Finding(check="capabilities", verdict=need.without_it, says=says, remedy=need.remedy)
-        )
+        parts.append(Finding("capabilities", need.without_it, says, need.remedy))
     if not weight_spans:
         parts.append(
-            Finding(
-                check="weight spans",
-                verdict=Verdict.WARN,
-                says="responses don't say which weights sampled which tokens",
-                remedy="take vLLM 0.32 with --enable-scale-out or SGLang 0.5.19, or newer: a turn "
+            _warn(
+                "weight spans",
+                "responses don't say which weights sampled which tokens",
+                "take vLLM 0.32 with --enable-scale-out or SGLang 0.5.19, or newer: a turn "
                 "that an update crosses is labelled only as well as Tidegate saw it",
             )
         )
@@ -199,16 +212,16 @@ def update_findings(
     """Judge whether the engine takes new weights, and what its cache does on an update."""
     if update.is_skipped:
         return [
-            _finding(
-                Verdict.FAIL,
+            _fail(
+                "weight update",
                 "skipped: the engine's weights are not --model's, so they could not be restored",
                 "pass --model the directory of the weights it serves now",
             )
         ]
     if update.refused is not None:
         return [
-            _finding(
-                Verdict.FAIL,
+            _fail(
+                "weight update",
                 f"the engine refuses new weights: {update.refused}",
                 UPDATE_REMEDIES[kind],
             )
@@ -225,8 +238,8 @@ def update_findings(
 
 def _cleared(kind: EngineKind, distance: Distance, allowed: float) -> Finding:
     if _matches_new(distance, allowed):
-        return _finding(
-            Verdict.OK,
+        return _ok(
+            "weight update",
             f"it computes with the new weights at once: log-probs are {distance.from_new:.2g} nats "
             f"from theirs, and {distance.from_old:.2g} from the old weights'",
         )
@@ -236,45 +249,33 @@ def _cleared(kind: EngineKind, distance: Distance, allowed: float) -> Finding:
     )
     if distance.from_old <= SAME_SHARE_MAX * distance.between:
         says = f"it accepts new weights, but computes with the old ones: {measured}"
-        return _finding(Verdict.FAIL, says, UPDATE_REMEDIES[kind])
+        return _fail("weight update", says, UPDATE_REMEDIES[kind])
     says = f"after an update that clears the cache, it matches neither weights: {measured}"
-    return _finding(Verdict.FAIL, says, NEITHER_REMEDIES[kind])
+    return _fail("weight update", says, NEITHER_REMEDIES[kind])
 
 
 def _kept(kind: EngineKind, kept: Distance, salted: Distance, allowed: float) -> Finding:
     if _matches_new(kept, allowed):
-        return _finding(
-            Verdict.OK,
-            "an update clears the cache even if it does not ask for that",
-            check="cache over an update",
+        return _ok(
+            "cache over an update", "an update clears the cache even if it does not ask for that"
         )
     says = (
         f"an update that does not clear the cache leaves KV of the old weights in use: log-probs "
         f"differ by {kept.from_new:.2g} nats from those of the new weights"
     )
     if _matches_new(salted, allowed):
-        return _finding(
-            Verdict.WARN if kind == "tidegate" else Verdict.OK,
-            f"{says}; a prompt with another salt does not find the KV",
-            KEPT_REMEDIES[kind],
-            check="cache over an update",
-        )
-    return _finding(
-        Verdict.FAIL,
+        judge = _warn if kind == "tidegate" else _ok
+        separated = f"{says}; a prompt with another salt does not find the KV"
+        return judge("cache over an update", separated, KEPT_REMEDIES[kind])
+    return _fail(
+        "cache over an update",
         f"{says}, and a prompt with another salt finds the KV too",
         CLEAR_REMEDY,
-        check="cache over an update",
     )
 
 
 def _matches_new(distance: Distance, allowed: float) -> bool:
     return distance.from_new <= min(allowed, SAME_SHARE_MAX * distance.between)
-
-
-def _finding(
-    verdict: Verdict, says: str, remedy: str = "", *, check: str = "weight update"
-) -> Finding:
-    return Finding(check=check, verdict=verdict, says=says, remedy=remedy)
 
 
 GAP_RATIO_TOLERANCE = 0.2
@@ -344,12 +345,11 @@ def _samples_ahead(identity: Identity) -> list[Finding]:
     if identity.kind != "sglang" or identity.settings.get("disable_overlap_schedule"):
         return []
     return [
-        Finding(
-            check="kept KV",
-            verdict=Verdict.WARN,
-            says='kv_policy="keep" will be refused: its overlap scheduler computes a step while '
+        _warn(
+            "kept KV",
+            'kv_policy="keep" will be refused: its overlap scheduler computes a step while '
             "weights change, and labels that step's tokens with the new version",
-            remedy="start it with --disable-overlap-schedule, or let the run recompute "
+            "start it with --disable-overlap-schedule, or let the run recompute "
             '(kv_policy="recompute")',
         )
     ]
@@ -358,32 +358,29 @@ def _samples_ahead(identity: Identity) -> list[Finding]:
 def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
     if mode.gap_ratio is None:
         return [
-            Finding(
-                check="log-probs",
-                verdict=Verdict.NOTE,
-                says="it returns no second token's log-prob, so it is unknown whether log-probs "
+            _note(
+                "log-probs",
+                "it returns no second token's log-prob, so it is unknown whether log-probs "
                 "include temperature",
-                remedy="sample at temperature 1, or pass --model for a comparison",
+                "sample at temperature 1, or pass --model for a comparison",
             )
         ]
     if abs(mode.gap_ratio - 1) <= GAP_RATIO_TOLERANCE:
         return [
-            Finding(
-                check="log-probs",
-                verdict=Verdict.FAIL,
-                says=f"raw: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1, so "
+            _fail(
+                "log-probs",
+                f"raw: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1, so "
                 f"log-probs at temperatures other than 1 are not those sampled from",
-                remedy=PROCESSED_REMEDIES[kind],
+                PROCESSED_REMEDIES[kind],
             )
         ]
     if abs(mode.gap_ratio - 2) > GAP_RATIO_TOLERANCE:
         return [
-            Finding(
-                check="log-probs",
-                verdict=Verdict.FAIL,
-                says=f"at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1: neither "
+            _fail(
+                "log-probs",
+                f"at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1: neither "
                 f"raw (1) nor processed (2)",
-                remedy="check what else changes its logits: penalties, biases, processors",
+                "check what else changes its logits: penalties, biases, processors",
             )
         ]
     return _processed(mode)
@@ -393,19 +390,17 @@ def _processed(mode: LogprobMode) -> list[Finding]:
     """Judge log-probs with temperature applied. Logits have the same gaps, but do not sum to 1."""
     if (mode.truncated_mass or 0.0) > 1 + MASS_LOST_MAX:
         return [
-            Finding(
-                check="log-probs",
-                verdict=Verdict.FAIL,
-                says=f"two tokens' probabilities sum to {mode.truncated_mass:.3g}: the values are "
+            _fail(
+                "log-probs",
+                f"two tokens' probabilities sum to {mode.truncated_mass:.3g}: the values are "
                 f"logits, not log-probs",
-                remedy="make it return log-probs (vLLM: --logprobs-mode processed_logprobs)",
+                "make it return log-probs (vLLM: --logprobs-mode processed_logprobs)",
             )
         ]
     return [
-        Finding(
-            check="log-probs",
-            verdict=Verdict.OK,
-            says=f"processed: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1",
+        _ok(
+            "log-probs",
+            f"processed: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1",
         ),
         *_truncation(mode.truncated_mass),
     ]
@@ -416,65 +411,59 @@ def _truncation(mass: float | None) -> list[Finding]:
         return []
     if mass > 1 - MASS_LOST_MAX:
         says = "the tokens that top_k keeps have probability 1: log-probs include truncation"
-        return [Finding(check="truncation", verdict=Verdict.OK, says=says)]
+        return [_ok("truncation", says)]
     return [
-        Finding(
-            check="truncation",
-            verdict=Verdict.WARN,
-            says=f"with top_k=2 both tokens together have probability {mass:.3f}: log-probs do not "
+        _warn(
+            "truncation",
+            f"with top_k=2 both tokens together have probability {mass:.3f}: log-probs do not "
             f"include truncation",
-            remedy="sample with top_p=1, min_p=0 and no top_k, or correct for it in the loss",
+            "sample with top_p=1, min_p=0 and no top_k, or correct for it in the loss",
         )
     ]
 
 
 def _mismatch(kind: EngineKind, mismatch: LogprobMismatch | None) -> Finding:
     if mismatch is None:
-        return Finding(
-            check="mismatch",
-            verdict=Verdict.NOTE,
-            says="not compared with the model's own log-probs",
-            remedy="pass --model DIRECTORY, the weights that it serves now",
+        return _note(
+            "mismatch",
+            "not compared with the model's own log-probs",
+            "pass --model DIRECTORY, the weights that it serves now",
         )
     measured = (
         f"log-probs of {mismatch.tokens} tokens differ from transformers' in float32 by "
         f"{mismatch.mean:.2g} nats on average, {mismatch.largest:.2g} at most"
     )
     if mismatch.mean <= MEAN_SAME_NATS:
-        return Finding(check="mismatch", verdict=Verdict.OK, says=measured)
+        return _ok("mismatch", measured)
     if mismatch.mean <= MEAN_ROUNDED_NATS:
-        return Finding(
-            check="mismatch",
-            verdict=Verdict.WARN,
-            says=f"{measured}: rounding, mostly of the LM head",
-            remedy=f"{HEAD_REMEDIES[kind]}; correct the rest (truncated importance sampling)",
+        return _warn(
+            "mismatch",
+            f"{measured}: rounding, mostly of the LM head",
+            f"{HEAD_REMEDIES[kind]}; correct the rest (truncated importance sampling)",
         )
-    return Finding(
-        check="mismatch",
-        verdict=Verdict.FAIL,
-        says=f"{measured}: more than rounding explains",
-        remedy="check that --model has the weights that it serves now, that its log-probs are "
+    return _fail(
+        "mismatch",
+        f"{measured}: more than rounding explains",
+        "check that --model has the weights that it serves now, that its log-probs are "
         "processed, and that it does not quantize",
     )
 
 
 def _tokenizer(check: TokenizerCheck | None) -> Finding:
     if check is None:
-        return Finding(
-            check="tokenizer",
-            verdict=Verdict.NOTE,
-            says="not compared",
-            remedy="pass --model DIRECTORY; the engine also needs the route /tokenize",
+        return _note(
+            "tokenizer",
+            "not compared",
+            "pass --model DIRECTORY; the engine also needs the route /tokenize",
         )
     if not check.different:
         says = f"{check.texts} texts have the same tokens as by the directory's tokenizer"
-        return Finding(check="tokenizer", verdict=Verdict.OK, says=says)
-    return Finding(
-        check="tokenizer",
-        verdict=Verdict.FAIL,
-        says=f"{len(check.different)} of {check.texts} texts have other tokens, "
+        return _ok("tokenizer", says)
+    return _fail(
+        "tokenizer",
+        f"{len(check.different)} of {check.texts} texts have other tokens, "
         f"{check.different[0]!r} first",
-        remedy="give both the same tokenizer.json, and send token ids rather than text",
+        "give both the same tokenizer.json, and send token ids rather than text",
     )
 
 
@@ -482,23 +471,21 @@ def _repeats(kind: EngineKind, repeats: Repeats) -> list[Finding]:
     parts = [_batch(kind, repeats) if repeats.alone_same_tokens else _unsteady(kind, repeats)]
     if repeats.seed_same_tokens is False:
         parts.append(
-            Finding(
-                check="seeds",
-                verdict=Verdict.WARN,
-                says="the same seed sampled two different outputs",
-                remedy="don't rely on seeds to reproduce rollouts; " + INVARIANT_REMEDIES[kind],
+            _warn(
+                "seeds",
+                "the same seed sampled two different outputs",
+                "don't rely on seeds to reproduce rollouts; " + INVARIANT_REMEDIES[kind],
             )
         )
     return parts
 
 
 def _unsteady(kind: EngineKind, repeats: Repeats) -> Finding:
-    return Finding(
-        check="determinism",
-        verdict=Verdict.WARN,
-        says=f"a repeated greedy request, with nothing else running, returned other tokens "
+    return _warn(
+        "determinism",
+        f"a repeated greedy request, with nothing else running, returned other tokens "
         f"(log-probs up to {repeats.alone_difference:.2g} nats apart before them)",
-        remedy=INVARIANT_REMEDIES[kind],
+        INVARIANT_REMEDIES[kind],
     )
 
 
@@ -506,34 +493,26 @@ def _batch(kind: EngineKind, repeats: Repeats) -> Finding:
     worst = max(repeats.alone_difference, repeats.batch_difference)
     if repeats.batch_same_tokens and not worst:
         says = "a repeated request returned the same bits, alone and beside others"
-        return Finding(check="determinism", verdict=Verdict.OK, says=says)
+        return _ok("determinism", says)
     if repeats.batch_same_tokens and worst <= MEAN_SAME_NATS:
         says = f"a repeated request returned the same tokens; log-probs within {worst:.2g} nats"
-        return Finding(check="determinism", verdict=Verdict.OK, says=says)
+        return _ok("determinism", says)
     tokens = "the same" if repeats.batch_same_tokens else "other"
-    return Finding(
-        check="determinism",
-        verdict=Verdict.WARN,
-        says=f"beside other requests, a greedy request returned {tokens} tokens, and log-probs "
+    return _warn(
+        "determinism",
+        f"beside other requests, a greedy request returned {tokens} tokens, and log-probs "
         f"up to {worst:.2g} nats apart: results depend on the batch",
-        remedy=INVARIANT_REMEDIES[kind],
+        INVARIANT_REMEDIES[kind],
     )
 
 
 def _prefix_cache(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> list[Finding]:
     if cache.again_tokens is None:
         says = "it does not report how many tokens of a prompt were cached"
-        return [
-            Finding(
-                check="prefix cache",
-                verdict=Verdict.NOTE,
-                says=says,
-                remedy="assume that it is on: " + SALT_REMEDIES[kind],
-            )
-        ]
+        return [_note("prefix cache", says, "assume that it is on: " + SALT_REMEDIES[kind])]
     if not cache.again_tokens:
         says = "off, or cleared at once: every turn is prefilled from its beginning"
-        return [Finding(check="prefix cache", verdict=Verdict.NOTE, says=says)]
+        return [_note("prefix cache", says)]
     is_on = _cache_is_on(kind, cache, is_updated=is_updated)
     return [is_on, *_salt(kind, cache)]
 
@@ -545,20 +524,18 @@ def _cache_is_on(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> F
             f"{cached}, with log-probs within {cache.difference:.2g} nats of the first response's"
         )
         if is_updated or kind == "tidegate":
-            return Finding(check="prefix cache", verdict=Verdict.OK, says=says)
-        return Finding(
-            check="prefix cache",
-            verdict=Verdict.OK,
-            says=f"{says}. By default such engines keep the old weights' KV at an update; --update "
+            return _ok("prefix cache", says)
+        return _ok(
+            "prefix cache",
+            f"{says}. By default such engines keep the old weights' KV at an update; --update "
             f"tests it",
-            remedy=SALT_REMEDIES[kind],
+            SALT_REMEDIES[kind],
         )
-    return Finding(
-        check="prefix cache",
-        verdict=Verdict.FAIL,
-        says=f"{cached}, but log-probs are {cache.difference:.2g} nats from the first response's: "
+    return _fail(
+        "prefix cache",
+        f"{cached}, but log-probs are {cache.difference:.2g} nats from the first response's: "
         f"the cache may hold KV of other weights",
-        remedy="reset it (/reset_prefix_cache, /flush_cache) and run the doctor again; then: "
+        "reset it (/reset_prefix_cache, /flush_cache) and run the doctor again; then: "
         + SALT_REMEDIES[kind],
     )
 
@@ -568,12 +545,11 @@ def _salt(kind: EngineKind, cache: PrefixCache) -> list[Finding]:
         return []
     if cache.salted_tokens < cache.again_tokens:
         says = "a prompt with another salt finds nothing: a salt per version separates the versions"
-        return [Finding(check="cache salt", verdict=Verdict.OK, says=says)]
+        return [_ok("cache salt", says)]
     return [
-        Finding(
-            check="cache salt",
-            verdict=Verdict.WARN,
-            says=f"a prompt with another salt still found {cache.salted_tokens} cached tokens",
-            remedy=CLEAR_REMEDY,
+        _warn(
+            "cache salt",
+            f"a prompt with another salt still found {cache.salted_tokens} cached tokens",
+            CLEAR_REMEDY,
         )
     ]
