@@ -12,25 +12,16 @@ from pathlib import Path
 import pytest
 from typer.models import CommandInfo
 
-import tidegate
+from tests.command_line import tidegate
 from tests.models import make_model_directory
 from tests.observability import sampled_runs
-from tests.observability.records.test_recording import some_statistics
+from tests.observability.recorded import recorder, some_statistics
+from tidegate import __version__, serve_sync
 from tidegate.cli import command
-from tidegate.observability.records.recording import RunRecorder
 from tidegate.observability.records.trace import TRACE_FILE, Trace
 from tidegate.orchestrator.telemetry.recorder import EngineStep
 
 pytestmark = pytest.mark.wire
-
-
-def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +31,10 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sampled_runs.record_run(directory, models, [sampled_runs.kept(models, 0)])
 
 
-def test_an_audit_that_agrees_exits_0_and_writes_its_result(
-    honest_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["audit", str(honest_run)], monkeypatch) == 0
-    output = capsys.readouterr().out.splitlines()
+def test_an_audit_that_agrees_exits_0_and_writes_its_result(honest_run: Path) -> None:
+    ended = tidegate("audit", honest_run)
+    output = ended.out.splitlines()
+    assert ended.status == 0
     assert output[1] == "10 of 10 tokens agree within 0.0002"
     assert output[-1].endswith(" tags one version off would not be noticed: agrees")
     audit = json.loads((honest_run / "audit.json").read_text())
@@ -52,38 +42,28 @@ def test_an_audit_that_agrees_exits_0_and_writes_its_result(
     assert audit["lines"] == output
 
 
-def test_an_audit_that_disagrees_exits_1_and_names_the_token(
-    honest_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["audit", str(honest_run), "--tolerance", "0"], monkeypatch) == 1
-    output = capsys.readouterr().out
-    assert "rollout 0, turn 0:" in output
-    assert output.splitlines()[-1] == "DISAGREES"
+def test_an_audit_that_disagrees_exits_1_and_names_the_token(honest_run: Path) -> None:
+    ended = tidegate("audit", honest_run, "--tolerance", "0")
+    assert ended.status == 1
+    assert "rollout 0, turn 0:" in ended.out
+    assert ended.out.splitlines()[-1] == "DISAGREES"
 
 
 @pytest.mark.parametrize("name", ["audit", "report", "replay", "trace"])
 def test_a_directory_without_a_run_gives_one_line_on_stderr_and_status_2(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path
 ) -> None:
-    assert status_of([name, str(tmp_path / "nowhere")], monkeypatch) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    [line] = [line for line in output.err.splitlines() if line.strip()]
+    ended = tidegate(name, tmp_path / "nowhere")
+    assert (ended.status, ended.out) == (2, "")
+    [line] = [line for line in ended.err.splitlines() if line.strip()]
     assert line.startswith("error: ")
     assert "nowhere" in line
 
 
-def test_report_prints_the_page_it_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with RunRecorder(tmp_path / "run", settings={}, model=tmp_path) as recorder:
-        recorder.finish(some_statistics())
-    assert status_of(["report", str(tmp_path / "run")], monkeypatch) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.md'}\n"
+def test_report_prints_the_page_it_wrote(tmp_path: Path) -> None:
+    with recorder(tmp_path / "run") as records:
+        records.finish(some_statistics())
+    assert tidegate("report", tmp_path / "run")[:2] == (0, f"{tmp_path / 'run' / 'report.md'}\n")
 
 
 def test_ctrl_c_ends_the_command_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +71,7 @@ def test_ctrl_c_ends_the_command_with_status_130(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "app", interrupted)
-    assert status_of([], monkeypatch) == 130
+    assert tidegate().status == 130
 
 
 def test_the_engine_command_passes_all_arguments_to_the_worker() -> None:
@@ -106,9 +86,7 @@ def test_the_engine_command_passes_all_arguments_to_the_worker() -> None:
     assert "usage: tidegate engine" in ended.stderr
 
 
-def test_drain_has_a_local_engine_leave_its_run_and_names_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drain_has_a_local_engine_leave_its_run_and_names_the_process(tmp_path: Path) -> None:
     model = make_model_directory(tmp_path / "model")
     names, address = ("the-one-to-leave", "the-one-to-stay"), f"ipc://{tmp_path}/run"
     command = [sys.executable, "-m", "tidegate.cli", "engine", "--model", str(model)]
@@ -120,19 +98,19 @@ def test_drain_has_a_local_engine_leave_its_run_and_names_the_process(
         ]
         for process in started:
             processes.callback(process.terminate)
-        with tidegate.serve_sync(model=model, engines=0, listen_address=address) as run:
+        with serve_sync(model=model, engines=0, listen_address=address) as run:
             while len(run.engines) < 2:
                 assert [process.poll() for process in started] == [None, None]
                 time.sleep(0.05)
-            assert status_of(["drain", names[0]], monkeypatch) == 0
             said = f"{names[0]} (process {started[0].pid}) has left its run\n"
-            assert capsys.readouterr().out == said
+            assert tidegate("drain", names[0])[:2] == (0, said)
             assert started[0].wait(60) == 0
             while len(run.engines) == 2:
                 time.sleep(0.05)
             assert [engine.name for engine in run.engines] == [names[1]]
-            assert status_of(["drain", names[0]], monkeypatch) == 2
-            assert f"no engine named {names[0]!r} runs on" in capsys.readouterr().err
+            again = tidegate("drain", names[0])
+            assert again.status == 2
+            assert f"no engine named {names[0]!r} runs on" in again.err
 
 
 def test_the_command_imports_nothing_that_its_help_does_not_need() -> None:
@@ -148,19 +126,14 @@ def test_the_command_imports_nothing_that_its_help_does_not_need() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_the_command_prints_the_package_version(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["--version"], monkeypatch) == 0
-    assert capsys.readouterr().out.strip() == tidegate.__version__
-    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", tidegate.__version__)
+def test_the_command_prints_the_package_version() -> None:
+    ended = tidegate("--version")
+    assert (ended.status, ended.out.strip()) == (0, __version__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", __version__)
 
 
-def test_help_lists_every_command_under_a_heading_with_its_first_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["--help"], monkeypatch) == 0
-    output = capsys.readouterr().out
+def test_help_lists_every_command_under_a_heading_with_its_first_line() -> None:
+    output = tidegate("--help").out
     names = [name_of(each) for each in command.app.registered_commands]
     headings = output.split("Options:")[1]
     assert [n for n in names if not re.search(rf"^  {n}  +[A-Z]", headings, re.MULTILINE)] == []
@@ -168,9 +141,7 @@ def test_help_lists_every_command_under_a_heading_with_its_first_line(
     assert "\x1b[" not in output, "coloured without a terminal"
 
 
-def test_every_command_has_help_whose_examples_name_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_help_whose_examples_name_the_command() -> None:
     for each in command.app.registered_commands:
         name = name_of(each)
         assert each.callback is not None
@@ -178,25 +149,24 @@ def test_every_command_has_help_whose_examples_name_the_command(
         examples = (each.epilog or "").replace("\\\n", "").splitlines()[2:]
         assert all(line.split()[:2] == ["tidegate", name] for line in examples), examples
         if each.add_help_option:
-            assert status_of([name, "--help"], monkeypatch) == 0
-            assert all(line.strip() in capsys.readouterr().out for line in examples[:1])
+            ended = tidegate(name, "--help")
+            assert ended.status == 0
+            assert all(line.strip() in ended.out for line in examples[:1])
 
 
-def test_an_unknown_command_suggests_the_most_similar_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["simulat"], monkeypatch) == 2
-    assert "Did you mean 'simulate'?" in capsys.readouterr().err
+def test_an_unknown_command_suggests_the_most_similar_one() -> None:
+    ended = tidegate("simulat")
+    assert ended.status == 2
+    assert "Did you mean 'simulate'?" in ended.err
 
 
 def test_an_unwritable_file_gives_one_line_and_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     monkeypatch.setattr(command, "app", (in_the_way / "page").read_text)
-    assert status_of([], monkeypatch) == 2
-    assert capsys.readouterr().err == f"error: {in_the_way / 'page'}: Not a directory\n"
+    assert tidegate() == (2, "", f"error: {in_the_way / 'page'}: Not a directory\n")
 
 
 def name_of(registered: CommandInfo) -> str:
@@ -204,9 +174,7 @@ def name_of(registered: CommandInfo) -> str:
     return registered.name or registered.callback.__name__
 
 
-def test_trace_summarises_each_track_and_says_how_to_open_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_summarises_each_track_and_says_how_to_open_the_file(tmp_path: Path) -> None:
     trace = Trace()
     trace.engine_step(EngineStep("engine-0", started_us=0, busy_us=500_000, version=0, rows=7))
     trace.engine_step(
@@ -215,8 +183,7 @@ def test_trace_summarises_each_track_and_says_how_to_open_the_file(
     trace.trainer_interval("wait", 0, 600_000, 0)
     trace.trainer_interval("train", 600_000, 1_000_000, 0)
     trace.write(tmp_path / TRACE_FILE)
-    assert status_of(["trace", str(tmp_path)], monkeypatch) == 0
-    output = capsys.readouterr().out.splitlines()
+    output = tidegate("trace", tmp_path).out.splitlines()
     assert output[0] == f"{tmp_path / TRACE_FILE}: 1.0 s, 0 marks"
     assert output[1] == "  engine-0: 12 tokens, weights v0 to v1, in steps 70% of the time"
     assert output[2] == "  trainer: train 40%, wait 60%"
@@ -224,17 +191,17 @@ def test_trace_summarises_each_track_and_says_how_to_open_the_file(
 
 
 def test_help_lists_the_demo_in_a_clone_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    package = importlib.import_module("tidegate")
     try:
-        for package, is_listed in ((tidegate.__file__, True), (tmp_path / "t/__init__.py", False)):
-            monkeypatch.setattr(tidegate, "__file__", str(package))
+        for file, listed in ((package.__file__, ["demo", "run"]), (tmp_path / "t/t.py", ["run"])):
+            monkeypatch.setattr(package, "__file__", str(file))
             importlib.reload(command)
-            assert status_of(["--help"], monkeypatch) == 0
-            listed = re.findall(r"^  (demo|run) ", capsys.readouterr().out, re.MULTILINE)
-            assert listed == (["demo", "run"] if is_listed else ["run"])
-        assert status_of(["demo"], monkeypatch) == 2
-        assert "clone the repository" in capsys.readouterr().err
+            assert re.findall(r"^  (demo|run) ", tidegate("--help").out, re.MULTILINE) == listed
+        ended = tidegate("demo")
+        assert ended.status == 2
+        assert "clone the repository" in ended.err
     finally:
         monkeypatch.undo()
         importlib.reload(command)
@@ -242,11 +209,11 @@ def test_help_lists_the_demo_in_a_clone_only(
 
 @pytest.mark.wire
 def test_bench_shows_scheduler_and_wire_and_an_engine_beside_transformers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the command sets it for good
-    assert status_of(["bench", "--rounds", "1", "--json"], monkeypatch) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ended = tidegate("bench", "--rounds", "1", "--json")
+    rows = [json.loads(line) for line in ended.out.splitlines()]
     assert [row["name"] for row in rows] == ["scheduler", "wire", "engine"]
     assert all(row["value"] > 0 for row in rows)
     assert [row["peer"] for row in rows] == ["", "", "transformers"]

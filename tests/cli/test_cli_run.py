@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import tidegate
 from tests.models import make_model_directory
-from tidegate.cli import command
 from tidegate.cli import run as run_command
 from tidegate.cli.program import Program, read_program
 from tidegate.cli.run import overrides
@@ -110,24 +110,12 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def test_run_uses_the_files_values_with_overrides_and_writes_a_report(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_uses_the_files_values_with_overrides_and_writes_a_report(config: Path) -> None:
     make_model_directory(config.parent / "model")
-    flags = ["--set", "trainer.rate=0.5", "--run.group-size", "3"]
-    assert status_of(["run", str(config), *flags], monkeypatch) == 0
+    ended = tidegate("run", config, "--set", "trainer.rate=0.5", "--run.group-size", "3")
     run = config.parent / "run"
-    printed = capsys.readouterr()
-    assert printed.out == f"report: {run / 'report.md'}\n"
-    shown = printed.err.splitlines()
+    assert ended[:2] == (0, f"report: {run / 'report.md'}\n")
+    shown = ended.err.splitlines()
     assert f"records: {run}" in shown
     assert [line.split()[:2] for line in shown if line.startswith("batch")] == [
         ["batch", "1"],
@@ -140,36 +128,29 @@ def test_run_uses_the_files_values_with_overrides_and_writes_a_report(
     assert json.loads((run / "report.json").read_text())["rollouts_trained"] == 2 * 2 * 3
 
 
-def test_a_run_whose_groups_were_all_dropped_says_why_and_ends_as_a_failure(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_groups_were_all_dropped_says_why_and_ends_as_a_failure(config: Path) -> None:
     make_model_directory(config.parent / "model")
-    module = f"users_{abs(hash(str(config.parent)))}"
-    flags = [
-        *("--trainer.use", f"{module}:train_and_publish"),
-        *("--run.group_filter.use", "tidegate:DynamicSampling"),
-    ]
-    assert status_of(["run", str(config), *flags], monkeypatch) == 1
+    module = config_module(config)
+    flags = ["--run.group_filter.use", "tidegate:DynamicSampling"]
+    ended = tidegate("run", config, "--trainer.use", f"{module}:train_and_publish", *flags)
+    assert ended.status == 1
     why = (
         "the tasks are used up, and no group was kept of the last 8 rollouts (8 as zero_variance); "
         "group_filter=DynamicSampling drops every group: see what the episode solve "
         f"({config.parent / module}.py:12) returns"
     )
-    assert f"error: no batch was made of any task: {why}" in capsys.readouterr().err.splitlines()
+    assert f"error: no batch was made of any task: {why}" in ended.err.splitlines()
     (stuck,) = json.loads((config.parent / "run" / "run.json").read_text())["statistics"]["stuck"]
     assert (stuck["kind"], stuck["where"]) == ("learning", why)
     assert why in (config.parent / "run" / "report.md").read_text()
 
 
-def test_check_runs_nothing_and_prints_a_complete_file_that_means_the_same(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_runs_nothing_and_prints_a_complete_file_that_means_the_same(config: Path) -> None:
     routing = "run.routing_policy={use='tidegate.policies.routing:SessionAffinity', margin_turns=3}"
-    assert status_of(["run", str(config), "--check", "--set", routing], monkeypatch) == 0
+    status, complete, err = tidegate("run", config, "--check", "--set", routing)
+    assert status == 0
     assert not (config.parent / "run").exists()
-    printed = capsys.readouterr()
-    assert printed.err.startswith("warning: the file is valid, but the run could not start now")
-    complete = printed.out
+    assert err.startswith("warning: the file is valid, but the run could not start now")
     tables = tomllib.loads(complete)
     assert tables["run"].keys() == {"model", *RECORDS}
     assert tables["run"]["staleness"]["group_size"] == 2
@@ -212,9 +193,7 @@ def test_an_override_replaces_a_setting_wherever_the_file_has_it(config: Path) -
     assert read_program(config, ["run.group_size=5"]).settings.staleness.group_size == 5
 
 
-def test_batches_reach_the_files_function_and_json_log(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_batches_reach_the_files_function_and_json_log(config: Path) -> None:
     make_model_directory(config.parent / "model")
     module = config_module(config)
     figures = config.parent / "figures.jsonl"
@@ -222,32 +201,30 @@ def test_batches_reach_the_files_function_and_json_log(
         f"{config.read_text()}\n[on_batch]\nuse = '{module}:write'\npath = '{figures}'\n"
         "[logging]\njson = true\n"
     )
-    capsys.readouterr()
     logger = logging.getLogger("tidegate")
     before = logger.handlers[:], logger.propagate, logger.level
     try:
-        assert status_of(["run", str(config)], monkeypatch) == 0
+        ended = tidegate("run", config)
     finally:
         logger.handlers[:], logger.propagate = before[:2]
         logger.setLevel(before[2])
+    assert ended.status == 0
     rewards = [json.loads(line)["reward"] for line in figures.read_text().splitlines()]
     assert len(rewards) == 2
-    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]  # all are JSON
+    logged = [json.loads(line) for line in ended.err.splitlines()]  # all are JSON
     batches = [line for line in logged if line.get("batch") == "trained"]
     assert [line["reward"] for line in batches] == rewards
     assert all("staleness_p50" in line for line in batches)  # digits are part of a field's name
     assert {line["run"] for line in batches} == {"run"}
 
 
-def test_evaluated_tasks_are_recorded_before_between_and_after(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluated_tasks_are_recorded_before_between_and_after(config: Path) -> None:
     make_model_directory(config.parent / "model")
     module = config_module(config)
     section = f"\n[evaluation]\nuse = '{module}:EVALUATED'\nevery_versions = 2\n"
     config.write_text(config.read_text().replace(":train", ":train_and_publish") + section)
     flags = ["--trainer.batches", "3", "--run.max-staleness", "0"]
-    assert status_of(["run", str(config), *flags], monkeypatch) == 0
+    assert tidegate("run", config, *flags).status == 0
     run = config.parent / "run"
     points = read_evaluations(run)
     assert [(each.version, each.batches, each.tasks) for each in points] == [
@@ -260,16 +237,15 @@ def test_evaluated_tasks_are_recorded_before_between_and_after(
     assert json.loads((run / "report.json").read_text())["reward_after"] == points[-1].reward
 
 
-def test_an_evaluation_of_endlessly_many_tasks_is_refused(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_of_endlessly_many_tasks_is_refused(config: Path) -> None:
     make_model_directory(config.parent / "model")
     config.write_text(
         f"{config.read_text()}\n[evaluation]\nuse = '{config_module(config)}:questions'\n"
         "every_versions = 2\n"
     )
-    assert status_of(["run", str(config)], monkeypatch) == 2
-    assert "gives more than 100000 tasks" in capsys.readouterr().err
+    ended = tidegate("run", config)
+    assert ended.status == 2
+    assert "gives more than 100000 tasks" in ended.err
 
 
 def test_a_folder_that_a_tracker_left_is_not_taken_for_its_package(
@@ -297,32 +273,24 @@ def test_the_runs_directory_is_private_whatever_writes_there_first(
     assert stat.S_IMODE((config.parent / "run").stat().st_mode) == 0o700
 
 
-def test_resume_needs_a_journal_and_then_continues_in_its_directory(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_needs_a_journal_and_then_continues_in_its_directory(config: Path) -> None:
+    """The first run is interrupted, and says how it is continued."""
     make_model_directory(config.parent / "model")
-    other = config.parent / "other"
-    assert status_of(["run", str(config), "--resume", str(other)], monkeypatch) == 2
-    assert "has no journal.db" in capsys.readouterr().err
-    flags = ["--run.journal", "true", "--run.run-directory", str(other)]
-    assert status_of(["run", str(config), *flags], monkeypatch) == 0
-    capsys.readouterr()
-    assert status_of(["run", str(config), "--resume", str(other)], monkeypatch) == 0
-    assert f"records: {other}\n" in capsys.readouterr().err
-    assert (other / "part-1" / "run.json").exists()
-
-
-def test_ctrl_c_ends_with_a_summary_and_how_to_continue(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_model_directory(config.parent / "model")
-    flags = ["--trainer.use", config_module(config) + ":interrupted", "--run.journal", "true"]
-    assert status_of(["run", str(config), *flags], monkeypatch) == 130
-    *_, summary, report, resume = capsys.readouterr().err.splitlines()
     run = config.parent / "run"
+    ended = tidegate("run", config, "--resume", run)
+    assert ended.status == 2
+    assert "has no journal.db" in ended.err
+    flags = ["--trainer.use", config_module(config) + ":interrupted", "--run.journal", "true"]
+    ended = tidegate("run", config, *flags)
+    assert ended.status == 130
+    *_, summary, report, resume = ended.err.splitlines()
     assert summary.startswith("ended: 1 batches")
     assert report.startswith(f"interrupted; `tidegate report {run}`")
     assert resume == f"`tidegate run {config} --resume {run}` continues the run"
+    ended = tidegate("run", config, "--resume", run)
+    assert ended.status == 0
+    assert f"records: {run}\n" in ended.err
+    assert (run / "part-1" / "run.json").exists()
 
 
 def settings_of(program: Program) -> dict[str, object]:
@@ -358,10 +326,6 @@ def test_the_example_file_is_valid() -> None:
         ("logging.json=2", "logging.json = 2 must be true or false"),
         ("logging.wandb=true", "logging.wandb = True must be a table of options"),
         ("on_batch.use=json:nothing", "json has no 'nothing'"),
-        (
-            "run.placement.routing_policy.use=tidegate.policies.routing:NoAffinity",
-            "'SessionAffinity'?",
-        ),
         ("tasks.furst=1", "tasks.furst: no such argument; did you mean 'first'?"),
         ("tasks.first=[]", "tasks.first = []: must be a valid integer"),
         ("episode.word=2", "episode.word: no such argument; did you mean 'words'?"),
@@ -374,7 +338,7 @@ def test_the_example_file_is_valid() -> None:
         ("trainer.use=json:loads", "must take (rollouts, tasks, episode)"),
         ("episode.use=json:loads", "must be an `async def` of (episode, task)"),
         (
-            "run.routing_policy.use=tidegate.policies.routing:NoAffinity",
+            "run.placement.routing_policy.use=tidegate.policies.routing:NoAffinity",
             "did you mean 'SessionAffinity'?",
         ),
     ],
@@ -421,18 +385,10 @@ routing_policy = {use = "tidegate.policies.routing:SessionAffinity", margin_turn
     assert settings.records.run_directory == config.parent / "run"
 
 
-@pytest.mark.parametrize(
-    ("flags", "found"),
-    [
-        (["--run.engines", "4"], ["run.engines=4"]),
-        (["--run.max-tokens=4", "--trainer.a", "b=c"], ["run.max_tokens=4", "trainer.a=b=c"]),
-    ],
-)
-def test_flags_are_the_same_as_assignments(flags: list[str], found: list[str]) -> None:
-    assert overrides(flags) == found
-
-
-@pytest.mark.parametrize("flags", [["more"], ["--engines", "4"], ["--run.engines"]])
-def test_a_flag_without_a_section_is_refused(flags: list[str]) -> None:
-    with pytest.raises(ConfigError):
-        overrides(flags)
+def test_flags_are_the_same_as_assignments_and_need_a_section() -> None:
+    assert overrides(["--run.engines", "4"]) == ["run.engines=4"]
+    flags = ["--run.max-tokens=4", "--trainer.a", "b=c"]
+    assert overrides(flags) == ["run.max_tokens=4", "trainer.a=b=c"]
+    for wrong in (["more"], ["--engines", "4"], ["--run.engines"]):
+        with pytest.raises(ConfigError):
+            overrides(wrong)

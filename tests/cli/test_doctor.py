@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,11 @@ import pytest
 import torch
 import transformers
 
+from tests.command_line import tidegate
 from tests.engine.external.sglang_double import SglangDouble, make_app
 from tests.models import make_model_directory
 from tests.served_app import served
-from tidegate.cli import main
-from tidegate.cli.engine_doctor.findings import Verdict, findings
+from tidegate.cli.engine_doctor.findings import NEEDED, Verdict, findings
 from tidegate.cli.engine_doctor.measurements import (
     Identity,
     LogprobMismatch,
@@ -60,15 +59,6 @@ def verdicts(url: str, model: Path | None) -> dict[str, Verdict]:
     return worst
 
 
-def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
-    try:
-        main()
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
-
-
 def test_an_engine_that_requires_a_key_gets_the_environments_key(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,12 +69,12 @@ def test_an_engine_that_requires_a_key_gets_the_environments_key(
         assert examined(url.removeprefix("http://")).identity.kind == "sglang"
 
 
-def test_a_correct_engine_is_fit_with_status_0(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_correct_engine_is_fit_with_status_0(model: Path) -> None:
     with sglang(model) as url:
-        assert status_of(["doctor", url, "--model", str(model), "--json"], monkeypatch) == 0
-    report = json.loads(capsys.readouterr().out)
+        assert examined(f"sglang+{url}").identity.kind == "sglang"  # as in engine_urls
+        ended = tidegate("doctor", url, "--model", model, "--json")
+    assert ended.status == 0
+    report = json.loads(ended.out)
     assert report["fit"] is True
     assert {one["check"]: one["verdict"] for one in report["findings"]} == {
         "capabilities": "ok",
@@ -108,39 +98,18 @@ def test_the_doctors_prompts_do_not_share_a_prefix(model: Path) -> None:
     assert len(prompts) == 500
 
 
-def test_raw_log_probs_fail_even_without_the_model(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_raw_log_probs_fail_even_without_the_model(model: Path) -> None:
     with sglang(model, is_raw=True) as url:
-        assert status_of(["doctor", url], monkeypatch) == 1
-    output = capsys.readouterr().out
-    assert "fail  log-probs: raw" in output
-    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in output
+        ended = tidegate("doctor", url)
+    assert ended.status == 1
+    assert "fail  log-probs: raw" in ended.out
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in ended.out
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:99999", "ftp://host", "http://"])
 def test_an_invalid_engine_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="write it as http://HOST:PORT"):
         examined(url)
-
-
-def test_an_engine_url_may_have_the_form_of_engine_urls(model: Path) -> None:
-    with sglang(model) as url:
-        assert examined(f"sglang+{url}").identity.kind == "sglang"
-
-
-@pytest.mark.parametrize(
-    ("settings", "verdict"),
-    [({"disable_overlap_schedule": False}, Verdict.WARN), ({}, None)],
-)
-def test_sglangs_overlap_scheduler_gives_a_warning_with_the_remedy(
-    model: Path, settings: dict[str, Any], verdict: Verdict | None
-) -> None:
-    with sglang(model, settings=settings) as url:
-        found = findings(measure(examined(url), None))
-    reported = [one for one in found if one.check == "kept KV"]
-    assert [one.verdict for one in reported] == ([] if verdict is None else [verdict])
-    assert all("--disable-overlap-schedule" in one.remedy for one in reported)
 
 
 def test_weights_other_than_the_directorys_fail_the_mismatch_check(
@@ -183,13 +152,11 @@ def test_kv_of_other_weights_in_the_prefix_cache_is_detected(
         assert verdicts(url, None)["prefix cache"] == Verdict.FAIL
 
 
-def test_an_unreachable_engine_gives_one_line_and_status_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["doctor", "http://127.0.0.1:9"], monkeypatch) == 2
-    output = capsys.readouterr().err.strip().splitlines()
-    assert len(output) == 1
-    assert "http://127.0.0.1:9 did not respond" in output[0]
+def test_an_unreachable_engine_gives_one_line_and_status_2() -> None:
+    ended = tidegate("doctor", "http://127.0.0.1:9")
+    [line] = ended.err.splitlines()
+    assert ended.status == 2
+    assert "http://127.0.0.1:9 did not respond" in line
 
 
 def test_a_server_that_is_not_an_engine_is_refused(model: Path) -> None:
@@ -226,7 +193,11 @@ def test_each_measurement_gives_the_right_finding_and_remedy() -> None:
     blind = dataclasses.replace(SOUND.cache, again_tokens=None, salted_tokens=None)
     unsalted = dataclasses.replace(SOUND.cache, salted_tokens=256)
     rounded = LogprobMismatch(tokens=80, mean=0.01, largest=0.1)
-    assert worst() == []
+    overlapping = dataclasses.replace(SOUND.identity, kind="sglang")
+    sglang_routes = {route for need in NEEDED["sglang"] for route in need.any_of}
+    overlapping = dataclasses.replace(overlapping, paths=frozenset(sglang_routes))
+    whole = dataclasses.replace(overlapping, settings={"disable_overlap_schedule": True})
+    assert worst() == worst(identity=whole) == []
     for changes, check, verdict, remedy in (
         ({"logprobs": raw}, "log-probs", Verdict.FAIL, "processed_logprobs"),
         ({"logprobs": odd}, "log-probs", Verdict.FAIL, "penalties"),
@@ -237,6 +208,7 @@ def test_each_measurement_gives_the_right_finding_and_remedy() -> None:
         ({"cache": unsalted}, "cache salt", Verdict.WARN, "clear_cache=true"),
         ({"mismatch": rounded}, "mismatch", Verdict.WARN, "head_dtype"),
         ({"weight_spans": False}, "weight spans", Verdict.WARN, "--enable-scale-out"),
+        ({"identity": overlapping}, "kept KV", Verdict.WARN, "--disable-overlap-schedule"),
     ):
         [(reported_check, reported_verdict, reported_remedy)] = worst(**changes)
         assert (reported_check, reported_verdict) == (check, verdict)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tidegate
+from tests.command_line import tidegate
 from tests.engine.external.sglang_double import SglangDouble, make_app
 from tests.models import make_model_directory
 from tests.served_app import served
-from tidegate.cli import main
+from tidegate import vllm_server
 from tidegate.cli.engine_doctor import examined as doctor_examined
 from tidegate.cli.engine_doctor.findings import Finding, Verdict, findings
 from tidegate.cli.engine_doctor.measurements import Measurements
@@ -47,19 +46,13 @@ def update_findings(measured: Measurements) -> dict[str, Finding]:
     return {found.check: found for found in findings(measured) if found.check in CHECKS}
 
 
-def test_an_update_test_serves_new_weights_and_then_the_original_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = make_model_directory(tmp_path / "models" / "served")
+def test_an_update_test_serves_new_weights_and_then_the_original_ones(model: Path) -> None:
     with sglang(model) as (double, url):
-        arguments = ["tidegate", "doctor", url, "--model", str(model), "--update", "--json"]
-        monkeypatch.setattr(sys, "argv", arguments)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
+        ended = tidegate("doctor", url, "--model", model, "--update", "--json")
+        assert ended.status == 0
         assert double.path == str(model)
         assert measure(examined(url), model).mismatch.mean < 1e-4  # type: ignore[union-attr]
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(ended.out)
     found = {one["check"]: one for one in report["findings"]}
     assert [found[check]["verdict"] for check in CHECKS] == ["ok", "ok"]
     # SGLang keeps its cache by default, and finds nothing there with another extra_key.
@@ -77,65 +70,54 @@ def test_tidegates_own_server_clears_its_cache_at_every_update(
     model = make_model_directory(tmp_path / "served", max_position_embeddings=512)
     about: dict[str, Any] = {"served_model_name": "tiny", "engines": 1}
     about["weight_directories"] = [tempfile.gettempdir()]
-    with tidegate.vllm_server(model=model, **about) as server:
+    with vllm_server(model=model, **about) as server:
         monkeypatch.setenv("TIDEGATE_ENGINE_KEY", server.control_token or "")
         found = update_findings(measure(examined(server.url), model, updates=True))
     assert {check: one.verdict for check, one in found.items()} == dict.fromkeys(CHECKS, Verdict.OK)
     assert "even if it does not ask" in found["cache over an update"].says
 
 
-def test_a_cache_that_a_clearing_update_keeps_is_detected(model: Path) -> None:
-    with sglang(model) as (double, url):
-        update = double.posts["/update_weights_from_disk"]
-
-        async def without_flushing(body: dict[str, Any]) -> Any:
-            return await update(body | {"flush_cache": False})
-
-        double.posts["/update_weights_from_disk"] = without_flushing
-        found = update_findings(measure(examined(url), model, updates=True))
-    assert found["weight update"].verdict == Verdict.FAIL
-    assert "matches neither weights" in found["weight update"].says
-
-
 Update = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
-def finding_of_an_update(model: Path, changed: Callable[[Any, Update], Update]) -> Finding:
-    """Judge a server whose route for updates is replaced by ``changed(server, route)``."""
+def keeping_the_cache(double: Any, update: Update) -> Update:
+    return lambda body: update(body | {"flush_cache": False})
+
+
+def but_one_matrix(double: Any, update: Update) -> Update:
+    left = double.model.state_dict()["model.layers.0.mlp.down_proj.weight"]
+
+    async def updated(body: dict[str, Any]) -> Any:
+        before = left.clone()
+        try:
+            return await update(body)
+        finally:
+            left.copy_(before)
+
+    return updated
+
+
+def to_its_own(double: Any, update: Update) -> Update:
+    return lambda body: update(body | {"model_path": double.path})
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (keeping_the_cache, "matches neither weights"),
+        (but_one_matrix, "matches neither weights"),
+        (to_its_own, "computes with the old ones"),
+    ],
+)
+def test_an_update_that_is_not_whole_is_detected(
+    model: Path, changed: Callable[[Any, Update], Update], says: str
+) -> None:
     with sglang(model) as (double, url):
         route = "/update_weights_from_disk"
         double.posts[route] = changed(double, double.posts[route])
-        finding: Finding = update_findings(measure(examined(url), model, updates=True))[
-            "weight update"
-        ]
-    return finding
-
-
-def test_an_update_that_skips_one_matrix_is_detected(model: Path) -> None:
-    def but_one(double: Any, update: Update) -> Update:
-        left = double.model.state_dict()["model.layers.0.mlp.down_proj.weight"]
-
-        async def updated(body: dict[str, Any]) -> Any:
-            before = left.clone()
-            try:
-                return await update(body)
-            finally:
-                left.copy_(before)
-
-        return updated
-
-    found = finding_of_an_update(model, but_one)
+        found = update_findings(measure(examined(url), model, updates=True))["weight update"]
     assert found.verdict == Verdict.FAIL
-    assert "matches neither weights" in found.says
-
-
-def test_an_update_that_changes_nothing_is_detected(model: Path) -> None:
-    def to_its_own(double: Any, update: Update) -> Update:
-        return lambda body: update(body | {"model_path": str(model)})
-
-    found = finding_of_an_update(model, to_its_own)
-    assert found.verdict == Verdict.FAIL
-    assert "computes with the old ones" in found.says
+    assert says in found.says
 
 
 def test_a_salt_that_finds_old_weights_kv_is_detected(model: Path) -> None:
@@ -152,73 +134,50 @@ def test_a_salt_that_finds_old_weights_kv_is_detected(model: Path) -> None:
     assert "another salt finds the KV too" in found["cache over an update"].says
 
 
-def test_an_engine_that_can_not_read_the_directory_stays_unchanged(
-    model: Path, tmp_path: Path
-) -> None:
-    elsewhere = make_model_directory(tmp_path / "elsewhere")
-    with sglang(elsewhere) as (double, url):
-        double.posts["/update_weights_from_disk"] = refuse = Refusing(double)
-        found = update_findings(measure(examined(url), elsewhere, updates=True))
+def test_an_engine_that_can_not_read_the_directory_stays_unchanged(model: Path) -> None:
+    asked = []
+    with sglang(model) as (double, url):
+        update = double.posts["/update_weights_from_disk"]
+
+        async def seeing_no_files(body: dict[str, Any]) -> Any:
+            asked.append(body["model_path"])
+            return await update(body | {"model_path": "/nowhere"})
+
+        double.posts["/update_weights_from_disk"] = seeing_no_files
+        found = update_findings(measure(examined(url), model, updates=True))
     assert found["weight update"].verdict == Verdict.FAIL
     assert "Failed to get weights iterator" in found["weight update"].says
-    assert refuse.asked == [str(elsewhere)]
+    assert asked == [str(model)]
 
 
-class Refusing:
-    """An engine that sees no files."""
-
-    def __init__(self, double: SglangDouble) -> None:
-        self._update = double.posts["/update_weights_from_disk"]
-        self.asked: list[str] = []
-
-    async def __call__(self, body: dict[str, Any]) -> Any:
-        self.asked.append(body["model_path"])
-        return await self._update(body | {"model_path": "/nowhere"})
-
-
-def test_an_engine_that_refuses_its_original_weights_raises(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_silent", "says"),
+    [(False, r"its own weights back.*Restart\s+it"), (True, r"timed out.*Restart\s+it")],
+)
+def test_an_engine_that_does_not_take_its_original_weights_raises(
+    model: Path, monkeypatch: pytest.MonkeyPatch, is_silent: bool, says: str
+) -> None:
     with sglang(model) as (double, url):
         update, loads = double.posts["/update_weights_from_disk"], []
 
         async def twice(body: dict[str, Any]) -> Any:
             loads.append(body)
-            path = body["model_path"] if len(loads) <= 2 else "/nowhere"
-            return await update(body | {"model_path": path})
+            if len(loads) == 2 and is_silent:
+                monkeypatch.setattr(doctor_examined, "LOAD_TIMEOUT_S", 0.2)
+            if len(loads) > 2 and is_silent:
+                await asyncio.sleep(2)
+            is_refused = len(loads) > 2 and not is_silent
+            return await update(body | ({"model_path": "/nowhere"} if is_refused else {}))
 
         double.posts["/update_weights_from_disk"] = twice
-        with pytest.raises(EngineLost, match=r"its own weights back.*Restart\s+it"):
+        with pytest.raises(EngineLost, match=says):
             measure(examined(url), model, updates=True)
     assert list(model.parent.iterdir()) == [model]
-
-
-def test_an_engine_that_times_out_on_its_original_weights_raises(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with sglang(model) as (double, url):
-        update, loads = double.posts["/update_weights_from_disk"], []
-
-        async def silent_from_the_third_on(body: dict[str, Any]) -> Any:
-            loads.append(body)
-            if len(loads) == 2:
-                monkeypatch.setattr(doctor_examined, "LOAD_TIMEOUT_S", 0.2)
-            if len(loads) > 2:
-                await asyncio.sleep(2)
-            return await update(body)
-
-        double.posts["/update_weights_from_disk"] = silent_from_the_third_on
-        with pytest.raises(EngineLost, match=r"timed out.*Restart\s+it"):
-            measure(examined(url), model, updates=True)
-    assert list(model.parent.iterdir()) == [model]
-
-
-def test_a_matrix_of_one_number_is_not_altered(tmp_path: Path) -> None:
-    save_file({"scale": torch.ones(1, 1)}, tmp_path / "model.safetensors")
-    with altered(tmp_path) as directory:
-        assert torch.equal(load_file(directory / "model.safetensors")["scale"], torch.ones(1, 1))
 
 
 def test_altered_weights_have_the_models_files_names_and_types(tmp_path: Path) -> None:
     model = make_model_directory(tmp_path / "served", dtype="bfloat16", shards=2)
+    save_file({"scale": torch.ones(1, 1)}, model / "one.safetensors")  # has no deviation
     with altered(model) as directory:
         assert directory.parent == model.parent
         names = sorted(path.name for path in model.iterdir())
@@ -228,7 +187,8 @@ def test_altered_weights_have_the_models_files_names_and_types(tmp_path: Path) -
             assert before.keys() == now.keys()
             for tensor in before:
                 assert now[tensor].dtype == before[tensor].dtype
-                assert torch.equal(now[tensor], before[tensor]) == (before[tensor].dim() == 1)
+                is_same = before[tensor].dim() == 1 or tensor == "scale"
+                assert torch.equal(now[tensor], before[tensor]) == is_same
     assert not directory.exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import status_of
+from tests.command_line import status_of
 from tests.observability.recorded import record_run
 from tidegate.cli.plan_table import measured_line
 from tidegate.errors import ConfigError

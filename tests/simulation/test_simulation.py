@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import pytest
 
-from tests.cli.test_cli import status_of
+from tests.command_line import status_of
 from tests.simulation.mutations import MUTATIONS
 from tidegate.errors import ConfigError
 from tidegate.simulation.checks.coverage import CoverageMark

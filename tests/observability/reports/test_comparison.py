@@ -2,15 +2,14 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.command_line import tidegate
 from tests.observability.recorded import record_run
-from tidegate.cli import command
 from tidegate.errors import AuditError, ConfigError
 from tidegate.observability.dashboard.comparisons import ComparableRuns
 from tidegate.observability.records.trajectories import SCHEMA, read_trajectories
@@ -28,23 +27,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["tidegate", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
 def test_a_comparison_has_a_column_per_run_with_its_reports_values(
-    runs: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    runs: list[Path], tmp_path: Path
 ) -> None:
     picture = tmp_path / "both.png"
-    assert status_of(["compare", *map(str, runs), "--picture", str(picture)], monkeypatch) == 0
-    lines = capsys.readouterr().out.splitlines()
+    ended = tidegate("compare", *runs, "--picture", picture)
+    lines = ended.out.splitlines()
+    assert ended.status == 0
     assert lines[0] == "| | eta-0 | eta-1 |"
     assert "| staleness bound | 0 | 1 |" in lines
     assert "| rollouts trained | 8 | 8 |" in lines
@@ -54,26 +43,18 @@ def test_a_comparison_has_a_column_per_run_with_its_reports_values(
     assert f"| tokens trained | {tokens[0]} | {tokens[1]} |" in lines
     assert lines[-1] == "| audit | - | - |"
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_comparison_json_has_one_run_per_line(
-    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["compare", *map(str, runs), "--json"], monkeypatch) == 0
-    output = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    output = [json.loads(line) for line in tidegate("compare", *runs, "--json").out.splitlines()]
     assert [(each["run"], each["staleness_bound"]) for each in output] == [
         ("eta-0", 0),
         ("eta-1", 1),
     ]
 
 
-def test_a_comparison_needs_two_runs_and_names_a_missing_one(
-    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["compare", str(runs[0])], monkeypatch) == 2
-    assert "give 2 to 12 runs to compare, got 1" in capsys.readouterr().err
-    assert status_of(["compare", str(runs[0]), "no-run"], monkeypatch) == 2
-    assert "no-run" in capsys.readouterr().err
+def test_a_comparison_needs_two_runs_and_names_a_missing_one(runs: list[Path]) -> None:
+    for names, says in (((), "give 2 to 12 runs to compare, got 1"), (("no-run",), "no-run")):
+        ended = tidegate("compare", runs[0], *names)
+        assert ended.status == 2
+        assert says in ended.err
 
 
 def test_a_dashboard_compares_runs_beside_the_shown_one_and_named_ones(
@@ -105,32 +86,23 @@ def test_a_dashboard_refuses_to_compare_what_is_no_run_beside_it(
     assert ComparableRuns(None).names() == []
 
 
-def test_polars_reads_every_token_and_writes_a_file_that_is_read_back_as_the_same(
-    runs: list[Path], tmp_path: Path
+@pytest.mark.parametrize("package", ["polars", "datasets"])
+def test_another_package_reads_every_token_and_writes_a_file_that_reads_back_as_the_same(
+    runs: list[Path], tmp_path: Path, package: str
 ) -> None:
-    polars = pytest.importorskip("polars", reason="pip install polars")
-    frame = polars.read_parquet(runs[1] / "trajectories.parquet")
+    reader = pytest.importorskip(package, reason=f"pip install {package}")
+    path, written = runs[1] / "trajectories.parquet", tmp_path / "written.parquet"
     actual = list(read_trajectories(runs[1]))
-    assert frame["rollout_id"].to_list() == [rollout.rollout_id for rollout in actual]
-    assert frame["token_ids"].to_list() == [rollout.token_ids for rollout in actual]
-    spans = frame["turns"].to_list()[0][0]["spans"]
-    assert [span["version"] for span in spans] == [
-        span.version for span in actual[0].turns[0].spans
-    ]
-    frame.write_parquet(tmp_path / "written.parquet")
-    assert read_back(tmp_path / "written.parquet", tmp_path / "again") == actual
-
-
-def test_datasets_reads_every_token_and_writes_a_file_that_is_read_back_as_the_same(
-    runs: list[Path], tmp_path: Path
-) -> None:
-    datasets = pytest.importorskip("datasets", reason="pip install datasets")
-    path = str(runs[1] / "trajectories.parquet")
-    table = datasets.Dataset.from_parquet(path, cache_dir=str(tmp_path / "cache"))
-    actual = list(read_trajectories(runs[1]))
-    assert list(table["token_ids"]) == [rollout.token_ids for rollout in actual]
-    table.to_parquet(str(tmp_path / "written.parquet"))
-    assert read_back(tmp_path / "written.parquet", tmp_path / "again") == actual
+    if package == "polars":
+        table = reader.read_parquet(path)
+        spans = table["turns"].to_list()[0][0]["spans"]
+        assert [s["version"] for s in spans] == [s.version for s in actual[0].turns[0].spans]
+        table.write_parquet(written)
+    else:
+        table = reader.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
+        table.to_parquet(str(written))
+    assert list(map(list, table["token_ids"])) == [rollout.token_ids for rollout in actual]
+    assert read_back(written, tmp_path / "again") == actual
 
 
 def read_back(written: Path, directory: Path) -> list[object]:

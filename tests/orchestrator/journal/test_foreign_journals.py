@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.cli.test_cli import status_of
+from tests.command_line import status_of
 from tidegate.errors import JournalCorrupt, ResumeMismatch
 from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rules import Rules, made_of, record_of
