@@ -13,17 +13,15 @@ same observations.
 """
 
 import asyncio
-import concurrent.futures
 import hashlib
 import itertools
 import os
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 import uvloop
@@ -31,6 +29,7 @@ import uvloop
 from tidegate.environments import calls
 from tidegate.environments.dotted_names import checked_name
 from tidegate.environments.environment import Observation
+from tidegate.environments.loop_thread import LoopThread
 from tidegate.environments.started_worker import LocalWorkers, WorkersFactory
 from tidegate.environments.worker_process import ProcessDied, WorkerProcess
 from tidegate.errors import (
@@ -45,8 +44,6 @@ from tidegate.errors import (
 DEATHS_MAX = 3
 """Processes that may die under one environment, for any reason, before the environment fails.
 Without the limit, replays could continue for ever."""
-
-Result = TypeVar("Result")
 
 
 class PooledEnvironment:
@@ -273,7 +270,7 @@ class PoolStatistics:
     """Environments that lost their process and were replayed in another one."""
 
 
-class EnvironmentPool:
+class EnvironmentPool(LoopThread):
     """Worker processes for environments and tools, started as needed. Close it, or use ``with``."""
 
     def __init__(
@@ -333,11 +330,8 @@ class EnvironmentPool:
                 "processes must be set if workers is: its default is the number of cores of this "
                 "machine, but the worker processes run on others"
             )
+        super().__init__("environment pool", uvloop.new_event_loop)
         self._workers = workers(str(python), memory_bytes, tuple(pass_variables))
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closed = False
         self._processes: list[WorkerProcess] = []
         self._ids = itertools.count(1)
         self._slots = asyncio.Semaphore(environments_max)
@@ -365,60 +359,21 @@ class EnvironmentPool:
         running = sum(not process.is_dead for process in list(self._processes))
         return PoolStatistics(running, self._open, self._lost, self._replays)
 
-    # ------------------------------------------------------------ the pool's thread
-
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
-        """Start a coroutine on the pool's loop. For the pool's own classes."""
-        with self._starting:
-            if self._is_closed:
-                coroutine.close()
-                raise RunClosed("the environment pool is closed")
-            if self._loop is None:
-                self._loop = uvloop.new_event_loop()
-                # Processes die with the thread that started them, and this thread runs until the
-                # pool is closed.
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="environments", daemon=True
-                )
-                self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the pool's loop and await it here; cancelling also cancels it."""
-        return await asyncio.wrap_future(self.submit(coroutine))
-
     def close(self) -> None:
         """Close all environments and end all processes. Blocks for at most :data:`CLOSE_GRACE_S`.
 
         Pending calls raise ``RunClosed``. May be called again.
         """
-        with self._starting:
-            was_closed, self._is_closed = self._is_closed, True
-        if was_closed:
-            return
-        if self._loop is None or self._thread is None:
+        was_closed = self._is_closed
+        super().close()
+        if not was_closed:
             self._workers.close()
-            return
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._workers.close()
 
     async def _shut_down(self) -> None:
         closing = [process.close(CLOSE_GRACE_S) for process in self._processes]
         await asyncio.gather(*closing)
         await asyncio.sleep(0)  # let coroutines that were just submitted start
-        while pending := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in pending:
-                task.cancel()
-            await asyncio.wait(pending)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        await super()._shut_down()
 
     async def __aenter__(self) -> Self:
         return self

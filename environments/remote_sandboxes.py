@@ -187,16 +187,15 @@ def _package(name: str) -> Any:
 
 
 @dataclass(slots=True)
-class E2BRemote:
+class _E2BRemote:
     """A sandbox of E2B's package."""
 
     sandbox: Any
     """The service's ``AsyncSandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
-        """Run a command; exit statuses other than 0 are exceptions there."""
         e2b = importlib.import_module("e2b")
-        try:
+        try:  # exit statuses other than 0 are exceptions there
             result = await self.sandbox.commands.run(command, timeout=timeout_s)
         except e2b.CommandExitException as error:
             return str(error.stdout)
@@ -207,15 +206,12 @@ class E2BRemote:
         return str(result.stdout)
 
     async def upload(self, path: str, content: bytes) -> None:
-        """Write a file."""
         await self.sandbox.files.write(path, content)
 
     async def download(self, path: str) -> bytes:
-        """Read a file."""
         return bytes(await self.sandbox.files.read(path, format="bytes"))
 
     async def end(self) -> None:
-        """Kill the sandbox."""
         await self.sandbox.kill()
 
 
@@ -237,21 +233,20 @@ class E2BSandboxes:
             timeout=self._lifetime_s,
             allow_internet_access=limits.network,
         )
-        return await _started(creating, E2BRemote, limits)
+        return await _started(creating, _E2BRemote, limits)
 
 
 # ---------------------------------------------------------------- Modal
 
 
 @dataclass(slots=True)
-class ModalRemote:
+class _ModalRemote:
     """A sandbox of Modal's package."""
 
     sandbox: Any
     """The service's ``Sandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
-        """Run a command."""
         modal = importlib.import_module("modal")
         try:
             process = await self.sandbox.exec.aio("sh", "-c", command, timeout=timeout_s)
@@ -262,15 +257,12 @@ class ModalRemote:
         return str(printed)
 
     async def upload(self, path: str, content: bytes) -> None:
-        """Write a file."""
         await self.sandbox.filesystem.write_bytes.aio(content, path)
 
     async def download(self, path: str) -> bytes:
-        """Read a file."""
         return bytes(await self.sandbox.filesystem.read_bytes.aio(path))
 
     async def end(self) -> None:
-        """Terminate the sandbox."""
         await self.sandbox.terminate.aio()
 
 
@@ -301,7 +293,7 @@ class ModalSandboxes:
     async def start(self, limits: SandboxLimits) -> RemoteSandbox:
         """Create a sandbox."""
         modal = _package("modal")
-        return await _started(self._create(modal, limits), ModalRemote, limits)
+        return await _started(self._create(modal, limits), _ModalRemote, limits)
 
     async def _create(self, modal: Any, limits: SandboxLimits) -> Any:
         app = await modal.App.lookup.aio(self._app, create_if_missing=True)
@@ -320,14 +312,13 @@ class ModalSandboxes:
 
 
 @dataclass(slots=True)
-class DaytonaRemote:
+class _DaytonaRemote:
     """A sandbox of Daytona's package."""
 
     sandbox: Any
     """The service's ``AsyncSandbox``."""
 
     async def shell(self, command: str, timeout_s: int) -> str:
-        """Run a command."""
         daytona = importlib.import_module("daytona")
         try:
             response = await self.sandbox.process.exec(
@@ -338,15 +329,12 @@ class DaytonaRemote:
         return str(response.result)
 
     async def upload(self, path: str, content: bytes) -> None:
-        """Write a file."""
         await self.sandbox.fs.upload_file(content, path)
 
     async def download(self, path: str) -> bytes:
-        """Read a file."""
         return bytes(await self.sandbox.fs.download_file(path))
 
     async def end(self) -> None:
-        """Delete the sandbox."""
         await self.sandbox.delete()
 
 
@@ -362,7 +350,7 @@ class DaytonaSandboxes:
     async def start(self, limits: SandboxLimits) -> RemoteSandbox:
         """Create a sandbox."""
         daytona = _package("daytona")
-        return await _started(self._create(daytona, limits), DaytonaRemote, limits)
+        return await _started(self._create(daytona, limits), _DaytonaRemote, limits)
 
     async def _create(self, daytona: Any, limits: SandboxLimits) -> Any:
         if self._client is None:

@@ -11,14 +11,13 @@ the environment to reward; a sandbox that fails through no fault of the program 
 """
 
 import asyncio
-import concurrent.futures
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol
 
+from tidegate.environments.loop_thread import LoopThread, Result
 from tidegate.errors import (
     ConfigError,
     RunClosed,
@@ -31,8 +30,6 @@ EndedBy = Literal["exit", "wall_time", "cpu_time", "memory", "output", "disk"]
 
 CLOSE_S = 5.0
 """Longest time in seconds that closing all sandboxes may take."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +214,7 @@ def _encoded(content: str | bytes) -> bytes:
     return content.encode(errors="replace") if isinstance(content, str) else bytes(content)
 
 
-class Sandboxes:
+class Sandboxes(LoopThread):
     """Pool that starts sandboxes ahead of need and limits their number. Close it, or use ``with``.
 
     Each sandbox is used once. The pool has a thread and an event loop of its own, so it can be used
@@ -255,17 +252,9 @@ class Sandboxes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(sandboxes_max)
         self._starting = 0
-        self._is_closed = False
-        self._submitting = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        # Sandboxes end with the thread that started them, and this thread runs until the pool is
-        # closed.
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="sandboxes", daemon=True
-        )
-        self._thread.start()
+        super().__init__("pool of sandboxes")
         try:
-            self._submit(self._start_first()).result()
+            self.submit(self._start_first()).result()
         except BaseException:
             self.close()
             raise
@@ -291,54 +280,24 @@ class Sandboxes:
             await self.run(self._take(taken))
         except asyncio.CancelledError:
             with suppress(RunClosed):
-                self._submit(self._give_back(taken))
+                self.submit(self._give_back(taken))
             raise
         return Sandbox(self, taken[0])
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the pool's loop and await it here; cancelling also cancels it.
-
-        Raises:
-            RunClosed: the pool is closed, or was closed meanwhile.
-        """
+        """Run a coroutine on the pool's loop; see :meth:`LoopThread.run`. Closing the pool ends
+        its sandboxes."""
         try:
-            return await asyncio.wrap_future(self._submit(coroutine))
-        except (asyncio.CancelledError, SandboxLost):
-            task = asyncio.current_task()
-            if self._is_closed and not (task is not None and task.cancelling()):
+            return await super().run(coroutine)
+        except SandboxLost:
+            if self._is_closed:
                 raise RunClosed("the pool of sandboxes was closed") from None
             raise
 
     def release(self, provided: ProvidedSandbox) -> None:
         """Close a sandbox that was taken. For :class:`Sandbox`."""
         with suppress(RunClosed):  # closing the pool closes its sandboxes
-            self._submit(self._release(provided))
-
-    def close(self) -> None:
-        """End all sandboxes. May be called again."""
-        with self._submitting:
-            was_closed, self._is_closed = self._is_closed, True
-        if was_closed:
-            return
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _submit(
-        self, coroutine: Coroutine[Any, Any, Result]
-    ) -> "concurrent.futures.Future[Result]":
-        with self._submitting:
-            if self._is_closed:
-                coroutine.close()
-                raise RunClosed("the pool of sandboxes is closed")
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self.submit(self._release(provided))
 
     # ------------------------------------------------------------ on the pool's event loop
 
@@ -376,7 +335,9 @@ class Sandboxes:
     def _refill(self) -> None:
         while len(self._ready) + self._starting < self._ready_max and not self._is_closed:
             self._starting += 1
-            self._spawn(self._start_ready())
+            task = asyncio.get_running_loop().create_task(self._start_ready())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _start_ready(self) -> None:
         # One that fails is not tried again here: the next episode will, and gets the error.
@@ -396,16 +357,8 @@ class Sandboxes:
         await provided.close()
         self._open.discard(provided)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _shut_down(self) -> None:
-        while pending := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in pending:
-                task.cancel()
-            await asyncio.wait(pending)
+        await super()._shut_down()
         closing = [self._close_one(sandbox) for sandbox in list(self._open)]
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), CLOSE_S)
