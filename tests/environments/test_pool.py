@@ -35,8 +35,10 @@ def shared() -> Iterator[EnvironmentPool]:
         yield pool
 
 
-async def unruly(pool: EnvironmentPool) -> PooledEnvironment:
-    environment = pool.environment(f"{MODULE}:Unruly")()
+async def opened(
+    pool: EnvironmentPool, name: str = "Unruly", **arguments: object
+) -> PooledEnvironment:
+    environment = pool.environment(f"{MODULE}:{name}", **arguments)()
     await environment.reset(seed=1, task="t")
     return environment
 
@@ -119,7 +121,7 @@ async def test_environments_beyond_the_limit_wait_for_another_to_close() -> None
 async def test_only_the_environment_that_fails_raises_and_is_named(
     shared: EnvironmentPool, action: str, error: type[Exception], says: str
 ) -> None:
-    bad, good = await unruly(shared), await unruly(shared)
+    bad, good = await opened(shared), await opened(shared)
     before = [await good.step("a"), await good.step("b")]
     with pytest.raises(error, match=rf"(?s)unruly:Unruly, step 1: .*{says}"):
         await bad.step(action)
@@ -133,7 +135,7 @@ async def test_only_the_environment_that_fails_raises_and_is_named(
 async def test_output_of_an_environment_does_not_corrupt_the_protocol(
     shared: EnvironmentPool,
 ) -> None:
-    loud = await unruly(shared)
+    loud = await opened(shared)
     assert (await loud.step("print")).text.startswith("print")
     assert (await loud.step("a")).text.startswith("print")
     loud.close()
@@ -144,8 +146,7 @@ async def test_a_hanging_environment_is_killed_and_the_others_in_its_process_con
     name: str,
 ) -> None:
     async with EnvironmentPool(processes=1, call_timeout_s=1.0) as pool:
-        bad, good = pool.environment(f"{MODULE}:{name}")(), await unruly(pool)
-        await bad.reset(seed=0, task=None)
+        bad, good = await opened(pool, name), await opened(pool)
         before = await good.step("a")
         hanging = asyncio.create_task(bad.step("hang"))
         (after, _) = await asyncio.gather(good.step("b"), asyncio.sleep(0))
@@ -159,9 +160,7 @@ async def test_a_hanging_environment_is_killed_and_the_others_in_its_process_con
 async def test_a_replay_with_different_observations_raises_not_repeatable(
     shared: EnvironmentPool,
 ) -> None:
-    fickle = shared.environment(f"{MODULE}:Fickle")()
-    await fickle.reset(seed=0, task=None)
-    bad = await unruly(shared)
+    fickle, bad = await opened(shared, "Fickle"), await opened(shared)
     with pytest.raises(EnvironmentCrashed):
         await bad.step("exit")
     with pytest.raises(NotRepeatable, match=r"reset: replayed .* another observation"):
@@ -170,38 +169,31 @@ async def test_a_replay_with_different_observations_raises_not_repeatable(
     fickle.close()
 
 
-async def test_a_failing_or_missing_factory_raises_an_error_that_names_it(
+async def test_a_factory_or_task_that_can_not_work_raises_an_error_that_names_it(
     shared: EnvironmentPool,
 ) -> None:
-    for name, says in [
-        ("fails", "RuntimeError: no licence"),
-        ("nothing", "ImportError: .*has no callable 'nothing'"),
+    for name, task, error, says in [
+        ("fails", None, EnvironmentFailed, "RuntimeError: no licence"),
+        ("nothing", None, EnvironmentFailed, "ImportError: .*has no callable 'nothing'"),
+        ("Walk", object(), ConfigError, "must be plain data"),
     ]:
         environment = shared.environment(f"{MODULE}:{name}")()
-        with pytest.raises(EnvironmentFailed, match=says):
-            await environment.reset(seed=0, task=None)
+        with pytest.raises(error, match=says):
+            await environment.reset(seed=0, task=task)
         environment.close()
     with pytest.raises(ConfigError, match="'no colon' can't be imported"):
         shared.environment("no colon")
 
 
-async def test_arguments_that_are_not_plain_data_are_refused(shared: EnvironmentPool) -> None:
-    environment = shared.environment(f"{MODULE}:Walk")()
-    with pytest.raises(ConfigError, match="must be plain data"):
-        await environment.reset(seed=0, task=object())
-    environment.close()
-
-
 async def test_a_cancelled_episode_closes_only_its_own_environment(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     async with EnvironmentPool(processes=1, call_timeout_s=1.0) as pool:
-        environment = pool.environment(f"{MODULE}:Unruly", marker=str(marker))()
-        await environment.reset(seed=0, task=None)
+        environment = await opened(pool, marker=str(marker))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await environment.step("hang")
         environment.close()
-        other = await unruly(pool)  # waits until the first one's process was killed
+        other = await opened(pool)  # waits until the first one's process was killed
         assert (await other.step("a")).text.startswith("a")
         await asyncio.sleep(0)
         assert pool.statistics().environments == 1
@@ -213,9 +205,8 @@ async def test_closing_the_pool_closes_environments_and_fails_pending_calls(
     marker = tmp_path / "marker"
     before = set(children())
     pool = EnvironmentPool(processes=2)
-    idle = pool.environment(f"{MODULE}:Unruly", marker=str(marker))()
-    await idle.reset(seed=0, task=None)
-    hanging = asyncio.create_task((await unruly(pool)).step("hang"))
+    idle = await opened(pool, marker=str(marker))
+    hanging = asyncio.create_task((await opened(pool)).step("hang"))
     await idle.step("a")
     await asyncio.to_thread(pool.close)
     assert marker.read_text() == "closed"
@@ -240,8 +231,7 @@ def daemons_of(marker: Path) -> list[int]:
 async def test_daemons_of_an_environment_end_with_its_process(action: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     async with EnvironmentPool(processes=1, call_timeout_s=5.0) as pool:
-        environment = pool.environment(f"{MODULE}:Unruly", marker=str(marker))()
-        await environment.reset(seed=0, task=None)
+        environment = await opened(pool, marker=str(marker))
         stepping = asyncio.create_task(environment.step(action))
         daemons = await asyncio.to_thread(daemons_of, marker)
         if action == "daemons":
@@ -254,30 +244,6 @@ async def test_daemons_of_an_environment_end_with_its_process(action: str, tmp_p
             with pytest.raises(EnvironmentHung, match="no reply within 5 s"):
                 await stepping
     assert all(map(is_gone, daemons))
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_daemons_of_an_environment_end_with_a_run_that_is_killed(
-    tmp_path: Path, end: signal.Signals
-) -> None:
-    marker = tmp_path / "marker"
-    program = f"""
-import asyncio, tidegate
-async def main():
-    with tidegate.EnvironmentPool(processes=1) as pool:
-        environment = pool.environment({MODULE!r} + ":Unruly", marker={str(marker)!r})()
-        await environment.reset(seed=0, task=None)
-        await environment.step("daemons, then hang")
-asyncio.run(main())
-"""
-    run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
-    try:
-        daemons = daemons_of(marker)
-    finally:
-        run.send_signal(end)
-        run.wait(30.0)
-    while not all(map(is_gone, daemons)):
-        time.sleep(0.01)
 
 
 async def test_worker_processes_get_secret_variables_only_if_passed_by_name(
@@ -299,7 +265,7 @@ async def test_worker_processes_get_secret_variables_only_if_passed_by_name(
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_worker_process_outlives_its_parent(tmp_path: Path, end: signal.Signals) -> None:
+def test_no_worker_child_or_daemon_outlives_its_run(tmp_path: Path, end: signal.Signals) -> None:
     marker = tmp_path / "marker"
     program = f"""
 import asyncio, faulthandler, tidegate
@@ -308,6 +274,7 @@ async def main():
     with tidegate.EnvironmentPool(processes=1) as pool:
         environment = pool.environment({MODULE!r} + ":Unruly", marker={str(marker)!r})()
         await environment.reset(seed=0, task=None)
+        await environment.step("daemons")
         await environment.step("hang with a child")
 asyncio.run(main())
 """
@@ -317,16 +284,14 @@ asyncio.run(main())
     while not (marker.exists() and marker.read_text().count(" ")):
         time.sleep(0.01)
         assert run.poll() is None
-    worker, child = map(int, marker.read_text().split())
+    left = [*map(int, marker.read_text().split()), *daemons_of(marker)]
     run.send_signal(end)
     try:
         run.wait(30.0)
     except subprocess.TimeoutExpired:
         run.kill()
         pytest.fail(errors.read_text())  # what each thread waited for
-    while not is_gone(worker):
-        time.sleep(0.01)
-    while not is_gone(child):
+    while not all(map(is_gone, left)):
         time.sleep(0.01)
 
 

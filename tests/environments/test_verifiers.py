@@ -1,7 +1,8 @@
-"""verifiers' ``TrainClient``, unmodified: tokens in, tokens out, by ``/inference/v1/generate``.
+"""Tasks with tools that verifiers' own runner plays, through the gateway and `tidegate serve`.
 
-Its runner plays a task with tools, and the samples that it would train on are compared with what
-the engine sampled. `make test-environments` creates the Python that has verifiers.
+By its ``TrainClient``, unmodified, tokens go in and come out (``/inference/v1/generate``); the
+samples that it would train on are compared with what the engine sampled. `make test-environments`
+creates the Python that has verifiers.
 """
 
 import asyncio
@@ -52,21 +53,34 @@ def add_tokenizer(path: Path) -> int:
     return size
 
 
-async def play(base_url: str, api_key: str, tokenizer: Path) -> tuple[list[dict[str, Any]], float]:
-    """Have verifiers play the task; return its samples and the reward."""
+async def play(*arguments: object) -> list[str]:
+    """Have verifiers play the task at a URL, with a key and maybe a tokenizer; return its output:
+    the samples if there is a tokenizer, and the reward."""
     process = await asyncio.create_subprocess_exec(
-        PYTHON,
-        str(PROGRAM),
-        base_url,
-        api_key,
-        str(tokenizer),
+        *(PYTHON, str(PROGRAM), *map(str, arguments)),
         env=child_environment(),
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await process.communicate()
     assert process.returncode == 0
-    *_, samples, reward = output.decode().splitlines()
-    return json.loads(samples), float(reward)
+    return output.decode().split("\n")[:-1]
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("It is 3.", 1.0), ("It is 4.", 0.0)])
+async def test_a_task_with_tools_stays_in_one_row(
+    answer: str, reward: float, tmp_path: Path
+) -> None:
+    async def reward_of(endpoint: Endpoint, task: object) -> float:
+        return float((await play(endpoint.base_url, endpoint.api_key))[-1].split()[-1])
+
+    talk, gateway = Talk(tmp_path, "chatml"), Gateway()
+    talk.engine.words += [f"I add. {CALL}{END}", f"{answer}{END}"]
+    try:
+        assert await gateway.episode(reward_of)(talk.episode, None) == reward
+    finally:
+        gateway.close()
+    assert [len(row.turns) for row in talk.rollout.rows] == [2]
+    talk.check()
 
 
 async def test_samples_of_a_task_with_tools_are_a_row_of_the_gateways_rollout_token_for_token(
@@ -78,9 +92,9 @@ async def test_samples_of_a_task_with_tools_are_a_row_of_the_gateways_rollout_to
     reported: list[dict[str, Any]] = []
 
     async def agent(endpoint: Endpoint, task: object) -> float:
-        samples, reward = await play(endpoint.base_url, endpoint.api_key, talk.model.path)
-        reported.extend(samples)
-        return reward
+        *_, samples, reward = await play(endpoint.base_url, endpoint.api_key, talk.model.path)
+        reported.extend(json.loads(samples))
+        return float(reward)
 
     try:
         assert await gateway.episode(agent)(talk.episode, None) == 1.0
@@ -106,10 +120,10 @@ async def test_samples_of_tidegate_serve_have_the_engines_tokens_and_log_probs(
     make_model_directory(model, vocab_size=vocab, max_position_embeddings=CONTEXT_TOKENS_MAX)
     add_tokenizer(model)
     async with tidegate.vllm_server(model=model, engines=1, served_model_name="policy") as server:
-        samples, reward = await play(f"{server.url}/v1", "EMPTY", model)
-        [sample] = samples
+        *_, samples, reward = await play(f"{server.url}/v1", "EMPTY", model)
+        [sample] = json.loads(samples)
         ids, sampled = sample["token_ids"], sample["sampled"]
-        assert reward in (0.0, 1.0)
+        assert float(reward) in (0.0, 1.0)
         assert sum(sampled) > 0
         requested = {"max_tokens": 1, "prompt_logprobs": 0}
         async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
