@@ -5,10 +5,10 @@
 affects no turn of the base or of another adapter: none pauses, recomputes KV or ages.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError, ResumeMismatch
 from tidegate.orchestrator.core import events as ev
@@ -23,7 +23,12 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import SET_BY_POLICY, RunSettings, StalenessSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.trainer.batch_handle import BatchHandle, LocalRequests, SyncBatchHandle
+from tidegate.orchestrator.trainer.batch_handle import (
+    BatchHandle,
+    LocalHandle,
+    SyncBatchHandle,
+    as_work,
+)
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.handle import (
     HELD_OUT,
@@ -50,10 +55,8 @@ if TYPE_CHECKING:
 
     from tidegate.orchestrator.batches.batches import Batch
 
-Result = TypeVar("Result")
 
-
-class AdapterHandle:
+class AdapterHandle(LocalHandle):
     """One adapter of a run, for its trainer. Turns select it by ``generate(adapter=name)``."""
 
     _is_archived_by_run = True
@@ -70,9 +73,9 @@ class AdapterHandle:
         """Number of the newest version that this handle published; 0 before the first."""
         return self._version
 
-    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        """As :meth:`LocalRequests.do`."""
-        return await LocalRequests(self._run).do(work)
+    @property
+    def _running(self) -> Run:
+        return self._run
 
     async def publish(
         self, adapter: "Mapping[str, torch.Tensor] | str | Path", *, config: object = None
@@ -137,19 +140,15 @@ class AdapterHandle:
         Raises:
             WeightsRefused: the version is not there any more.
         """
-
-        async def work(scheduler: Scheduler) -> int:
-            return scheduler.engines.adapters.pin(self.name, version)
-
-        return await self._do(work)
+        return await self._do(
+            as_work(lambda scheduler: scheduler.engines.adapters.pin(self.name, version))
+        )
 
     async def unpin(self, version: int) -> None:
         """Undo one :meth:`pin`. Engines drop the version once they need the memory."""
-
-        async def work(scheduler: Scheduler) -> None:
-            scheduler.engines.adapters.unpin(self.name, version)
-
-        await self._do(work)
+        await self._do(
+            as_work(lambda scheduler: scheduler.engines.adapters.unpin(self.name, version))
+        )
 
     async def unload(self) -> None:
         """Have engines drop the adapter, pinned versions included. Turns that use it are refused.
@@ -159,11 +158,7 @@ class AdapterHandle:
         Raises:
             WeightsRefused: it is not loaded.
         """
-
-        async def work(scheduler: Scheduler) -> None:
-            await scheduler.engines.adapters.unload(self.name)
-
-        await self._do(work)
+        await self._do(lambda scheduler: scheduler.engines.adapters.unload(self.name))
 
 
 class AdapterTrainer(AdapterHandle, BatchHandle):
@@ -194,10 +189,6 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         self._final: RunStatistics | None = None
         self.is_closed = False
         """Whether the adapter is trained no longer."""
-
-    @property
-    def _running(self) -> Run:
-        return self._run
 
     @property
     def _recorder(self) -> Recorder | None:
@@ -297,11 +288,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         """
         if self._final is not None:
             return self._final
-
-        async def work(scheduler: Scheduler) -> RunStatistics:
-            return self._statistics_of(scheduler)
-
-        return self._run.submit(work).result()
+        return self._run.submit(as_work(self._statistics_of)).result()
 
     async def next_batch(self) -> "Batch | None":
         """As :meth:`tidegate.Rollouts.next_batch`.
@@ -366,11 +353,8 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         """
         bad = self._version if first_bad is None else first_bad
         await self.pause()
-
-        async def retract(scheduler: Scheduler) -> None:
-            self._side(scheduler).handle(ev.VersionRetracted(bad))
-
-        await self._do(retract)
+        retracted = ev.VersionRetracted(bad)
+        await self._do(as_work(lambda scheduler: self._side(scheduler).handle(retracted)))
         version = await self.publish(adapter, batches=[], config=config)
         await self.resume()
         return version
@@ -386,10 +370,7 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         await self._halt(False)
 
     async def _halt(self, is_halted: bool) -> None:
-        async def work(scheduler: Scheduler) -> None:
-            scheduler.halt_adapter(self.name, is_halted)
-
-        await self._do(work)
+        await self._do(as_work(lambda scheduler: scheduler.halt_adapter(self.name, is_halted)))
 
     async def close(self) -> None:
         """Train the adapter no longer: discard what was not trained. It stays published; use
@@ -399,14 +380,13 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
             ConfigError: another trainer's episodes sample it as their agent.
         """
 
-        async def work(scheduler: Scheduler) -> None:
-            final.append(self._statistics_of(scheduler))
+        def end(scheduler: Scheduler) -> RunStatistics:
+            final = self._statistics_of(scheduler)
             scheduler.end_adapter(self.name)
             self.is_closed = True
+            return final
 
-        final: list[RunStatistics] = []
-        await self._do(work)
-        await in_thread(self._end_records, final[0])
+        await in_thread(self._end_records, await self._do(as_work(end)))
 
 
 def adapter_settings(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:

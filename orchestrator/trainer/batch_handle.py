@@ -168,7 +168,29 @@ CONTROLS: dict[str, Callable[..., Awaitable[Any]]] = {
 """What :class:`RunHandle` asks of a run in this process, by the name of its method."""
 
 
-class MeasuredHandle(ABC):
+def as_work(action: Callable[[Scheduler], Result]) -> Callable[[Scheduler], Awaitable[Result]]:
+    """Return work for the run's loop that calls ``action`` there."""
+
+    async def work(scheduler: Scheduler) -> Result:
+        return action(scheduler)
+
+    return work
+
+
+class LocalHandle(ABC):
+    """Handle of a run in this process."""
+
+    @property
+    @abstractmethod
+    def _running(self) -> Run:
+        """The run; raises RuntimeError if it has not been started."""
+
+    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
+        """As :meth:`LocalRequests.do`."""
+        return await LocalRequests(self._running).do(work)
+
+
+class MeasuredHandle(LocalHandle):
     """Handle of a run that can take the run's statistics."""
 
     _adapter = ""
@@ -179,11 +201,6 @@ class MeasuredHandle(ABC):
         self._forecaster = Forecaster()
         self._ages = BatchAges()
         self._batch_callback_errors = 0
-
-    @property
-    @abstractmethod
-    def _running(self) -> Run:
-        """The run; raises RuntimeError if it has not been started."""
 
     def _statistics_of(self, scheduler: Scheduler) -> RunStatistics:
         core, usage = scheduler.core.of(self._adapter), self._timekeeper.usage()
@@ -284,10 +301,6 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         self.columns_read: set[str] = set()
         """:attr:`Batch.columns_read` of all batches of this handle."""
 
-    async def _do(self, work: Callable[[Scheduler], Awaitable[Result]]) -> Result:
-        """As :meth:`LocalRequests.do`."""
-        return await LocalRequests(self._running).do(work)
-
     @abstractmethod
     def statistics(self) -> RunStatistics:
         """Return a snapshot of the run; once it has ended, the final one."""
@@ -385,11 +398,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
         Raises:
             ConfigError: an agent is not trained by this run.
         """
-
-        async def work(scheduler: Scheduler) -> None:
-            scheduler.offer(tasks, episode, self._adapter, agents)
-
-        await self._do(work)
+        await self._do(as_work(lambda s: s.offer(tasks, episode, self._adapter, agents)))
         if self._recorder is not None:
             self._recorder.offered(num_tasks(tasks))
 
@@ -435,11 +444,7 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
 
         Returns False if the batch is not the newest any more, or another call waits for a batch.
         """
-
-        async def work(scheduler: Scheduler) -> bool:
-            return self._side(scheduler).batch_requests.return_batch(number)
-
-        if not await self._do(work):
+        if not await self._do(as_work(lambda s: self._side(s).batch_requests.return_batch(number))):
             return False
         self._received = number - 1
         return True
@@ -689,12 +694,8 @@ class BatchHandle(MeasuredHandle, TrainerHandle):
 
     def _post(self, action: Callable[[Scheduler], object]) -> None:
         """Schedule ``action`` on the run's loop, after all work submitted before."""
-
-        async def work(scheduler: Scheduler) -> None:
-            action(scheduler)
-
         with contextlib.suppress(Exception):  # if the run has ended, other calls raise the reason
-            self._running.submit(work)
+            self._running.submit(as_work(action))
 
     def _ages_of(self, batch: "Batch", rows: Sequence[tuple[Rollout, Group]]) -> dict[str, float]:
         scheduler = self._running.scheduler

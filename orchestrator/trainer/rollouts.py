@@ -44,6 +44,7 @@ from tidegate.orchestrator.trainer.batch_handle import (
     LocalRequests,
     MeasuredHandle,
     SyncBatchHandle,
+    as_work,
 )
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
 from tidegate.orchestrator.trainer.handle import (
@@ -63,7 +64,6 @@ from tidegate.orchestrator.trainer.weight_updates import (
     CollectParts,
     ShardedPublish,
     WeightPublish,
-    WeightRollback,
 )
 from tidegate.orchestrator.weight_sync.state_dict import with_draft, without_draft
 
@@ -263,11 +263,7 @@ class Scorer(MeasuredHandle, RunHandle):
         scheduler = self._running.scheduler
         if self._running.is_own_thread and scheduler is not None:
             return read(scheduler)
-
-        async def work(scheduler: Scheduler) -> Result:
-            return read(scheduler)
-
-        future = self._running.submit(work)
+        future = self._running.submit(as_work(read))
         while not future.done():
             if self._running.loop_watch.blocked is not None and scheduler is not None:
                 # A loop that resumes just now may change a collection while it is read.
@@ -380,7 +376,8 @@ class Rollouts(Scorer, BatchHandle):
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
         """
         first_bad = self._version if first_bad is None else first_bad
-        return await self._publish(WeightRollback(self._running, state_dict, first_bad=first_bad))
+        call = WeightPublish(self._running, state_dict, "live", first_bad=first_bad)
+        return await self._publish(call)
 
     async def _publish_parts(
         self,

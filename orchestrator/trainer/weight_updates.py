@@ -63,17 +63,24 @@ class WeightPublish:
         *,
         partial: bool = False,
         batches: Sequence[int] | None = (),
+        first_bad: int | None = None,
     ) -> None:
         """Check the arguments. A ``partial`` state dict has only the tensors that change.
 
         ``batches``: numbers of the batches that the weights were made from; None: those that the
-        trainer holds, if it takes one at a time.
+        trainer holds, if it takes one at a time. ``first_bad``: of a rollback, the oldest of the
+        bad versions; all newer ones are bad too, and engines are paused meanwhile.
 
         Raises:
-            ConfigError: ``wait`` has no such value.
+            ConfigError: ``wait`` has no such value, or version ``first_bad`` can't be bad.
         """
         if wait not in get_args(PublishWait):
             raise ConfigError(f"wait must be 'live', 'staged' or 'none', got {wait!r}")
+        if first_bad is not None and first_bad < 1:
+            raise ConfigError(
+                f"first_bad must be >= 1, because version 0 is the model directory's weights and "
+                f"there are none before it; got {first_bad}"
+            )
         self._run = run
         self.state_dict = state_dict
         self._wait: PublishWait = wait
@@ -89,8 +96,7 @@ class WeightPublish:
         self.parts = WHOLE
         """Parts of the version besides these tensors, for the run's record."""
         self._has_returned = False
-        self._first_bad: int | None = None
-        """First bad version of a rollback; None for other updates."""
+        self._first_bad = first_bad
 
     @property
     def may_be_served(self) -> bool:
@@ -213,26 +219,6 @@ def _refuse_undrafted(settings: RunSettings, engines: Mapping[str, Engine]) -> N
     )
 
 
-class WeightRollback(WeightPublish):
-    """A publish of good weights in place of bad ones. Engines are paused meanwhile."""
-
-    def __init__(
-        self, run: Run, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int
-    ) -> None:
-        """``first_bad``: oldest of the bad versions; all newer ones are bad too."""
-        super().__init__(run, state_dict, "live")
-        _check_first_bad(first_bad)
-        self._first_bad = first_bad
-
-
-def _check_first_bad(first_bad: int) -> None:
-    if first_bad < 1:
-        raise ConfigError(
-            f"first_bad must be >= 1, because version 0 is the model directory's weights and "
-            f"there are none before it; got {first_bad}"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class PartsWanted:
     """Request to a trainer's ranks: the parts of a reserved version that they send."""
@@ -271,11 +257,8 @@ class ShardedPublish(WeightPublish):
         batches: Sequence[int] | None = (),
         first_bad: int | None = None,
     ) -> None:
-        super().__init__(run, {}, wait, partial=partial, batches=batches)
-        if first_bad is not None:
-            _check_first_bad(first_bad)
+        super().__init__(run, {}, wait, partial=partial, batches=batches, first_bad=first_bad)
         self._collect = collect
-        self._first_bad = first_bad
         self._collected = CollectedParts("", ())
 
     @override
