@@ -29,7 +29,7 @@ from examples.calculator import Split
 from examples.coding_demonstrations import CODER
 from examples.grpo import learn
 from examples.lake_demonstrations import LAKE_PLAYER
-from examples.tiny_model import Recipe, make_model
+from examples.tiny_model import Recipe, find_model
 from examples.tool_agent import ToolAgent
 from examples.tool_demonstrations import TOOL_AGENT
 from tidegate.observability.audit.audit import AuditReport, audit_run, write_audit
@@ -122,7 +122,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 async def train(name: str, options: argparse.Namespace, run_directory: Path) -> dict[str, int]:
     """Evaluate, train and evaluate again; return the episode's counters."""
     subject = SUBJECTS[name]
-    model, warm_up = find_model(name, options)
+    made_at = options.runs / f"model-{name}-{options.seed}"
+    model, warm_up = find_model(options.model, made_at, recipe=subject.recipe, seed=options.seed)
     held_out = list(itertools.islice(subject.tasks("held_out", HELD_OUT_SEED), options.held_out))
     num_tasks = options.versions * options.groups_per_batch
     with ExitStack() as opened:
@@ -153,25 +154,6 @@ async def train(name: str, options: argparse.Namespace, run_directory: Path) -> 
             )
             rollouts.record_facts(mode="async", warm_up=warm_up)
     return counts()
-
-
-def find_model(name: str, options: argparse.Namespace) -> tuple[Path, dict[str, object] | None]:
-    """Return the given model directory, or the task's small model, created or reused from the last
-    run."""
-    if options.model is not None:
-        return options.model, None
-    path = options.runs / f"model-{name}-{options.seed}"
-    report = make_model(
-        path,
-        recipe=SUBJECTS[name].recipe,
-        seed=options.seed,
-        on_progress=lambda p: print(
-            f"warm-up: step {p.steps}, loss {p.loss:.3f}, skill {p.performance.skill:.2f}, "
-            f"accuracy {p.performance.accuracy:.2f}",
-            flush=True,
-        ),
-    )
-    return path, dataclasses.asdict(report)
 
 
 def crossed(rollout: RecordedRollout) -> bool:

@@ -20,7 +20,6 @@ parameters about as fast as it trains it, and engines and trainer compete for it
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import sys
 import time
@@ -34,7 +33,7 @@ import tidegate
 from examples.calculator import Split, long_tailed_tasks, solve, tasks
 from examples.compare_modes import comparison_text, publish_text, sample_text
 from examples.grpo import learn
-from examples.tiny_model import make_model
+from examples.tiny_model import find_model
 from examples.word_lists import list_words, word_tasks
 from tidegate.observability.reports.comparison import read_runs
 from tidegate.observability.reports.pictures import draw_comparison
@@ -125,7 +124,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
     """Train, and evaluate meanwhile; everything is recorded in ``run_directory``."""
-    model_path, warm_up = find_model(options)
+    model_path, warm_up = model_of(options)
     make_tasks, episode = TASKS[options.task]
     held_out = list(itertools.islice(make_tasks("held_out", HELD_OUT_SEED), options.held_out))
     training = list(
@@ -174,20 +173,10 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
         )
 
 
-def find_model(options: argparse.Namespace) -> tuple[Path, dict[str, object] | None]:
-    """Return the given model directory, or the small model, created or reused from the last run."""
-    if options.model is not None:
-        return options.model, None
-    path = options.runs / f"model-{options.seed}"
-    report = make_model(
-        path,
-        seed=options.seed,
-        on_progress=lambda p: print(
-            f"warm-up: step {p.steps}, loss {p.loss:.3f}, accuracy {p.performance.accuracy:.2f}",
-            flush=True,
-        ),
-    )
-    return path, dataclasses.asdict(report)
+def model_of(options: argparse.Namespace) -> tuple[Path, dict[str, object] | None]:
+    """Return the model's directory, and how it was warmed up."""
+    made_at = options.runs / f"model-{options.seed}"
+    return find_model(options.model, made_at, seed=options.seed)
 
 
 def run(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
@@ -201,7 +190,7 @@ def run(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
 
 def compare(options: argparse.Namespace, directory: Path) -> None:
     """Train in every mode from the same model, on the same tasks; print how the runs differ."""
-    find_model(options)
+    model_of(options)
     for number, mode in enumerate(MODES, 1):
         print(f"\n{mode} ({number} of {len(MODES)}), staleness bound {MODES[mode]}", flush=True)
         run(options, mode, directory / mode)

@@ -8,10 +8,11 @@ Shapes: B demonstrations in a batch, T tokens in the longest of them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -87,8 +88,14 @@ class Progress:
 class Demonstration:
     """A whole episode as token ids, with a flag for each token that the policy is to imitate."""
 
-    token_ids: list[int]
-    is_action: list[bool]
+    token_ids: list[int] = field(default_factory=list)
+    is_action: list[bool] = field(default_factory=list)
+
+    def add(self, tokenizer: Tokenizer, text: str, *, is_action: bool) -> None:
+        """Append a text, which is tokenized by itself, as episodes do it."""
+        ids = tokenizer.encode(text).ids
+        self.token_ids.extend(ids)
+        self.is_action.extend([is_action] * len(ids))
 
 
 class DemonstrationSource(Protocol):

@@ -148,8 +148,8 @@ class LakeDemonstrations:
 
         ``random_share`` is the share of additional random moves that are not to be imitated.
         """
-        token_ids = self._encode(f"{RULES}{picture(lake.rows, 0)}")
-        is_action = [False] * len(token_ids)
+        shown = Demonstration()
+        shown.add(self.tokenizer, f"{RULES}{picture(lake.rows, 0)}", is_action=False)
         place = 0
         good: list[str] = []
         while not lake.is_end(place) and len(good) < MOVES_MAX:
@@ -157,14 +157,11 @@ class LakeDemonstrations:
             is_meant = not is_random and self._numbers.random() < skill_share
             good.append(lake.good[place])
             move = self._numbers.choice(lake.good[place] if is_meant else MOVES)
-            ids = self._encode(f"{move}<eos>")
-            token_ids += ids
-            is_action += [not is_random] * len(ids)
+            shown.add(self.tokenizer, f"{move}<eos>", is_action=not is_random)
             place = moved(place, move)
-            ids = [] if lake.is_end(place) else self._encode(picture(lake.rows, place))
-            token_ids += ids
-            is_action += [False] * len(ids)
-        return Walk(Demonstration(token_ids, is_action), good)
+            if not lake.is_end(place):
+                shown.add(self.tokenizer, picture(lake.rows, place), is_action=False)
+        return Walk(shown, good)
 
     @torch.no_grad()
     def _chance_of_good(self, model: Qwen3ForCausalLM, walks: list[Walk]) -> float:

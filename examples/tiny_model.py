@@ -126,6 +126,17 @@ def make_model(
     return report
 
 
+def find_model(
+    given: Path | None, made_at: Path, *, recipe: Recipe | None = None, seed: int
+) -> tuple[Path, dict[str, object] | None]:
+    """Return the given model directory, or that of the recipe's small model, created or reused from
+    the last run; and the small model's report."""
+    if given is not None:
+        return given, None
+    report = make_model(made_at, recipe=recipe, seed=seed, on_progress=show)
+    return made_at, asdict(report)
+
+
 def make_tokenizer() -> Tokenizer:
     """Create the calculator's tokenizer: characters, and one token for the instruction."""
     return character_tokenizer(VOCABULARY, special=VOCABULARY[:3], phrases=[INSTRUCTION])
@@ -210,11 +221,12 @@ def _one_seeded_thread(seed: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _show(progress: Progress) -> None:
+def show(progress: Progress) -> None:
+    """Print a check of the warm-up."""
+    measured = progress.performance
     print(
-        f"warm-up step {progress.steps:4d}  loss {progress.loss:.3f}  "
-        f"tool skill {progress.performance.skill:.2f}  "
-        f"accuracy {progress.performance.accuracy:.2f}",
+        f"warm-up: step {progress.steps}, loss {progress.loss:.3f}, skill {measured.skill:.2f}, "
+        f"accuracy {measured.accuracy:.2f}",
         flush=True,
     )
 
@@ -225,7 +237,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    report = make_model(arguments.directory, seed=arguments.seed, on_progress=_show)
+    report = make_model(arguments.directory, seed=arguments.seed, on_progress=show)
     print(
         f"{arguments.directory}: {report.steps} steps in {report.seconds:.0f} s, "
         f"tool skill {report.skill:.2f}, held-out accuracy {report.accuracy:.2f}"

@@ -73,24 +73,16 @@ class AgentDemonstrations:
         """Demonstrate these calls, then an answer, which defaults to the right one."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
         shown = self._template.render(messages, TOOLS)
-        token_ids = self._encode(shown)
-        is_action = [False] * len(token_ids)
+        demonstration = Demonstration()
+        demonstration.add(self.tokenizer, shown, is_action=False)
         for expression in [*calls, None]:
             said = tool_call_text(expression) if expression else answer or task.answer
-            ids = self._encode(f"{said}{SPECIAL[1]}")
-            token_ids += ids
-            is_action += [True] * len(ids)
+            demonstration.add(self.tokenizer, f"{said}{SPECIAL[1]}", is_action=True)
             if expression is not None:
                 messages += exchange(expression)
                 before, shown = f"{shown}{said}{SPECIAL[1]}", self._template.render(messages, TOOLS)
-                ids = self._encode(shown.removeprefix(before))
-                token_ids += ids
-                is_action += [False] * len(ids)
-        return Demonstration(token_ids, is_action)
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text).ids
-        return ids
+                demonstration.add(self.tokenizer, shown.removeprefix(before), is_action=False)
+        return demonstration
 
 
 def sums(task: Task) -> list[str]:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 import tidegate
 from examples.grpo import load_trainer, train_step
 from examples.imitation import Demonstration, Performance, Phase, Plan
-from examples.tiny_model import Recipe, character_tokenizer, make_model
+from examples.tiny_model import Recipe, character_tokenizer, find_model
 from tidegate.observability.audit.audit import audit_run, write_audit
 from tidegate.observability.reports.facts import read_facts
 from tidegate.observability.reports.report import write_report
@@ -112,8 +112,7 @@ class RoundDemonstrations:
         return [self._rounds() for _ in range(self.plan.batch_demonstrations)]
 
     def _rounds(self) -> Demonstration:
-        token_ids: list[int] = []
-        is_action: list[bool] = []
+        shown = Demonstration()
         draw = self.numbers.choice
         is_speaker = draw((True, False))
         for _ in range(ROUNDS):
@@ -125,11 +124,9 @@ class RoundDemonstrations:
             else:
                 word = draw(LETTERS)
             prompt, action = (f"{TELL}{digit}:", word) if is_speaker else (f"{HEAR}{word}:", digit)
-            for text, is_own in ((prompt, False), (f"{action}<eos>", True)):
-                ids = self.tokenizer.encode(text).ids
-                token_ids += ids
-                is_action += [is_own] * len(ids)
-        return Demonstration(token_ids, is_action)
+            shown.add(self.tokenizer, prompt, is_action=False)
+            shown.add(self.tokenizer, f"{action}<eos>", is_action=True)
+        return shown
 
     @torch.no_grad()
     def performance(self, model: Qwen3ForCausalLM) -> Performance:
@@ -221,16 +218,8 @@ async def learn(trainer: AdapterTrainer, model: Path, learning_rate: float) -> l
 
 async def train(options: argparse.Namespace, run_directory: Path) -> dict[str, list[float]]:
     """Train both agents in one run; return the rewards by agent."""
-    model = options.model or options.runs / f"model-two-agents-{options.seed}"
-    if options.model is None:
-        make_model(
-            model,
-            recipe=TWO_ROLES,
-            seed=options.seed,
-            on_progress=lambda p: print(
-                f"warm-up: step {p.steps}, both right {p.performance.accuracy:.2f}", flush=True
-            ),
-        )
+    made_at = options.runs / f"model-two-agents-{options.seed}"
+    model, _ = find_model(options.model, made_at, recipe=TWO_ROLES, seed=options.seed)
     async with tidegate.serve(
         model=model,
         engines=ENGINES,

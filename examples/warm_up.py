@@ -38,18 +38,14 @@ solves these solves longer ones as well, and demonstrations of those take far lo
 
 def demonstrate(task: Task, actions: list[str], tokenizer: Tokenizer) -> Demonstration:
     """Play ``actions`` in order, with the calculator's answer after each call."""
-    token_ids = tokenizer.encode(task.question).ids
-    is_action = [False] * len(token_ids)
+    shown = Demonstration()
+    shown.add(tokenizer, task.question, is_action=False)
     calculator = Calculator(task)
     for action in actions:
-        ids = tokenizer.encode(f"{action}<eos>").ids
-        token_ids += ids
-        is_action += [True] * len(ids)
+        shown.add(tokenizer, f"{action}<eos>", is_action=True)
         if action.startswith("?"):
-            ids = tokenizer.encode(calculator.answer(action)).ids
-            token_ids += ids
-            is_action += [False] * len(ids)
-    return Demonstration(token_ids, is_action)
+            shown.add(tokenizer, calculator.answer(action), is_action=False)
+    return shown
 
 
 def tool_actions(task: Task) -> list[str]:
