@@ -4,10 +4,7 @@ import asyncio
 import sys
 from typing import Any
 
-import pytest
-
 import tidegate
-from tidegate.errors import ConfigError
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.testing import ScriptedEngine, ServeInTests, VirtualTime
 
@@ -164,14 +161,6 @@ async def test_time_in_which_an_episode_is_parked_is_not_its_branches_either(
     assert {number: versions(turns) for number, turns in said.items()} == {
         number: [0, 0, 0, 1] for number in range(3)
     }
-
-
-async def test_a_budget_that_the_time_of_an_episode_never_reaches_is_refused(
-    tidegate_serve: ServeInTests,
-) -> None:
-    with pytest.raises(ConfigError, match="episode_park_after_s=600"):
-        async with tidegate_serve(says="a", episode_park_after_s=600.0):
-            pass
 
 
 async def test_slots_of_parked_episodes_are_others(

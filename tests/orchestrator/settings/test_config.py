@@ -99,30 +99,49 @@ def test_a_model_of_none_is_refused_in_words_also_where_the_engines_have_one() -
     )
 
 
-def test_a_record_alone_refuses_what_contradicts_itself() -> None:
-    with pytest.raises(ValidationError, match="must be at least twice heartbeat_interval_s"):
-        FleetSettings(engine_timeout_s=1.0)
-    with pytest.raises(ValidationError, match="can never fill"):
-        StalenessSettings(groups_per_batch=8, outstanding_groups_limit=4)
-
-
 def test_settings_do_not_change() -> None:
     settings = run_settings(model=MODEL)
     with pytest.raises(ValidationError, match="frozen"):
         settings.weights.pause_mode = "abort"
 
 
-def test_devices_start_one_engine_each_unless_engines_are_set() -> None:
+def test_devices_and_servers_start_one_engine_each_unless_engines_are_set() -> None:
     assert run_settings(model=MODEL, devices=["cuda:1", "cuda:2"]).fleet.engines == 2
     assert run_settings(model=MODEL, devices=["cuda:1", "cuda:2"], engines=4).fleet.engines == 4
     assert run_settings(model=MODEL, engine={"devices": ["cuda:3"]}).engine.device_of(5) == "cuda:3"
     beside = run_settings(model=MODEL, devices=["cuda:1"], engine_urls=["vllm+http://h:1"])
     assert beside.fleet.engines_started == 2
+    urls: dict[str, Any] = {"engine_urls": ["vllm+http://127.0.0.1:8000"]}
+    assert run_settings(model=MODEL, **urls).fleet.engines_started == 1
+    assert run_settings(model=MODEL, **urls, engines=2).fleet.engines_started == 3
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"max_staleness": -1}, "max_staleness=-1"),
+        ({"groups_per_batch": 8, "outstanding_groups_limit": 4}, "can never fill"),
+        ({"engine_timeout_s": 1.0}, "must be at least twice heartbeat_interval_s"),
+        ({"engines": 0}, "engines=0 starts no engine"),
+        ({"evaluation_engines": 1}, "leaves none for training"),
+        ({"num_kv_blocks": 9, "kv_memory_share": 0.5}, "num_kv_blocks=9 and kv_memory_share"),
+        ({"episode_park_after_s": 600.0}, "episode_park_after_s=600"),
+        ({"quantization": "fp8", "deterministic": True}, "products depend on the batch"),
+        (
+            {"quantization": "int8", "weight_deltas": "elements"},
+            "quantization='int8' and weight_deltas='elements'",
+        ),
+        (
+            {"tensor_parallel_size": 2, "weight_channel": "relay"},
+            "set weight_channel to 'shm'",
+        ),
+        ({"engine_urls": ["http://127.0.0.1:8000"]}, "KIND+URL"),
+        ({"engine_urls": ["vllm+http://me:secret@127.0.0.1:8000"]}, "password or a query"),
+        ({"engine_urls": ["vllm+http://127.0.0.1:8000"] * 2}, "names a server twice"),
+        (
+            {"engine_urls": ["vllm+http://127.0.0.1:8000"], "step_time_min_s": 0.02},
+            "step_time_min_s=0.02 slows engines that the run starts",
+        ),
         ({"devices": ["cuda"]}, "devices.0='cuda'"),
         ({"devices": ["cuda:1"], "device": "cuda:0"}, "both choose where engines compute"),
         ({"devices": ["cuda:1", "cuda:2"], "engines": 1}, "are more than engines=1"),
@@ -133,7 +152,7 @@ def test_devices_start_one_engine_each_unless_engines_are_set() -> None:
         ),
     ],
 )
-def test_devices_that_cannot_be_used_are_refused(values: dict[str, Any], message: str) -> None:
+def test_settings_that_can_never_work_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         run_settings(model=MODEL, **values)
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 import tidegate
-from tests.models import make_model_directory
+from tests.orchestrator.trainer.runs import audited
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import ConfigError, TurnRefused, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
@@ -21,11 +21,6 @@ pytestmark = pytest.mark.wire
 PROMPT = [7, 8, 9]
 Sampled = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Adapter, token ids, and the version of each token."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_directory(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
 
 
 class Sampler:
@@ -226,8 +221,7 @@ async def test_tokens_of_live_and_pinned_versions_are_audited_and_wrong_tags_are
             await handles[seed % 2].publish(random_adapter(model, seed), config=CONFIG)
         await running
     for exact in (False, True):
-        report = audit_run(run, exact=exact)
-        assert report.agrees, report.lines()
+        report = audited(run, exact=exact)
         assert report.tokens_agreeing == report.tokens
         assert report.spans_mixed > 0
         assert report.version_power.unnoticed_share < 0.5

@@ -13,8 +13,8 @@ import pytest
 import tidegate
 from tests.forked_programs import children
 from tests.models import make_model_directory
+from tests.orchestrator.trainer.runs import Weights
 from tests.orchestrator.trainer.test_engines_leave import process_of
-from tests.orchestrator.trainer.test_serve import Weights
 from tidegate.errors import TidegateError
 from tidegate.observability.audit.audit import audit_run
 from tidegate.policies.elasticity import Elastic

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,8 @@ import pytest
 
 import tidegate
 from tests.forked_programs import children
-from tests.models import make_model_directory
-from tests.orchestrator.trainer.test_serve import Weights
+from tests.orchestrator.trainer.runs import Weights, audited
 from tidegate.errors import ConfigError, EngineStartFailed
-from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.records.trajectories import read_trajectories
 
 pytestmark = pytest.mark.wire
@@ -31,11 +29,6 @@ SLOW: dict[str, Any] = {
 """Settings of a run whose turns take half a second, so that engines leave in their midst."""
 
 TURN_TOKENS = 100
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_directory(tmp_path_factory.mktemp("model") / "qwen3")
 
 
 async def long_turn(episode: tidegate.Episode, task: int) -> float:
@@ -71,6 +64,23 @@ def moved_turns(run: Path) -> int:
     return sum(len({span.engine for span in turn.spans}) > 1 for turn in turns)
 
 
+async def mid_turn(
+    rollouts: tidegate.Rollouts, tasks: int, engine: str = "engine-1"
+) -> tuple[AsyncIterator[tidegate.Batch], "asyncio.Future[tidegate.Batch]"]:
+    """Ask for a batch of these tasks; return once an engine is in the midst of its turns."""
+    batches = rollouts.batches(range(tasks), episode=long_turn)
+    batch = asyncio.ensure_future(anext(batches))
+    await at_work(rollouts, engine)
+    return batches, batch
+
+
+async def draining(rollouts: tidegate.Rollouts) -> "asyncio.Future[int]":
+    """Drain an engine, which would take far longer than the test."""
+    drain = asyncio.ensure_future(rollouts.drain("engine-1", within_s=600.0))
+    await at_work(rollouts, "engine-1", tokens=1)
+    return drain
+
+
 Leave = Callable[[tidegate.Rollouts], Any]
 
 
@@ -92,9 +102,7 @@ async def test_turns_of_an_engine_that_leaves_continue_with_all_their_tokens(
 ) -> None:
     run, weights = tmp_path / "run", Weights(model)
     async with tidegate.serve(model=model, **SLOW, run_directory=run) as rollouts:
-        batches = rollouts.batches(range(12), episode=long_turn)
-        batch = asyncio.ensure_future(anext(batches))
-        await at_work(rollouts, "engine-1")
+        batches, batch = await mid_turn(rollouts, 12)
         await leave(rollouts)
         assert names(rollouts) == ["engine-0"]
         await batch
@@ -106,8 +114,7 @@ async def test_turns_of_an_engine_that_leaves_continue_with_all_their_tokens(
     assert statistics.ledger.error == 0
     assert statistics.ledger.generated == statistics.ledger.trained == 12 * 4 * TURN_TOKENS
     assert "engine ends: " in (run / "logs" / "engine-1.log").read_text()
-    report = audit_run(run)
-    assert report.agrees, report.lines()
+    report = audited(run)
     assert report.tokens == statistics.ledger.trained
     assert report.tokens_unknown == 0
     assert moved_turns(run) > 0
@@ -115,9 +122,7 @@ async def test_turns_of_an_engine_that_leaves_continue_with_all_their_tokens(
 
 async def test_turns_end_where_they_are_within_the_time_of_a_drain(model: Path) -> None:
     async with tidegate.serve(model=model, **SLOW) as rollouts:
-        batches = rollouts.batches(range(2), episode=long_turn)
-        batch = asyncio.ensure_future(anext(batches))
-        await at_work(rollouts, "engine-1")
+        _, batch = await mid_turn(rollouts, 2)
         drain = asyncio.ensure_future(rollouts.drain("engine-1", within_s=60.0))
         again = asyncio.ensure_future(rollouts.drain("engine-1", within_s=90.0))
         await at_work(rollouts, "engine-1")
@@ -133,11 +138,8 @@ async def test_a_publish_does_not_wait_for_a_draining_engine_and_ends_its_time(
     model: Path,
 ) -> None:
     async with tidegate.serve(model=model, **{**SLOW, "step_time_min_s": 0.05}) as rollouts:
-        batches = rollouts.batches(range(4), episode=long_turn)
-        batch = asyncio.ensure_future(anext(batches))
-        await at_work(rollouts, "engine-1")
-        drain = asyncio.ensure_future(rollouts.drain("engine-1", within_s=600.0))
-        await at_work(rollouts, "engine-1", tokens=1)
+        _, batch = await mid_turn(rollouts, 4)
+        drain = await draining(rollouts)
         assert await rollouts.publish(Weights(model).step()) == 1
         assert await drain > 0
         assert [(e.name, e.weight_version) for e in rollouts.engines] == [("engine-0", 1)]
@@ -147,11 +149,8 @@ async def test_a_publish_does_not_wait_for_a_draining_engine_and_ends_its_time(
 
 async def test_no_turn_runs_on_a_draining_engine_once_a_pause_has_returned(model: Path) -> None:
     async with tidegate.serve(model=model, **SLOW) as rollouts:
-        batches = rollouts.batches(range(2), episode=long_turn)
-        batch = asyncio.ensure_future(anext(batches))
-        await at_work(rollouts, "engine-1")
-        drain = asyncio.ensure_future(rollouts.drain("engine-1", within_s=600.0))
-        await at_work(rollouts, "engine-1", tokens=1)
+        _, batch = await mid_turn(rollouts, 2)
+        drain = await draining(rollouts)
         await rollouts.pause("keep")
         generated = rollouts.statistics().ledger.generated
         assert names(rollouts) == ["engine-0"]
@@ -164,11 +163,8 @@ async def test_no_turn_runs_on_a_draining_engine_once_a_pause_has_returned(model
 
 async def test_an_engine_killed_while_it_drains_loses_no_turn(model: Path) -> None:
     async with tidegate.serve(model=model, **SLOW) as rollouts:
-        batches = rollouts.batches(range(2), episode=long_turn)
-        batch = asyncio.ensure_future(anext(batches))
-        await at_work(rollouts, "engine-1")
-        drain = asyncio.ensure_future(rollouts.drain("engine-1", within_s=600.0))
-        await at_work(rollouts, "engine-1", tokens=1)
+        _, batch = await mid_turn(rollouts, 2)
+        drain = await draining(rollouts)
         process_of("engine-1").kill()
         await drain
         assert len((await batch).rewards) == 8
@@ -182,9 +178,7 @@ async def test_turns_wait_without_an_engine_until_one_is_started(
     async with tidegate.serve(model=model, **{**SLOW, "engines": 1}) as rollouts:
         with pytest.raises(ConfigError, match="no engine is named 'engine-7'; connected engines: "):
             await rollouts.drain("engine-7")
-        batches = rollouts.batches(range(4), episode=long_turn)
-        batch = asyncio.ensure_future(anext(batches))
-        await at_work(rollouts, "engine-0")
+        _, batch = await mid_turn(rollouts, 4, "engine-0")
         await rollouts.scale(engines=0)
         assert names(rollouts) == []
         await rollouts.scale(engines=2)
@@ -212,8 +206,7 @@ async def test_an_added_engine_serves_the_newest_weights(model: Path, tmp_path: 
             version = await rollouts.publish(weights.step())
         assert {e.weight_version for e in rollouts.engines} == {version}
         assert all(engine.tokens for engine in rollouts.engines)
-    report = audit_run(run)
-    assert report.agrees, report.lines()
+    audited(run)
 
 
 async def test_an_engine_that_can_not_be_added_is_named_with_the_reason(
@@ -228,12 +221,3 @@ async def test_an_engine_that_can_not_be_added_is_named_with_the_reason(
         assert names(rollouts) == ["engine-0"]
         await anext(rollouts.batches(range(2), episode=long_turn))
         assert len(children()) == 1
-
-
-def test_a_sync_trainer_drains_and_scales(model: Path) -> None:
-    with tidegate.serve_sync(model=model, **SLOW) as rollouts:
-        assert rollouts.retire("engine-0") == 0
-        assert [engine.name for engine in rollouts.engines] == ["engine-1"]
-        rollouts.scale(engines=2)
-        assert len(rollouts.engines) == 2
-        assert {engine.device for engine in rollouts.engines} == {"cpu"}

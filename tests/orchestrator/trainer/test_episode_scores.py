@@ -48,22 +48,6 @@ async def test_an_episode_scores_answers_between_its_turns_and_none_of_it_is_in_
     assert ledger.error == 0
 
 
-async def test_scores_are_by_the_weights_that_are_live_when_they_are_returned(
-    tidegate_serve: ServeInTests,
-) -> None:
-    versions: list[int] = []
-
-    async def solve(episode: tidegate.Episode, task: int) -> float:
-        versions.append((await episode.score([[1, 2]]))[0].version)
-        return 0.0
-
-    async with tidegate_serve() as rollouts:
-        for _ in range(2):
-            await rollouts.evaluate([0], episode=solve)
-            await rollouts.publish({})
-    assert versions == [0, 1]
-
-
 async def test_an_engine_that_dies_costs_no_score(
     tidegate_serve: ServeInTests, tidegate_engine: Callable[..., ScriptedEngine]
 ) -> None:
@@ -172,19 +156,6 @@ async def test_a_score_that_no_engine_can_compute_fails_the_episode_with_the_rea
 
     async with tidegate_serve() as rollouts:
         assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
-
-
-async def test_another_run_scores_in_place_of_the_policy(tidegate_serve: ServeInTests) -> None:
-    reported: list[tidegate.TokenScores] = []
-
-    async def solve(episode: tidegate.Episode, task: int) -> float:
-        reported.extend(await episode.score([[1, 2, 3]], by=reference))
-        return 1.0
-
-    async with tidegate_serve() as rollouts, tidegate_serve() as reference:
-        await reference.publish({})
-        assert (await rollouts.evaluate([0], episode=solve)).rewards == [1.0]
-    assert [(score.version, likelihood(score)) for score in reported] == [(1, -2.0)]
 
 
 class Broken:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.forked_programs import children
-from tests.models import make_model_directory
-from tests.segments import weights_open
+from tests.orchestrator.trainer.runs import SINGLE, WAIT_S, engine_process, one_turn, until
 from tidegate.errors import (
     EngineLagging,
-    EngineStartFailed,
     EpisodeError,
     RunBlocked,
     WeightsRefused,
@@ -32,48 +30,10 @@ from tidegate.orchestrator.scheduler import loop_watch
 from tidegate.orchestrator.trainer import run as run_module
 from tidegate.transport.private_directory import PrivateDirectory
 
-pytestmark = pytest.mark.wire
+pytestmark = [pytest.mark.wire, pytest.mark.usefixtures("nothing_is_left_running")]
 
-SMALL: dict[str, Any] = {
-    "engines": 1,
-    "group_size": 1,
-    "groups_per_batch": 2,
-    "max_running_turns": 8,
-    "max_staleness": 1,
-    "failure_policy": tidegate.FailurePolicy(retry_delay_s=0),
-}
 
 IMPATIENT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "stuck_after_s": 0.2}
-
-WAIT_S = 60.0
-"""Far longer than anything here takes: reaching it is a failure, not a timing."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_directory(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_running() -> Iterator[None]:
-    before = weights_open()
-    yield
-    assert children(recursive=True) == []
-    assert weights_open() <= before
-
-
-async def one_turn(episode: tidegate.Episode, task: int) -> float:
-    """What it says depends on the weights."""
-    episode.append([10 + task % 40, 11, 12])
-    turn = await episode.generate(max_tokens=6, stop_token_ids=[])
-    return float(sum(turn.token_ids))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll until it holds."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - another thread brings it about
-            await asyncio.sleep(0.01)
 
 
 def whats_stuck(rollouts: tidegate.Rollouts) -> dict[str, str]:
@@ -97,7 +57,7 @@ async def test_an_engine_started_anew_after_a_refused_publish_serves_the_last_go
     weights = load_file(model / "model.safetensors")
     for tensor in weights.values():
         tensor *= 1.1
-    async with tidegate.serve(model=model, **SMALL) as rollouts:
+    async with tidegate.serve(model=model, **SINGLE) as rollouts:
         await rollouts.publish(weights)
         before = await rollouts.evaluate(range(4), episode=one_turn)
         damaged = {name: tensor * 3 for name, tensor in weights.items()}
@@ -111,38 +71,26 @@ async def test_an_engine_started_anew_after_a_refused_publish_serves_the_last_go
         assert await rollouts.publish(weights) == 2
 
 
-@pytest.fixture
-def strange_worker(model: Path, tmp_path: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """An engine that no run has started; it connects to ``wire``."""
-    command = [sys.executable, "-m", "tidegate.engine.worker", "--engine", "ours"]
-    command += ["--model", str(model), "--connect", f"ipc://{tmp_path}/wire"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as worker:
-        try:
-            yield worker
-        finally:
-            worker.kill()
-
-
 async def test_an_engine_that_hung_for_so_long_that_it_was_given_up_is_welcome_again(
-    model: Path, tmp_path: Path, strange_worker: "subprocess.Popen[bytes]"
+    model: Path, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {**SMALL, **IMPATIENT, "engines": 0, "engine_timeout_s": 1.0}
-    async with tidegate.serve(
-        model=model, listen_address=f"ipc://{tmp_path}/wire", **settings
-    ) as rollouts:
-        before = await rollouts.evaluate(range(4), episode=one_turn)
-        os.kill(strange_worker.pid, signal.SIGSTOP)
-        await until(lambda: not rollouts.statistics().engines)
-        os.kill(strange_worker.pid, signal.SIGCONT)
-        assert await rollouts.evaluate(range(4), episode=one_turn) == before
-        assert strange_worker.poll() is None
+    settings: dict[str, Any] = {**SINGLE, **IMPATIENT, "engines": 0, "engine_timeout_s": 1.0}
+    settings["listen_address"] = f"ipc://{tmp_path}/wire"
+    with engine_process(model, settings["listen_address"]) as engine:
+        async with tidegate.serve(model=model, **settings) as rollouts:
+            before = await rollouts.evaluate(range(4), episode=one_turn)
+            engine.send_signal(signal.SIGSTOP)
+            await until(lambda: not rollouts.statistics().engines)
+            engine.send_signal(signal.SIGCONT)
+            assert await rollouts.evaluate(range(4), episode=one_turn) == before
+            assert engine.poll() is None
 
 
 async def test_a_publish_that_an_engine_does_not_take_says_which_and_how_far_it_is(
     model: Path,
 ) -> None:
     weights = load_file(model / "model.safetensors")
-    settings = {**SMALL, **IMPATIENT, "weight_update_timeout_s": 5.0}
+    settings = {**SINGLE, **IMPATIENT, "weight_update_timeout_s": 5.0}
     async with tidegate.serve(model=model, **settings) as rollouts:
         (engine,) = children(recursive=True)
         engine.suspend()
@@ -151,16 +99,6 @@ async def test_a_publish_that_an_engine_does_not_take_says_which_and_how_far_it_
         with pytest.raises(EngineLagging, match="v1 is staging on engine-0"):
             await publish
         assert (await rollouts.evaluate([0], episode=one_turn)).failures == 0  # by another
-
-
-def test_an_engine_without_memory_for_its_cache_says_what_to_lower(model: Path) -> None:
-    with (
-        pytest.raises(
-            EngineStartFailed, match=r"out of memory for a KV cache of 1.*lower num_kv_blo"
-        ),
-        tidegate.serve_sync(model=model, **SMALL, num_kv_blocks=10**12),
-    ):
-        pass
 
 
 # ---------------------------------------------------------------- the user's code
@@ -186,7 +124,7 @@ async def test_episodes_that_hang_each_in_its_way_are_named_and_cost_their_rollo
                         await asyncio.sleep(0.01)
         return 1.0
 
-    settings = {**SMALL, **IMPATIENT, "episode_timeout_s": 3.0}
+    settings = {**SINGLE, **IMPATIENT, "episode_timeout_s": 3.0}
     try:
         async with tidegate.serve(model=model, **settings) as rollouts:
             tasks = ["never", "in a thread", "deaf", "healthy"]
@@ -195,6 +133,7 @@ async def test_episodes_that_hang_each_in_its_way_are_named_and_cost_their_rollo
             hung = {f"rollout {n}": f"{why} {task!r}" for n, task in enumerate(tasks[:3])}
             await until(lambda: {s.name: s.where for s in rollouts.statistics().stuck} == hung)
             assert (await evaluation).rewards == [None, None, None, 1.0]
+            assert (await evaluation).mean_reward == 0.25
             await until(lambda: "CancelledError" in whats_stuck(rollouts).get("episode", ""))
             await until(lambda: [s.name for s in rollouts.statistics().stuck] == ["rollout 2"])
             over.set()
@@ -217,7 +156,7 @@ async def test_an_episode_that_blocks_the_loop_is_named_meanwhile(
         return await one_turn(episode, task)
 
     try:
-        async with tidegate.serve(model=model, **SMALL) as rollouts:
+        async with tidegate.serve(model=model, **SINGLE) as rollouts:
             evaluation = asyncio.create_task(rollouts.evaluate([0], episode=rude))
             await until(lambda: whats_stuck(rollouts).get("loop", "").startswith("rollout 0: "))
             assert f"rude at {__file__}" in whats_stuck(rollouts)["loop"]
@@ -241,7 +180,7 @@ async def test_an_episode_that_never_gives_the_loop_back_ends_the_run_and_is_bla
         over.wait(WAIT_S)
         return 1.0
 
-    rollouts = tidegate.serve(model=model, **SMALL, episode_timeout_s=0.1)
+    rollouts = tidegate.serve(model=model, **SINGLE, episode_timeout_s=0.1)
     try:
         async with rollouts:
             with pytest.raises(RunBlocked, match=r"rollout 0 has kept .*rude at .*to_thread"):
@@ -307,7 +246,7 @@ async def test_a_failed_run_still_has_its_statistics_inside_its_block(model: Pat
         await one_turn(episode, task)
         raise TypeError("a bug in every reward")
 
-    async with tidegate.serve(model=model, **SMALL) as rollouts:
+    async with tidegate.serve(model=model, **SINGLE) as rollouts:
         with pytest.raises(EpisodeError):
             await anext(rollouts.batches(range(100), episode=wrong))
         statistics = rollouts.statistics()

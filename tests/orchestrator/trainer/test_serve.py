@@ -8,78 +8,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import tidegate
 from tests.forked_programs import children
 from tests.models import make_model_directory
-from tests.segments import weights_open
+from tests.mortal_trainer import two_turns
+from tests.orchestrator.trainer.runs import SMALL, Weights, audited
 from tidegate.errors import (
     AddressInUse,
-    ConfigError,
     EngineLost,
     EngineStartFailed,
-    EpisodeError,
-    ModelError,
-    PublishNeeded,
     RunClosed,
     WeightsRefused,
 )
-from tidegate.observability.audit.audit import audit_run
 from tidegate.orchestrator.fleet import processes
 from tidegate.transport.security import make_keys
 
-pytestmark = pytest.mark.wire
-
-SMALL: dict[str, Any] = {
-    "engines": 1,
-    "group_size": 2,
-    "groups_per_batch": 2,
-    "max_running_turns": 8,
-    "failure_policy": tidegate.FailurePolicy(retry_delay_s=0),
-}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_directory(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_running() -> Iterator[None]:
-    before = weights_open()
-    yield
-    assert children(recursive=True) == []
-    assert weights_open() <= before
-
-
-async def two_turns(episode: tidegate.Episode, task: int) -> float:
-    """Two turns with an observation between them; the reward is no concern here."""
-    episode.append([10 + task % 40, 11, 12])
-    await episode.generate(max_tokens=10)
-    episode.append([13, 14])
-    turn = await episode.generate(max_tokens=6)
-    return float(turn.token_ids[0] % 2)
-
-
-class Weights:
-    """Stands for a trainer's model: a state dict that changes at every step."""
-
-    def __init__(self, model: Path) -> None:
-        self.state = load_file(model / "model.safetensors")
-        self._noise = torch.Generator().manual_seed(0)
-
-    def step(self) -> dict[str, torch.Tensor]:
-        for tensor in self.state.values():
-            tensor += 0.02 * torch.randn(tensor.shape, generator=self._noise)
-        return self.state
+pytestmark = [pytest.mark.wire, pytest.mark.usefixtures("nothing_is_left_running")]
 
 
 MODES = [("abort", "recompute"), ("keep", "recompute"), ("keep", "keep"), ("wait", "recompute")]
@@ -107,8 +58,7 @@ async def test_every_trained_token_is_audited_under_every_kind_of_update(
     assert statistics.ledger.error == 0
     assert statistics.trainer_version == statistics.batches == 12
     assert statistics.ledger.trained == statistics.ledger.generated > 0
-    report = audit_run(run)
-    assert report.agrees, report.lines()
+    report = audited(run)
     assert report.tokens == statistics.ledger.trained
     if kv_policy == "recompute":
         assert report.spans_mixed == 0
@@ -134,8 +84,7 @@ async def test_a_trainer_that_would_wait_trains_on_groups_again_within_the_bound
     assert all(each in ([1], [1, 2]) for each in uses.values())
     assert (statistics.trained_rollouts, statistics.reused_rollouts) == (24, 2 * again)
     assert statistics.ledger.trained == statistics.ledger.generated > statistics.reused_tokens > 0
-    report = audit_run(run)
-    assert report.agrees, report.lines()
+    report = audited(run)
     assert report.tokens == statistics.ledger.trained + statistics.reused_tokens
 
 
@@ -156,8 +105,7 @@ async def test_tokens_and_weights_travel_over_tcp_with_keys(
         async for _ in rollouts.batches(range(8), episode=two_turns):
             await rollouts.publish(weights.step())
     assert rollouts.statistics().trainer_version == 4
-    report = audit_run(run)
-    assert report.agrees, report.lines()
+    audited(run)
 
 
 async def test_generation_continues_while_the_trainer_blocks_its_thread(model: Path) -> None:
@@ -190,95 +138,6 @@ def test_the_sync_handle_does_the_same(model: Path) -> None:
         rollouts.evaluate([1], episode=two_turns)
 
 
-async def test_the_same_evaluation_twice_gives_the_same_rewards(model: Path) -> None:
-    async with tidegate.serve(model=model, **SMALL) as rollouts:
-        first = await rollouts.evaluate(range(12), episode=two_turns)
-        assert await rollouts.evaluate(range(12), episode=two_turns) == first
-
-
-async def test_a_reward_that_raises_costs_its_rollout_and_no_other(model: Path) -> None:
-    async def sometimes(episode: tidegate.Episode, task: int) -> float:
-        reward = await two_turns(episode, task)
-        if episode.index == 0:
-            raise ZeroDivisionError("a bug in the reward")
-        return reward
-
-    settings = {**SMALL, "group_size": 3}
-    async with tidegate.serve(model=model, **settings, max_staleness=0) as rollouts:
-        batches = [b async for b in rollouts.batches(range(2), episode=sometimes)]
-    assert [len(batch.rewards) for batch in batches] == [4]
-    statistics = rollouts.statistics()
-    assert dict(statistics.discarded_rollouts) == {"code_error": 2}
-    assert statistics.ledger.discarded["code_error"] > 0
-    assert statistics.ledger.error == 0
-
-
-async def test_an_episode_that_always_fails_ends_the_run_with_its_own_error(model: Path) -> None:
-    async def broken(episode: tidegate.Episode, task: int) -> float:
-        raise ZeroDivisionError("a bug in every reward")
-
-    async with tidegate.serve(model=model, **SMALL) as rollouts:
-        with pytest.raises(EpisodeError, match="ZeroDivisionError: a bug in every reward"):
-            await anext(rollouts.batches(itertools.repeat(0), episode=broken))
-
-
-def not_async(episode: tidegate.Episode, task: int) -> float:
-    return 1.0
-
-
-async def without_a_reward(episode: tidegate.Episode, task: int) -> None:
-    episode.append("1+1=")
-    await episode.generate(max_tokens=2)
-
-
-async def without_an_await(episode: tidegate.Episode, task: int) -> float:
-    turn: Any = episode.generate(max_tokens=2)
-    try:
-        return len(turn.text)
-    finally:
-        turn.close()
-
-
-@pytest.mark.parametrize(
-    ("episode", "why"),
-    [
-        (not_async, "define it with `async def not_async"),
-        (without_a_reward, "must return its reward as a finite number.*got None"),
-        (without_an_await, "'coroutine' object has no attribute 'text'"),
-    ],
-)
-async def test_an_episode_that_can_never_work_ends_the_run_after_a_few_failures(
-    model: Path, episode: Any, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with tidegate.serve(model=model, **SMALL) as rollouts:
-        with pytest.raises(EpisodeError, match=f"8 episodes failed in the same place.*{why}"):
-            await anext(rollouts.batches(itertools.repeat(0), episode=episode))
-    tracebacks = [record for record in caplog.records if record.exc_info]
-    assert len(tracebacks) == 1
-
-
-@pytest.mark.parametrize("reward", [None, float("nan"), "1.0", 1e39])
-async def test_a_reward_that_is_no_finite_number_is_counted_as_a_failure(
-    model: Path, reward: Any
-) -> None:
-    async def odd(episode: tidegate.Episode, task: int) -> Any:
-        return reward
-
-    async with tidegate.serve(model=model, **SMALL) as rollouts:
-        evaluation = await rollouts.evaluate(range(3), episode=odd)
-    assert (evaluation.failures, evaluation.mean_reward) == (3, 0.0)
-
-
-async def test_an_episode_past_its_time_is_discarded(model: Path) -> None:
-    async def stuck(episode: tidegate.Episode, task: int) -> float:
-        await asyncio.Event().wait()
-        return 0.0
-
-    async with tidegate.serve(model=model, **SMALL, episode_timeout_s=0.05) as rollouts:
-        evaluation = await rollouts.evaluate([0], episode=stuck)
-    assert evaluation.rewards == [None]
-
-
 async def test_an_agents_last_turn_ends_with_its_context_and_the_next_is_the_policys_failure(
     model: Path,
 ) -> None:
@@ -300,14 +159,6 @@ async def test_an_agents_last_turn_ends_with_its_context_and_the_next_is_the_pol
         [failures] = rollouts.statistics().episode_failures
     assert (failures.cause, failures.reason) == ("policy", "context_full")
     assert not failures.discarded
-
-
-async def test_asking_again_without_publishing_says_what_to_do(model: Path) -> None:
-    async with tidegate.serve(model=model, **SMALL, max_staleness=0) as rollouts:
-        batches = rollouts.batches(itertools.repeat(0), episode=two_turns)
-        await anext(batches)
-        with pytest.raises(PublishNeeded, match="Say which batches"):
-            await anext(batches)
 
 
 async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(model: Path) -> None:
@@ -363,28 +214,26 @@ async def test_losing_the_last_engine_for_good_ends_the_run_with_an_error(
 # ---------------------------------------------------------------- wrong input
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_staleness": -1}, "max_staleness=-1"),
-        ({"groups_per_batch": 0}, "groups_per_batch=0"),
-        ({"groups_per_batch": 8, "outstanding_groups_limit": 4}, "can never fill"),
-        ({"pause_mode": "stop"}, "pause_mode='stop'"),
-        ({"max_stalenes": 1}, "no such setting"),
-        ({"engine_timeout_s": 1.0}, "at least twice"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_by_name_and_value(
-    model: Path, settings: dict[str, Any], message: str
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("qwen3", "not a safetensors file", {}, "safetensors"),
+    ("qwen3", "", {"num_kv_blocks": 10**12}, r"memory for a KV cache of 1.*lower num_kv_blo"),
+    ("qwen3", "", {"tensor_parallel_size": 3}, "which can't be split evenly over 3 ranks"),
+    ("gpt2", "", {"quantization": "int8"}, "transformers computes in full precision"),
+    ("qwen3", "", {"speculative_method": "tea leaves"}, "speculative_method must be"),
+]
+"""Architecture, damage to its weights, settings, and what is said."""
+
+
+@pytest.mark.parametrize(("architecture", "damage", "settings", "why"), REFUSED)
+def test_what_an_engine_can_not_serve_is_refused_in_its_own_words(
+    tmp_path: Path, architecture: str, damage: str, settings: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tidegate.serve(model=model, **settings)
-
-
-def test_a_missing_model_directory_is_refused(tmp_path: Path) -> None:
+    path = make_model_directory(tmp_path, architecture)
+    if damage:
+        (path / "model.safetensors").write_text(damage)
     with (
-        pytest.raises(ModelError, match="nowhere does not exist"),
-        tidegate.serve_sync(model=tmp_path / "nowhere"),
+        pytest.raises(EngineStartFailed, match=why),
+        tidegate.serve_sync(model=path, **SMALL, **settings),
     ):
         pass
 
@@ -397,16 +246,6 @@ def test_an_unsupported_architecture_is_refused_by_the_engine_in_its_own_words(
     config.write_text(config.read_text().replace("qwen3", "gpt2").replace("Qwen3", "GPT2"))
     with (
         pytest.raises(EngineStartFailed, match=r"(?i)gpt2"),
-        tidegate.serve_sync(model=path, **SMALL),
-    ):
-        pass
-
-
-def test_damaged_weights_are_refused_by_the_engine_in_its_own_words(tmp_path: Path) -> None:
-    path = make_model_directory(tmp_path / "m")
-    (path / "model.safetensors").write_bytes(b"not a safetensors file")
-    with (
-        pytest.raises(EngineStartFailed, match="safetensors"),
         tidegate.serve_sync(model=path, **SMALL),
     ):
         pass

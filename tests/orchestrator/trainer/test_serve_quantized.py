@@ -10,7 +10,8 @@ import transformers
 
 import tidegate
 from tests.models import make_model_directory
-from tests.orchestrator.trainer.test_serve import SMALL, Weights, two_turns
+from tests.mortal_trainer import two_turns
+from tests.orchestrator.trainer.runs import SMALL, Weights
 from tidegate.errors import ConfigError, EngineStartFailed
 from tidegate.observability.audit.audit import audit_run
 from tidegate.policies.diagnostics import measure_mismatch

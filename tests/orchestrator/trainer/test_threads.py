@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tidegate.errors import ConfigError
 from tidegate.orchestrator.fleet.processes import engine_command, engine_options
 from tidegate.orchestrator.settings import config
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
@@ -116,8 +115,6 @@ def test_on_a_cpu_all_engines_and_the_trainer_share_the_memory() -> None:
 def test_engines_get_the_share_of_the_memory_that_the_run_sets() -> None:
     command = engine_command(settings(engines=2, kv_memory_share=0.5), "engine-0", "ipc://x")
     assert command[command.index("--kv-memory-share") + 1] == "0.5"
-    with pytest.raises(ConfigError, match="num_kv_blocks=9 and kv_memory_share"):
-        settings(num_kv_blocks=9, kv_memory_share=0.5)
 
 
 def test_a_trainer_that_publishes_on_the_engines_gpu_shares_its_memory() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tidegate
-from tests.models import make_model_directory
+from tests.orchestrator.trainer.runs import audited
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import AuditError, ConfigError, ResumeMismatch
 from tidegate.observability.audit.audit import audit_run
@@ -17,11 +17,6 @@ from tidegate.observability.records.trajectories import read_trajectories
 from tidegate.orchestrator.trainer.adapters import AdapterTrainer
 
 pytestmark = pytest.mark.wire
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_directory(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
 
 
 async def play(episode: tidegate.Episode, task: int) -> float:
@@ -32,6 +27,15 @@ async def play(episode: tidegate.Episode, task: int) -> float:
 
 def tasks() -> Iterator[int]:
     return itertools.count()
+
+
+async def started(
+    rollouts: tidegate.Rollouts, model: Path, name: str, **staleness: Any
+) -> AdapterTrainer:
+    """Train an adapter, and publish its first version."""
+    trainer = await rollouts.train_adapter(name, **staleness)
+    await trainer.publish(random_adapter(model, 9), config=CONFIG)
+    return trainer
 
 
 async def train(trainer: AdapterTrainer, model: Path, *, batches: int) -> list[Any]:
@@ -49,12 +53,10 @@ async def test_each_adapter_has_batches_versions_and_a_staleness_bound_of_its_ow
     model: Path,
 ) -> None:
     async with tidegate.serve(model=model, engines=2, group_size=2) as rollouts:
-        solver = await rollouts.train_adapter("solver", max_staleness=1, groups_per_batch=2)
-        critic = await rollouts.train_adapter(
-            "critic", max_staleness=0, groups_per_batch=3, group_size=4
+        solver = await started(rollouts, model, "solver", max_staleness=1, groups_per_batch=2)
+        critic = await started(
+            rollouts, model, "critic", max_staleness=0, groups_per_batch=3, group_size=4
         )
-        for each in (solver, critic):
-            await each.publish(random_adapter(model, 9), config=CONFIG)
         trained = await asyncio.gather(
             train(solver, model, batches=6), train(critic, model, batches=3)
         )
@@ -94,10 +96,8 @@ async def test_fifty_adapters_are_trained_at_once_by_an_engine_that_holds_sixtee
 
 async def test_an_adapters_pause_leaves_the_other_adapters_turns_alone(model: Path) -> None:
     async with tidegate.serve(model=model, engines=1, group_size=2) as rollouts:
-        solver = await rollouts.train_adapter("solver", groups_per_batch=1)
-        critic = await rollouts.train_adapter("critic", groups_per_batch=1)
-        for each in (solver, critic):
-            await each.publish(random_adapter(model, 9), config=CONFIG)
+        solver = await started(rollouts, model, "solver", groups_per_batch=1)
+        critic = await started(rollouts, model, "critic", groups_per_batch=1)
         await solver.pause()
         await solver.offer(tasks(), episode=play)
         waiting = asyncio.ensure_future(solver.next_batch())
@@ -111,10 +111,9 @@ async def test_a_rollback_of_an_adapter_discards_its_groups_of_the_bad_version_o
     model: Path,
 ) -> None:
     async with tidegate.serve(model=model, engines=1, group_size=2) as rollouts:
-        solver = await rollouts.train_adapter("solver", groups_per_batch=1, max_staleness=3)
-        critic = await rollouts.train_adapter("critic", groups_per_batch=1, max_staleness=3)
+        solver = await started(rollouts, model, "solver", groups_per_batch=1, max_staleness=3)
+        critic = await started(rollouts, model, "critic", groups_per_batch=1, max_staleness=3)
         for each in (solver, critic):
-            await each.publish(random_adapter(model, 9), config=CONFIG)
             await train(each, model, batches=2)
         assert await solver.rollback(random_adapter(model, 9), config=CONFIG) == 3
         assert solver.statistics().discarded_rollouts.get("rolled_back", 0) > 0
@@ -132,12 +131,15 @@ async def test_engines_that_leave_and_join_change_no_adapters_batches_or_tags(
         model=model, engines=2, group_size=2, run_directory=directory, step_time_min_s=0.002
     ) as rollouts:
         began = asyncio.Event()
-        solver = await rollouts.train_adapter(
-            "solver", groups_per_batch=2, max_staleness=1, on_batch=lambda metrics: began.set()
+        solver = await started(
+            rollouts,
+            model,
+            "solver",
+            groups_per_batch=2,
+            max_staleness=1,
+            on_batch=lambda metrics: began.set(),
         )
-        critic = await rollouts.train_adapter("critic", groups_per_batch=2, max_staleness=2)
-        for each in (solver, critic):
-            await each.publish(random_adapter(model, 9), config=CONFIG)
+        critic = await started(rollouts, model, "critic", groups_per_batch=2, max_staleness=2)
 
         async def replace_an_engine() -> None:
             await began.wait()
@@ -153,8 +155,7 @@ async def test_engines_that_leave_and_join_change_no_adapters_batches_or_tags(
             assert each.statistics().ledger.error == 0
             assert not each.statistics().discarded_rollouts
     for name in ("solver", "critic"):
-        report = await asyncio.to_thread(audit_run, directory / "adapters" / name)
-        assert report.agrees, report.lines()
+        await asyncio.to_thread(audited, directory / "adapters" / name)
 
 
 async def test_wrong_uses_say_what_to_do(model: Path, tmp_path: Path) -> None:
@@ -233,8 +234,7 @@ async def test_an_adapters_records_are_those_of_a_run_and_its_audit_agrees(
         await solver.publish(random_adapter(model, 9), config=CONFIG)
         await train(solver, model, batches=4)
     of_adapter = directory / "adapters" / "solver"
-    report = await asyncio.to_thread(audit_run, of_adapter)
-    assert report.agrees, str(report)
+    report = await asyncio.to_thread(audited, of_adapter)
     assert report.tokens > 50
     assert report.versions >= 3
     rows = list(read_trajectories(of_adapter))
