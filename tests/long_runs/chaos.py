@@ -5,8 +5,8 @@ real processes: four engines, and one process with trainer and orchestrator. Eve
 one of the five, drawn from the seed, is killed with SIGKILL and restarted a little later. At the
 end it prints ``name, value, unit, limit, holds`` and exits with 1 if any check fails.
 
-All are forked from a process that has torch and transformers imported, because they would otherwise
-spend most of their time importing them. The checks compare the trainer's own record of the
+The trainer is forked from a process that has torch and transformers imported, because it would
+otherwise spend most of its time importing them. The checks compare the trainer's own record of the
 batches it trained with the run's ledger. The seed determines the victims and times, but not what
 they are doing then.
 """
@@ -14,22 +14,23 @@ they are doing then.
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from examples.tiny_model import make_model
 from tests.long_runs.chaos_trainer import (
@@ -39,22 +40,18 @@ from tests.long_runs.chaos_trainer import (
     Options,
     TrainedBatch,
     live,
-    redirect_output,
 )
 from tests.long_runs.checks import Row, show
-from tidegate.cli import command
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([live.__module__])
 
 ENGINES = 4
+TRAINER = "trainer"
 MAX_STALENESS = 2
 KILL_INTERVAL_S = (2.0, 5.0)
 DOWN_S = (0.2, 1.5)
 """Range of the delay between a kill and the restart."""
 TICK_S = 0.05
 FIRST_BATCH_TIMEOUT_S = 180.0
-"""Timeout of the first batch: five processes load the model at once, which takes long on two busy
+"""Timeout of the first batch: five processes import torch at once, which takes long on two busy
 cores."""
 STOP_TIMEOUT_S = 180.0
 """Timeout of the last batch, once the kills have stopped."""
@@ -65,13 +62,43 @@ REWARD_SHARE = 0.25
 """Share of the batches that make up the initial and the final reward."""
 
 
+class Process(Protocol):
+    """The common part of Popen and a forked process."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the process runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit status."""
+
+
+class Fork:
+    """A process started by a fork server."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        self.kill = process.kill
+        process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
 @dataclass(slots=True)
 class Member:
     """A process of the run that is restarted whenever it ends."""
 
-    target: Callable[..., None]
-    arguments: tuple[object, ...]
-    process: ForkServerProcess | None = None
+    name: str
+    launch: Callable[[], "Process"]
+    process: "Process | None" = None
     starts_at_s: float = 0.0
     kills: int = 0
     ends: list[int] = field(default_factory=list)
@@ -82,22 +109,20 @@ class Member:
         return self.process is not None
 
     def start(self) -> None:
-        self.process = SERVER.Process(target=self.target, args=self.arguments)
-        self.process.start()
+        self.process = self.launch()
 
     def kill(self) -> None:
         """Kill the process; if it has just ended by itself, record its exit status instead."""
         assert self.process is not None
         self.process.kill()
-        self.process.join()
-        if (status := self.process.exitcode) == -signal.SIGKILL:
+        if (status := self.process.wait()) == -signal.SIGKILL:
             self.kills += 1
-        elif status is not None:
+        else:
             self.ends.append(status)
         self.process = None
 
     def notice_end(self) -> bool:
-        if self.process is None or (status := self.process.exitcode) is None:
+        if self.process is None or (status := self.process.poll()) is None:
             return False
         self.ends.append(status)
         self.process = None
@@ -112,8 +137,10 @@ class Chaos:
         self._chance = random.Random(seed)
         options = Options(directory, f"ipc://{directory}/run.sock", model, MAX_STALENESS, seed)
         names = [f"engine-{number}" for number in range(ENGINES)]
-        self.engines = [Member(serve, (name, options)) for name in names]
-        self.trainer = Member(live, (options,))
+        self.engines = [Member(name, partial(start_engine, name, options)) for name in names]
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload([live.__module__])
+        self.trainer = Member(TRAINER, lambda: Fork(server.Process(target=live, args=(options,))))
         self.members = [self.trainer, *self.engines]
 
     def run(self, seconds: float) -> None:
@@ -177,14 +204,19 @@ class Chaos:
         victim.starts_at_s = now_s + self._chance.uniform(*DOWN_S)
 
 
-def serve(name: str, options: Options) -> None:
-    """Run ``tidegate engine`` in this process, its output in DIR/NAME.log."""
-    redirect_output(options.directory / f"{name}.log")
+def start_engine(name: str, options: Options) -> Process:
+    """Start an engine with the command line; its output is appended to its log."""
     arguments = {"connect": options.address, "model": options.model, "engine": name}
-    sys.argv = ["tidegate", "engine", "--max-running-turns=16"]
-    sys.argv += [f"--{key}={value}" for key, value in arguments.items()]
-    torch.set_num_threads(1)
-    command.main()
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("tidegate"),
+        "engine",
+        "--max-running-turns=16",
+    ]
+    command += [f"--{key}={value}" for key, value in arguments.items()]
+    with (options.directory / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
 
 
 # ------------------------------------------------------------------------- checks

@@ -180,16 +180,11 @@ async def solve_numbered(episode: Episode, task: NumberedTask) -> float:
     return await solve(episode, task.task)
 
 
-def redirect_output(path: Path) -> None:
-    """Append this process's standard output and error to a file."""
-    with path.open("ab") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-
-
 def live(options: Options) -> None:
     """Run the trainer in this process, its output in DIR/trainer.log."""
-    redirect_output(options.directory / LOG_FILE)
+    with (options.directory / LOG_FILE).open("ab") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
     # A progress bar holds a multiprocessing lock, which a kill would leak.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
