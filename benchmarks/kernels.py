@@ -197,7 +197,7 @@ def _head(sizes: Sizes, randn: Callable[..., torch.Tensor]) -> Case:
 
     return Case(
         "head_logprobs",
-        lambda: head_logprobs_triton(hidden, head, token_ids).logprobs,
+        lambda: head_logprobs_triton(hidden, head, token_ids),
         peer,
         moved_bytes=_bytes(hidden, head),
         flops=2 * sizes.scored_tokens * sizes.vocab * sizes.hidden,

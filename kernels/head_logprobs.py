@@ -74,7 +74,8 @@ def head_logprobs_triton(
     peaks, totals, chosen = sums  # each [Z, T]
     peak = peaks.amax(0)
     total = (totals * torch.exp(peaks - peak)).sum(0)
-    return chosen.sum(0) - (peak + total.log())
+    logprobs: torch.Tensor = chosen.sum(0) - (peak + total.log())
+    return logprobs
 
 
 def _refuse(

@@ -127,7 +127,7 @@ def sample_rows(
         return token_ids, logprobs
 
     output = ReportedDraw(options, *logits.shape).draw([each.index for each in sampling], draw)
-    return replace(output, failures=failures | output.failures) if failures else output
+    return replace(output, failures={**failures, **output.failures}) if failures else output
 
 
 def options_of(sampling: Sequence[RowSampling]) -> dict[int, RowOptions]:

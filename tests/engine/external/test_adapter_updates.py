@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.engine.external.fake_engine import FakeEngine
-from tests.engine.weights.test_partial_updates import Rig, assert_same
-from tests.engine.weights.test_staging import answers
+from tests.engine.weights.test_partial_updates import Rig
+from tests.engine.weights.test_staging import answers, assert_same
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.weights.staging import Live
 from tidegate.errors import TurnRefused

@@ -125,7 +125,7 @@ def recorded_url(finished: Path) -> Iterator[str]:
 
 
 @contextmanager
-def synthetic(**kind: int) -> Iterator[str]:
+def synthetic(**kind: Any) -> Iterator[str]:
     with Dashboard("127.0.0.1:0") as dashboard:
         dashboard.start(SyntheticRun(**kind))
         yield dashboard.url
