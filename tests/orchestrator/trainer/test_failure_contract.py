@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -182,6 +182,24 @@ async def test_an_episode_that_can_never_work_ends_the_run_at_once_with_one_trac
     [failures] = statistics.episode_failures
     assert failures.cause is CODE
     assert failures.discarded <= 24  # those that ran when the 8th had failed
+
+
+async def test_an_error_of_the_dataset_reaches_a_trainer_that_publishes_at_the_time(
+    tidegate_serve: ServeInTests,
+) -> None:
+    def rows() -> Iterator[int]:
+        yield from range(12)
+        raise ValueError("row 12 is broken")
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append("a question")
+        await episode.generate(max_tokens=4)
+        return float(episode.index)
+
+    async with tidegate_serve(**SMALL) as rollouts:
+        with pytest.raises(ValueError, match="row 12 is broken"):
+            async for _ in rollouts.batches(rows(), episode=solve):
+                await rollouts.publish({})
 
 
 # ---------------------------------------------------------------- tracebacks
