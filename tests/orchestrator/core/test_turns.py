@@ -3,6 +3,7 @@
 from tests.orchestrator.core.driver import Driver, step
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.core.turns import ReleasedVersions
 from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams
 
 
@@ -99,6 +100,19 @@ def test_the_live_version_rises_with_the_last_engine_and_not_before() -> None:
             driver.swap(name)
             seen.append(driver.core.turns.live_version)
         assert seen == [published - 1, published - 1, published]
+
+
+def test_an_engine_with_an_old_version_of_an_adapter_is_behind_until_it_has_the_newest() -> None:
+    versions = ReleasedVersions()
+    versions.release(1, ["a"])
+    versions.release(2, ["a"])
+    assert versions.live_version == 1  # "a" has not swapped yet
+    versions.serve("a", 2)
+    assert versions.live_version == 2
+    versions.join("b", 1)
+    assert (versions.live_version, versions.behind) == (2, {"b"})
+    versions.serve("b", 2)
+    assert versions.behind == set()
 
 
 def test_turns_that_an_engine_hands_back_stay_there_while_it_is_the_emptiest() -> None:

@@ -311,6 +311,18 @@ def test_a_pause_that_clears_caches_says_so_to_every_engine_and_later_ones_do_no
     assert run.sent[-3:] == [(engine, plain) for engine in ("a", "b", "late")]
 
 
+def test_a_resume_that_an_engine_confirms_late_does_not_confirm_the_pause_after_it() -> None:
+    run = ControlDriver("a")
+    run.pause("keep")
+    run.hear("a", TurnsPaused(mode="keep"))
+    run.do(wc.CallCancelled(run.pause(None)))
+    again = run.pause("keep")
+    run.hear("a", TurnsResumed())
+    assert again not in run.ended
+    run.hear("a", TurnsPaused(mode="keep"))
+    assert run.result(again) is None
+
+
 def test_an_engine_that_does_not_pause_in_time_is_given_up() -> None:
     run = ControlDriver("a", "b", pause_timeout_s=5.0)
     pause = run.pause("keep")
