@@ -196,10 +196,13 @@ async def test_an_error_of_the_dataset_reaches_a_trainer_that_publishes_at_the_t
         await episode.generate(max_tokens=4)
         return float(episode.index)
 
+    async def train(rollouts: tidegate.Rollouts) -> None:
+        async for _ in rollouts.batches(rows(), episode=solve):
+            await rollouts.publish({})
+
     async with tidegate_serve(**SMALL) as rollouts:
         with pytest.raises(ValueError, match="row 12 is broken"):
-            async for _ in rollouts.batches(rows(), episode=solve):
-                await rollouts.publish({})
+            await train(rollouts)
 
 
 # ---------------------------------------------------------------- tracebacks
