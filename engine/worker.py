@@ -431,6 +431,7 @@ def _cache_text(model: ServedModel, limits: EngineLimits) -> str:
 
 
 def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
+    """Run the loop to its end, and report the reason to the orchestrator."""
     _end_on_signals(loop)
     try:
         reason, status = loop.run(), ENDED

@@ -54,6 +54,8 @@ class _DraftState:
 
 @dataclass(slots=True)
 class _PendingDraft:
+    """The draft under way for one sequence."""
+
     sequence: EngineSequence
     state: _DraftState
     tokens: Tokens

@@ -43,9 +43,10 @@ SCORE_TIMEOUT_S = 600.0
 
 
 class StreamEvent(msgspec.Struct):
-    """One event of a stream."""
+    """JSON event of a server's token stream; servers add fields of their own."""
 
     error: Any = None
+    """The server's error, which ends the stream; None in other events."""
 
 
 Event = TypeVar("Event", bound=StreamEvent)

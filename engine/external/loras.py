@@ -103,7 +103,7 @@ class LoraRegistry:
         self._must_reload = True
 
     async def load(self, adapters: Mapping[str, object], label: str) -> dict[str, LoadedLora]:
-        """Load the new ones of these adapters, beside those in use.
+        """Load those of the adapters that the engine has not loaded, beside those in use.
 
         Raises:
             WeightsRefused: the engine refused one, or files could not be written; nothing changed.

@@ -25,6 +25,8 @@ DOWNLOAD_AGAIN = "download or save the model again"
 
 
 class _Index(msgspec.Struct):
+    """The part of the index file that is read."""
+
     weight_map: dict[str, str]
 
 

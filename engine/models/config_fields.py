@@ -218,6 +218,8 @@ class _Naming(msgspec.Struct):
 
 
 class _GenerationFields(msgspec.Struct):
+    """The field of generation_config.json that is read."""
+
     eos_token_id: int | list[int] | None = None
 
 

@@ -278,6 +278,8 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
 
 
 class _ClampedSoftplus(TorchFunctionMode):
+    """Clamps the results of ``softplus``."""
+
     def __init__(self, limit: tuple[float, float]) -> None:
         super().__init__()
         self._limit = limit

@@ -200,7 +200,7 @@ def fill_from_directory(
 
 
 def refuse_lacking(path: Path, names: Sequence[str]) -> None:
-    """Refuse a directory that lacks tensors.
+    """Raise an error if the model directory ``path`` lacks the tensors ``names``.
 
     Raises:
         ModelError: ``names`` is not empty.

@@ -84,6 +84,8 @@ class Vocabulary(NamedTuple):
 
 
 class _CompileRequest(msgspec.Struct):
+    """Request to the helper process."""
+
     text: str
     vocab_size: int
     eos_token_id: int
@@ -187,6 +189,8 @@ class GrammarCompiler:
 
 
 class _HelperProcess:
+    """A running helper process, as the compiling thread uses it."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start the process, which reads the tokenizer before its first request.
 

@@ -594,6 +594,7 @@ class Core:
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
+        """Offer a batch to the oldest request, if one may be offered and has filled."""
         commands: list[ev.Command] = []
         while self.handed.wants_batch:
             batch = self._select()
@@ -617,6 +618,7 @@ class Core:
         return commands
 
     def _select(self) -> list[Group] | None:
+        """Return the groups of the next batch; it is short only when there are no more tasks."""
         wanted = self.policy.groups_per_batch
         if self.are_tasks_exhausted:
             wanted = min(wanted, self.groups.admission_slots)
@@ -674,6 +676,7 @@ class Core:
         return (self.are_tasks_exhausted or can_fill) and not is_paused
 
     def _discard_stale(self, batch: list[Group]) -> list[ev.Command]:
+        """Discard groups that are too old, unless the policy masks; admission prevents most."""
         if self.policy.masks_old_tokens:
             return []
         commands: list[ev.Command] = []
@@ -758,6 +761,7 @@ class Core:
         return max(groups, min(self.policy.groups_per_batch, left))
 
     def _undo_hand_over(self, event: ev.BatchReturned) -> list[ev.Command]:
+        """Undo a hand-over; the batch's groups may be selected again at a later version."""
         number = event.number
         if number in self.handed.lost:  # by a rollback, before the offer was withdrawn
             self.handed.offer = None
@@ -773,6 +777,7 @@ class Core:
         return self._release([])
 
     def _return_groups(self, batch: HandedBatch) -> None:
+        """Return the groups of a batch to the buffer, as if they had not been handed over."""
         self.trained.batches -= 1
         fresh = [group for group in batch.groups if group.use == 1]
         self.task_records.trained(fresh, batch.trainer_version, -1)

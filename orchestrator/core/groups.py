@@ -188,6 +188,7 @@ class OutstandingGroupIndex:
         _increment(self._ended_counts_by_version, part.oldest_possible_version)
 
     def _mark_ended(self, group: Group, oldest_possible_version: int) -> None:
+        """Move a group whose last episode has ended to the buffer."""
         self.revision += 1
         if group.oldest_possible_version != oldest_possible_version:
             _move(self._counts_by_version, group.oldest_possible_version, oldest_possible_version)
@@ -654,6 +655,7 @@ class GroupTracker(OutstandingGroupIndex):
         return [] if reason is None else self.discard_group(group, reason)
 
     def _record_outcome(self, group: Group) -> None:
+        """Add a group's rewards and lengths to the statistics of its task."""
         rewarded = [r for r in group.kept if r.reward is not None and r.branch_of is None]
         tokens = sum(rollout.tokens_of_all_rows for rollout in rewarded)
         version = self._turns.live_version

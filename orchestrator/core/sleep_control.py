@@ -106,6 +106,7 @@ class SleepControl:
         return sum(engine.freed_bytes for engine in state.engines.values())
 
     def _refusal(self, event: SleepRequested) -> str | None:
+        """Return why engines can't sleep as requested; None if they can."""
         level, engines = event.level, self._state.engines
         unable = sorted(n for n, engine in engines.items() if level not in engine.levels)
         if unable:

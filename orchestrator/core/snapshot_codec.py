@@ -500,6 +500,7 @@ def load(state: bytes, core: Core) -> None:
 
 
 def _load(saved: SavedCore, core: Core) -> None:
+    """Set a core to a saved state, all but its turns and engines."""
     saved.restore(core)
     core.adapters.update(saved.adapters)
     _load_groups(saved, core)

@@ -184,6 +184,7 @@ def _check_attachments(step: StepArrived, handles: list[int], vocab_size: int) -
 
 
 def _layout_fault(attachment: Attachment) -> str:
+    """Return what is wrong with an attachment's dtype, shape or sizes; empty if nothing is."""
     kind, nbytes = ATTACHMENTS[attachment.name], len(attachment.values)
     if kind.is_added:
         return "are added by the orchestrator, and engines report none"

@@ -152,6 +152,7 @@ class TargetVersions(ABC):
 
     @property
     def _swaps_available(self) -> int:
+        """Number of further engines that may swap now."""
         if self._wave_engines is None:
             return len(self._engines)
         return self._wave_engines - sum(len(update.swapping) for update in self._updates)

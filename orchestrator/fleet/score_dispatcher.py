@@ -154,6 +154,7 @@ class ScoreDispatcher:
         asyncio.get_running_loop().call_soon(self.advance)  # after the request's caller continues
 
     def _requeue(self, engine: str, *, is_lost: bool) -> None:
+        """Return the engine's requests to the head of the queue, in their order."""
         for request in reversed(self._sent.pop(engine, {}).values()):
             request.parts.clear()
             request.parts_bytes = 0

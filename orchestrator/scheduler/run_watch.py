@@ -300,6 +300,7 @@ class RunWatch:
         self._judge(batch.adapter, is_last=False)
 
     def _count_rewards(self, learning: _Learning, groups: list[Group]) -> None:
+        """Record whether the rewards of a batch with tokens differ within any of its groups."""
         # In float32, as batches have them.
         rewards = [array("f", (*group.sibling_rewards, *group.kept_rewards)) for group in groups]
         if any(len(set(each)) > 1 for each in rewards) or _is_taught_otherwise(groups):
@@ -363,6 +364,7 @@ class RunWatch:
         return None
 
     def _check_groups(self, core: Core) -> None:
+        """Check that groups are kept for the batch that the trainer waits for."""
         learning = self._learning_of(core.adapter)
         kept = core.handed.count, core.buffered_groups
         if kept != learning.kept or not core.handed.requests:
@@ -414,6 +416,7 @@ class RunWatch:
         return self._learning[adapter].failure if adapter in self._learning else None
 
     def _find(self, adapter: str, name: str, where: str, since_s: float) -> None:
+        """Set the finding about a trainer's batches; log it if it is new."""
         before = self._untaught.get(adapter)
         now_s = asyncio.get_running_loop().time()
         found = Stuck("learning", f"{name}{_of(adapter)}", where, now_s - since_s)

@@ -373,8 +373,8 @@ class AdapterTrainer(AdapterHandle, BatchHandle):
         await self._do(as_work(lambda scheduler: scheduler.halt_adapter(self.name, is_halted)))
 
     async def close(self) -> None:
-        """Train the adapter no longer: discard what was not trained. It stays published; use
-        :meth:`unload` to drop it.
+        """Stop training the adapter, and discard what was not trained. The adapter stays
+        published; :meth:`unload` drops it.
 
         Raises:
             ConfigError: another trainer's episodes sample it as their agent.
@@ -448,7 +448,7 @@ class SyncAdapterTrainer(SyncBatchHandle, SyncAdapterHandle):
         batches: "BatchesOfPublish" = None,
         config: object = None,
     ) -> int:
-        """As :meth:`AdapterTrainer.publish`."""
+        """Publish a version and wait for it, as :meth:`AdapterTrainer.publish` does."""
         return run_blocking(self._handle.publish(adapter, batches=batches, config=config))
 
     rollback = blocking(AdapterTrainer.rollback)

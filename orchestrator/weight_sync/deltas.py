@@ -155,6 +155,7 @@ class WrittenElements:
         return [found[tensor.name] for tensor in tensors if tensor.name in found]
 
     def _patched(self, tensor: NamedBuffer, *, has_checksums: bool) -> NamedBuffer | None:
+        """Return a changed tensor as a patch, or whole; None if it has not changed."""
         kept = self._tensors[tensor.name][1]
         given = np.frombuffer(tensor.data.cast("B"), np.uint8) if kept.size else kept
         if ITEM_BYTES[tensor.dtype] != PATCHED_ITEM_BYTES:
@@ -169,6 +170,7 @@ class WrittenElements:
         return tensor if is_large else patched
 
     def _encoded(self, tensor: NamedBuffer, *, has_checksums: bool) -> NamedBuffer:
+        """Return the patch from the kept tensor to this one, which is kept instead."""
         kept = self._tensors[tensor.name][1]
         given = np.frombuffer(tensor.data.cast("B"), np.uint8) if kept.size else kept
         old, new = bits_of(kept, tensor.dtype), bits_of(given, tensor.dtype)

@@ -203,6 +203,7 @@ def _handle(fields: object) -> Handle:
 
 
 def _check_extent(handle: Handle) -> None:
+    """Check that the tensor lies within the memory that its handle opens."""
     import torch
 
     numbers = (*handle.size, *handle.stride, handle.offset, handle.storage_offset_bytes)

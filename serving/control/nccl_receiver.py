@@ -298,6 +298,7 @@ _STRUCT = object()
 
 
 def _struct_bytes(kind: object, state: object) -> bytes:
+    """Return the bytes that ctypes would fill the struct with."""
     match state:
         case ({**rest}, bytes(held)) if kind is _STRUCT and not rest:
             return held

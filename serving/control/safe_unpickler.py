@@ -61,6 +61,8 @@ _WITH_ARGUMENT = frozenset(
 
 
 class _Unpickler:
+    """The stack and the memory of one pickle that is being read."""
+
     def __init__(self, named: Callable[[str, str], Any]) -> None:
         self._named = named
         self._stack: list[_Value] = []
@@ -204,6 +206,7 @@ class _Unpickler:
         return top
 
     def _pop_items(self) -> list[_Value]:
+        """Pop the values above the newest mark, and the mark."""
         items: list[_Value] = []
         while (item := self._stack.pop()) is not _MARK:
             items.append(item)

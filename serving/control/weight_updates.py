@@ -53,6 +53,8 @@ _ONLY_BELOW = (
 
 @dataclass(slots=True)
 class _Session:
+    """Tensors received between the start and the end of an update."""
+
     tensors: "dict[str, torch.Tensor]" = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     label: str | None = None

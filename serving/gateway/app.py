@@ -310,6 +310,7 @@ def _turn_of(
     turn: "Coroutine[Any, Any, GeneratedTurn]",
     reply_format: ReplyFormat | None = None,
 ) -> ActiveTurn:
+    """Begin a turn that continues a row from its present tokens."""
     tokens, task = row.num_tokens, asyncio.ensure_future(turn)
     return ActiveTurn(
         name=f"{row.rollout_id}-{tokens}",
@@ -350,6 +351,7 @@ def _begin(
 
 
 def _weight_versions(turn: "GeneratedTurn") -> list[dict[str, Any]]:
+    """Return the weight version of each range of the turn's tokens."""
     return [
         {"version": str(span.version), "start": span.start, "end": span.end} for span in turn.spans
     ]

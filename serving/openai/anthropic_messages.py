@@ -245,6 +245,7 @@ def _parts(block: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _heading(block: Mapping[str, Any], *fields: str) -> list[dict[str, Any]]:
+    """Return these fields of a block as lines of text, if it has them."""
     given = [block[field] for field in fields if block.get(field)]
     return [_text_part("".join(f"{line}\n" for line in given))] if given else []
 
@@ -465,6 +466,7 @@ def _block_events(
 
 
 def _thinking_block(reasoning: str) -> dict[str, Any]:
+    """Return a block of reasoning, without a signature."""
     return {"type": "thinking", "thinking": reasoning, "signature": ""}
 
 

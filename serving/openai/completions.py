@@ -368,6 +368,7 @@ class Completer:
         return Prompt([*prefix, *rendered[cut + has_end :]])
 
     async def _encoded(self, text: str, adds: bool, tokens_max: int | None) -> Prompt:
+        """Return a text as a prompt; raises ContextFull if no context holds it."""
         ids = await self.tokenizer.encode(text, adds_special_tokens=adds, tokens_max=tokens_max)
         return Prompt(ids, text)
 
@@ -378,6 +379,7 @@ class Completer:
         return limits_of(self._fleet).context_tokens_max
 
     def _with_defaults(self, request: RequestT) -> RequestT:
+        """Fill in omitted fields from the model's generation_config.json."""
         given = {k: v for k, v in self._defaults.items() if getattr(request, k) is None}
         return msgspec.structs.replace(request, **given) if given else request
 

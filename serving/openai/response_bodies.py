@@ -278,7 +278,7 @@ class ResponseBodies(OutputsAnswer, Generic[RequestT]):
 
 
 class GenerateBodies(ResponseBodies[GenerateRequest]):
-    """Bodies of ``/inference/v1/generate``."""
+    """Writer of the answers, whole and streamed, of vLLM's ``/inference/v1/generate``."""
 
     @override
     def _body(self, outputs: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
@@ -446,6 +446,7 @@ class CompletionBodies(ResponseBodies[CompletionRequest]):
         return self._begun.tokenizer.decode(prompt.token_ids, skips_special_tokens=False)
 
     def _echoes(self, output: Output) -> bool:
+        """Whether the prompt precedes this part of the output."""
         return bool(self._request.echo) and output.is_first
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:

@@ -328,6 +328,7 @@ def _served(tool: Tool, namespace: str | None, where: str) -> list[ServedTool]:
 
 
 def _custom_function(tool: Tool) -> dict[str, Any]:
+    """Return a custom tool as a function of one text; a grammar for it is only described."""
     description, form = tool.description or "", tool.format
     if form is not None and form.definition:
         description += f"\n\nThe input follows this {form.syntax} grammar:\n{form.definition}"
@@ -555,6 +556,7 @@ class ResponsesForm(AnswerForm):
 
 
 def _call_item(call: Mapping[str, Any], tools: Mapping[str, ServedTool]) -> dict[str, Any]:
+    """Return a call as an output item, by the name that the client's tool has."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     tool = tools.get(name)
     item: dict[str, Any] = {"call_id": call["id"], "name": tool.name if tool else name}

@@ -156,6 +156,7 @@ async def _updated(work: Awaitable[object], message: str, **more: Any) -> Answer
 
 
 def _named(request: requests.WeightRequest) -> str:
+    """Return the end of SGLang's message for an update that names its weights."""
     label = request.weight_version
     return "" if label is None else f" Weight version updated to {label}."
 

@@ -234,6 +234,7 @@ async def end_session(parts: TinkerParts, session: TinkerSession) -> None:
 
 
 async def _model_request(path: str, parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
+    """Accept a request of a model, to be carried out when its turn comes."""
     body = await read_body(http, bytes_max=BODY_BYTES_MAX)
     if http.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not served; leave proto_compress_fwdbwd off")
@@ -478,6 +479,7 @@ async def retrieve_future(parts: TinkerParts, http: HttpRequest, tenant: str) ->
 
 
 def _try_again(parts: TinkerParts, request_id: str) -> dict[str, Any]:
+    """Say that a result is not there yet, and whether its work has begun."""
     entry = parts.futures.get(request_id)
     body = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
     if entry is not None and not entry.has_begun:

@@ -133,6 +133,7 @@ async def get_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> Ans
 
 
 async def _named(parts: TinkerParts, http: HttpRequest, tenant: str) -> CheckpointFacts:
+    """Return the checkpoint that a path names."""
     named = http.path_params
     path = f"{SCHEME}{named['run_id']}/{named['kind']}/{named['name']}"
     try:

@@ -58,6 +58,8 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(slots=True)
 class _Model:
+    """One adapter in training."""
+
     name: str
     """The adapter's name in PEFT's model; a model id may have dots, which PEFT refuses."""
     parameters: dict[str, torch.nn.Parameter]

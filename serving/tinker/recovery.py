@@ -129,6 +129,7 @@ def _repetition(
 
 
 async def _fail_again(model: TrainedModel, failed: FailureRecorded) -> RequestSuccess:
+    """Fail as the request did before the restart."""
     if failed.loses_gradient:
         model.lost_gradient, model.has_gradient = failed.seq_id, True
     raise TidegateError(failed.message)

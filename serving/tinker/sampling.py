@@ -107,6 +107,7 @@ class SampleRunner:
         return SampleResult(samples, logprobs, top)
 
     def _checked(self, request: SampleRequest, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the options of ``Episode.generate`` that a request means."""
         for name, (default, instead) in REFUSED.items():
             if getattr(request, name) not in (None, default) and name not in self._accepted:
                 raise UserError(f"{name} is not served here: {instead}")

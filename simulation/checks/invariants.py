@@ -419,6 +419,7 @@ class InvariantChecker:
     # ------------------------------------------------------------ turns that end engines
 
     def _place(self, engine: str, handle: int, rollout_id: int) -> None:
+        """Record a submitted turn, and check that not too many engines were lost with it."""
         losses = self._losses[rollout_id]
         assert losses < LOSSES_TOTAL_MAX, (
             f"rollout {rollout_id} is sent to an engine after {losses} lost engines"
@@ -497,6 +498,7 @@ class InvariantChecker:
             self._aged_groups = self._newest_group
 
     def _take_back(self, number: int) -> None:
+        """Undo the hand-over of a batch that did not reach the trainer."""
         batch = self._handed.pop(number)
         self.progress -= 1
         if number in self._held:  # else it was lost while it was on offer
@@ -612,6 +614,7 @@ class InvariantChecker:
         self.trained_rows.handed(batch)
 
     def _check_use(self, group: Group, batch: ev.HandOver) -> None:
+        """Check that a group's earlier uses are in versions, and allow another one."""
         uses = self._uses.setdefault(group.group_id, [])
         assert group.use == len(uses) + 1, f"group {group.group_id}: use {group.use} after {uses}"
         assert group.use <= self._scenario.max_uses, f"group {group.group_id}: use {group.use}"
@@ -655,6 +658,7 @@ class InvariantChecker:
         )
 
     def _check_order(self, groups: list[Group]) -> None:
+        """Check that no batched group overtakes a running one by more than the order allows."""
         scenario, chosen = self._scenario, {g.group_id for g in groups if g.use == 1}
         newest = max(chosen, default=-1)
         if any(group_id < newest for group_id in self._running_rollouts.values()):
@@ -780,6 +784,7 @@ def _slots(batch: ev.HandOver) -> int:
 
 
 def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:
+    """Check that a branch begins with the context that its episode had when it forked."""
     if len(forked.turns) < len(script.turns):
         return  # the episode gave up turns while it was parked; which ones is not recorded
     last = forked.turns[script.forks_before - 1] if script.forks_before else None

@@ -122,6 +122,8 @@ def check_turn(
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
+    """Provenance that the run has recorded for one token."""
+
     version: int
     engine: str
     kv: KvRange | None
@@ -142,6 +144,7 @@ def _tags(turn: Turn) -> Iterator[_Tag]:
 def _prefilled_state(
     prefill: TurnPrefill, context: "array[int]", content_of: Callable[[int], int]
 ) -> tuple[int, KvRange]:
+    """Return the state and KV version range of a context prefilled as ``prefill`` says."""
     state = end = 0
     for span in prefill.spans:
         assert span.start == end < span.end, f"a gap in {prefill}"

@@ -137,6 +137,7 @@ class CoarseEngine(SimulatedEngine):
                 self._end_multi_step_early(self._work)
 
     def _end_multi_step_early(self, work: StepWork) -> None:
+        """Drop the steps that have not begun."""
         elapsed_s = self._loop.time() - self._begins_s
         steps_begun = max(0, math.ceil(elapsed_s / self._token_s - TIME_TOLERANCE_STEPS))
         if steps_begun < work.steps and self._timer is not None:

@@ -284,6 +284,7 @@ class SimulatedEngine:
         )
 
     def _handle_repeated_welcome(self, welcome: Welcome) -> None:
+        """Handle the answer to a repeated hello: resend all unacknowledged steps."""
         self._hello_repeated_at_s = None
         self._heard_at_s = self._loop.time()
         self._window.set_credit(welcome.credit_steps)
@@ -298,6 +299,7 @@ class SimulatedEngine:
         self._hello_due = True
 
     def _send_replies_and_swap(self) -> None:
+        """Send the due answers, ended turns first, and swap weights if a swap is due."""
         if self.turns.has_ended and not self._window.is_open:
             return
         self._send_steps(self.turns.take_ended(), self._loop.time())

@@ -393,6 +393,7 @@ class SimulatedTurns:
 
 
 def _rows_of(by_weights: dict[TurnWeights, StepRows], weights: TurnWeights) -> StepRows:
+    """Return the rows of a step message of these weights, a new one for the first row."""
     rows = by_weights.get(weights)
     if rows is None:
         rows = by_weights[weights] = StepRows(weights)

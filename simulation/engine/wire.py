@@ -123,6 +123,7 @@ class _Direction:
         self._last_due_s = 0.0
 
     def carry(self, frame: bytes) -> None:
+        """Deliver ``frame`` after a random delay, and after all earlier frames."""
         delay_s = self._latency_s * self._chance.expovariate(1.0)
         self._last_due_s = max(self._last_due_s, self._loop.time() + delay_s)
         self._schedule(frame)
@@ -136,6 +137,7 @@ class _Direction:
         self._deliver(frame)
 
     def stall(self, lasts_s: float) -> None:
+        """Deliver no frame for ``lasts_s`` seconds, and then all of them."""
         self._last_due_s = max(self._last_due_s, self._loop.time() + lasts_s)
         delayed, self._in_flight = self._in_flight, deque()
         for timer, frame in delayed:
@@ -143,6 +145,7 @@ class _Direction:
             self._schedule(frame)
 
     def lose_tail(self) -> None:
+        """Lose a random number of the last frames in flight."""
         self._lose(self._chance.randint(0, len(self._in_flight)))
 
     def lose_all(self) -> None:

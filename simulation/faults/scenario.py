@@ -742,6 +742,7 @@ def _with_batches_per_version(plain: Scenario) -> Scenario:
 
 
 def _with_run_wide_faults(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:
+    """Add the settings of faults that apply to the whole run, not to one time."""
     chance = random.Random(f"{plain.seed}/times")
     times: dict[FaultKind, dict[str, object]] = {
         FaultKind.PRESSURE: chance.choice(({}, _draw_memory_pressure(chance))),
@@ -768,6 +769,7 @@ def _with_run_wide_faults(plain: Scenario, kinds: frozenset[FaultKind]) -> Scena
 
 
 def _draw_failure_policy(chance: random.Random) -> dict[str, object]:
+    """Draw what becomes of failed episodes, and the share of those that only fail once."""
     return {
         "flaky_episodes": chance.choice((0.0, 0.0, 0.2)),
         "retries_max": chance.choice((0, 1, 2)),
@@ -776,6 +778,7 @@ def _draw_failure_policy(chance: random.Random) -> dict[str, object]:
 
 
 def _draw_slow_trainer_loop(plain: Scenario) -> dict[str, object]:
+    """Draw settings of a trainer with a slow event loop and several task iterators."""
     chance = random.Random(f"{plain.seed}/slow loop")
     return {
         "batch_poll_delay_s": chance.choice((0.0, 0.0, 0.0, 0.01, 0.1)),
@@ -784,6 +787,7 @@ def _draw_slow_trainer_loop(plain: Scenario) -> dict[str, object]:
 
 
 def _draw_unusual_publishes(plain: Scenario) -> dict[str, object]:
+    """Draw the shares of versions made from no batch, and of batches trained out of order."""
     chance = random.Random(f"{plain.seed}/unusual publishes")
     return {
         "publishing_partly": chance.choice((0.0, 0.0, 0.0, 0.2)),
@@ -793,6 +797,7 @@ def _draw_unusual_publishes(plain: Scenario) -> dict[str, object]:
 
 
 def _draw_memory_pressure(chance: random.Random) -> dict[str, object]:
+    """Draw settings of one engine with more turns than its KV memory holds."""
     return {
         "engines": 1,
         "max_running_turns": 8,

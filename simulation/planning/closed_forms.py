@@ -169,6 +169,7 @@ class _Forms:
 
     @cached_property
     def _longest(self) -> list[int]:
+        """Tokens of each group's longest rollout, in ascending order."""
         return sorted(max(group) for group in self.workload.groups)
 
     def _token_s(self, batch_s: float) -> float:

@@ -68,6 +68,8 @@ class _PlanPrompt:
 
 @dataclass(slots=True)
 class _BatchTotals:
+    """Sums over the batches since the warm-up."""
+
     at_s: float = 0.0
     """Loop time of the last publish, in seconds."""
     tokens: int = 0
@@ -95,6 +97,8 @@ def simulate(
 
 
 class _Simulation:
+    """One simulated run, with a trainer that measures it."""
+
     def __init__(
         self, workload: PlanWorkload, candidate: PlanCandidate, virtual_time: VirtualTime, seed: int
     ) -> None:

@@ -554,6 +554,7 @@ class AdapterRun(RunOfProcesses[AdapterRunReport]):
                     task.cancel()
 
     async def _use_base(self, scheduler: Scheduler) -> None:
+        """Evaluate the run's own weights and pause all engines, now and then."""
         chance = self.scenario.chance("base", self.report.processes)
         for task in range(BASE_EVALUATIONS_MAX):
             await asyncio.sleep(chance.expovariate(2.0))
@@ -590,6 +591,7 @@ class AdapterRun(RunOfProcesses[AdapterRunReport]):
                         self._trainers[sampling.adapter].served.check_submit(engine)
 
     def _count_served(self, event: ev.Event) -> None:
+        """Record which versions engines serve after an event."""
         match event:
             case ev.EngineJoined(engine=engine, adapters=adapters):
                 self._engines.add(engine)

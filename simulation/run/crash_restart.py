@@ -267,6 +267,7 @@ class CrashRestartRun(RunOfProcesses[CrashRestartReport]):
         )
 
     def _start_second_iterator(self, scheduler: Scheduler) -> None:
+        """Stop the first iterator of tasks, and offer the second."""
         self._now.offer, self._now.taken_before = 1, self._taken_of_first(scheduler)
         self._offer(scheduler)
 
@@ -332,6 +333,7 @@ class CrashRestartRun(RunOfProcesses[CrashRestartReport]):
         return frozenset(task for task in taken if task < self._first_tasks)
 
     async def _request_batch(self, scheduler: Scheduler) -> ev.HandOver | PublishNeeded | None:
+        """Return the next batch; ask again after a timeout."""
         while True:
             try:
                 async with asyncio.timeout(self._batch_timeout_s):

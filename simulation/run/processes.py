@@ -256,6 +256,7 @@ class RunOfProcesses(SimulatedCluster[Report]):
         return restored
 
     def _replayed_core(self, store: SimulatedStore) -> CheckedCore:
+        """Return a core made from the last snapshot and the events after the snapshot."""
         snapshot = store.snapshot()
         core = self._loaded_core(None if snapshot is None else snapshot.body)
         for _, record in store.read():
@@ -279,6 +280,7 @@ class RunOfProcesses(SimulatedCluster[Report]):
         )
 
     async def _stay_down(self) -> None:
+        """Break the engines' connections and wait, without an orchestrator."""
         down_s = 0.05 + 0.3 * self._chance.expovariate(1.0)
         self._context.router.forget()
         for host in self._hosts:

@@ -283,6 +283,7 @@ class SimulatedTrainer:
             self._requested.put_nowait(outcome)
 
     async def _pause_and_train(self, scheduler: Scheduler) -> None:
+        """Train, with engines paused or asleep for a share of the steps."""
         pauses = self._chance.random() < self._scenario.pausing
         if pauses:
             mode = self._chance.choice(PAUSE_MODES)
@@ -310,6 +311,7 @@ class SimulatedTrainer:
             await scheduler.control.pause(None)
 
     async def _wake_or_publish_first(self, scheduler: Scheduler) -> None:
+        """Wake the engines, or only their weights before the next publish."""
         if self._chance.random() < PARTIAL_WAKE_SHARE:
             self.activity = "waking the engines' weights"
             await scheduler.control.wake(["weights"])
@@ -318,6 +320,7 @@ class SimulatedTrainer:
             await self._wake(scheduler)
 
     async def _wake(self, scheduler: Scheduler) -> None:
+        """Wake the engines; publish first if an engine has discarded its weights."""
         while self._is_asleep:
             self.activity = "waking engines"
             try:
@@ -357,6 +360,7 @@ class SimulatedTrainer:
             return batch
 
     async def _discard_rows(self, scheduler: Scheduler, batch: ev.HandOver) -> None:
+        """Discard some rows of a batch, as a trainer with its own limits does."""
         rows = range(sum(len(group.kept) for group in batch.groups))
         chance, share = self._discard_chance, self._scenario.discarded_rows
         if share and (discarded := [row for row in rows if chance.random() < share]):

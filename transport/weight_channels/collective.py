@@ -140,7 +140,7 @@ class CollectiveSender(ZmqSender):
             self._start_round()
 
     def _start_round(self) -> None:
-        """Start a round of all requests for the version that the oldest request asks for."""
+        """Send the version that the oldest request asks for, to all who have asked for it."""
         location = next(iter(self._requests.values())).location
         requests = {
             peer: request
