@@ -5,8 +5,12 @@ import pytest
 import torch
 
 from tidegate.kernels import fused_sampling as module
-from tidegate.kernels.fused_sampling import SamplingColumns, fused_sample_triton
-from tidegate.kernels.sampling import weigh
+from tidegate.kernels.fused_sampling import (
+    SamplingColumns,
+    fused_sample_reference,
+    fused_sample_triton,
+)
+from tidegate.kernels.sampling import sample
 from tidegate.kernels.uniforms import uniforms
 
 pytestmark = pytest.mark.slow
@@ -40,15 +44,10 @@ def make_logits(rows: int, vocab: int, spread: float = 2.0) -> torch.Tensor:
 
 
 def assert_drawn_alike(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
-    """Assert that the draws are those of an engine on a CPU; return the tokens."""
     tokens, logprobs = fused_sample_triton(logits, columns)
-    limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
-    temperature, *others = (column.cpu().numpy() for column in limits)
-    distribution = weigh(logits.cpu(), temperature, *others)
-    expected = distribution.draw(temperature, columns.uniforms.cpu().numpy())
-    assert tokens.tolist() == expected.tolist()
-    expected_logprobs = distribution.logprobs(expected[:, None]).squeeze(-1)
-    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, rtol=1e-5, atol=1e-5)
+    expected_tokens, expected_logprobs = fused_sample_reference(logits, columns)
+    assert tokens.tolist() == expected_tokens.tolist()
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
     return tokens
 
 
@@ -73,7 +72,7 @@ def test_without_limits_a_draw_inverts_the_whole_distribution(vocab: int) -> Non
     ],
     ids=str,
 )
-def test_each_limit_and_all_together_leave_what_a_cpu_leaves(
+def test_each_limit_and_all_together_leave_what_the_reference_leaves(
     given: dict[str, float],
 ) -> None:
     assert_drawn_alike(make_logits(2, TILE + 5), make_columns(2, **given))
@@ -86,6 +85,24 @@ def test_rows_with_different_options_share_a_launch() -> None:
     columns.top_p.copy_(torch.tensor([1.0, 0.5, 1.0, 0.8]))
 
     assert_drawn_alike(make_logits(4, 300), columns)
+
+
+def test_a_draw_is_the_one_that_the_cpu_engine_makes() -> None:
+    rows, vocab = 8, 200
+    logits = make_logits(rows, vocab)
+    columns = make_columns(rows, top_k=40, top_p=0.9, temperature=0.8)
+
+    expected, expected_logprobs = sample(
+        logits.cpu(),
+        columns.temperature.cpu().numpy(),
+        columns.top_k.cpu().numpy(),
+        columns.top_p.cpu().numpy(),
+        columns.uniforms.cpu().numpy(),
+    )
+
+    tokens, logprobs = fused_sample_triton(logits, columns)
+    assert tokens.tolist() == expected.tolist()
+    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.70, {0}), (0.74, {0, 1, 2})])

@@ -2,7 +2,12 @@ import pytest
 import torch
 
 from tidegate.kernels import head_logprobs as module
-from tidegate.kernels.head_logprobs import TOKEN_TILE, VOCAB_TILE, head_logprobs_triton
+from tidegate.kernels.head_logprobs import (
+    TOKEN_TILE,
+    VOCAB_TILE,
+    head_logprobs_reference,
+    head_logprobs_triton,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,20 +28,6 @@ def make_case(
     return hidden.to(DEVICE, dtype), head.to(DEVICE, dtype), token_ids.to(DEVICE)
 
 
-def by_softmax(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    token_ids: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
-) -> torch.Tensor:
-    logits = hidden.float() @ head.float().t()
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    return torch.log_softmax(logits / temperature, -1).gather(-1, token_ids[:, None]).squeeze(-1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("tokens", "vocab", "width"),
@@ -53,7 +44,7 @@ def test_logprobs_are_those_of_the_whole_softmax(
 ) -> None:
     case = make_case(tokens, vocab, width, dtype)
 
-    expected = by_softmax(*case)
+    expected = head_logprobs_reference(*case)
 
     actual = head_logprobs_triton(*case)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
@@ -66,7 +57,7 @@ def test_temperature_and_soft_cap_change_the_distribution_in_that_order(
 ) -> None:
     case = make_case(4, 300, 32)
 
-    expected = by_softmax(*case, temperature=temperature, soft_cap=soft_cap)
+    expected = head_logprobs_reference(*case, temperature=temperature, soft_cap=soft_cap)
 
     actual = head_logprobs_triton(*case, temperature=temperature, soft_cap=soft_cap)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=5e-5)

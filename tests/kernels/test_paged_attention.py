@@ -9,6 +9,7 @@ from tidegate.kernels.attention import CacheShape, attend, plan_group, scratch_e
 from tidegate.kernels.paged_attention import (
     AttentionRule,
     PagedRows,
+    paged_attention_reference,
     paged_attention_triton,
 )
 
@@ -54,23 +55,26 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def attended_on_a_cpu(
-    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
-) -> torch.Tensor:
-    """Return what an engine on a CPU computes in float32."""
-    wide, wide_cache = query.float().cpu(), cache.float().cpu()
+@pytest.mark.parametrize(
+    ("starts", "counts"),
+    [([0, 3, 4, 17, 70], [1, 1, 1, 1, 1]), ([5, 0, 62], [4, 4, 4]), ([0, 7, 16, 64], [5, 1, 3, 2])],
+    ids=["decode", "equal chunks", "unequal chunks"],
+)
+def test_the_reference_agrees_with_what_the_engine_does_on_a_cpu(
+    starts: list[int], counts: list[int]
+) -> None:
+    query, cache, rows, rule = make_case(starts, counts)
+    shape = CacheShape(num_kv_heads=2, block_tokens=16)
+    tables = rows.tables.long().cpu().numpy()
     group = plan_group(
-        rows.starts.cpu().numpy().astype(np.int64),
-        rows.token_offsets.diff().cpu().numpy().astype(np.int64),
-        rows.tables.cpu().numpy().astype(np.int64),
-        CacheShape(num_kv_heads=cache.shape[2], block_tokens=cache.shape[3]),
-        first_token=0,
-        dtype=torch.float32,
-        window_tokens=rule.window_tokens,
+        np.array(starts), np.array(counts), tables, shape, first_token=0, dtype=torch.float32
     )
-    scratch = torch.empty(scratch_elements([group], wide_cache))
-    out = attend(wide, wide_cache, group, scratch, scale=rule.scale, soft_cap=rule.soft_cap)
-    return out.view(query.shape).to(DEVICE, query.dtype)
+    scratch = torch.empty(scratch_elements([group], cache))
+
+    expected = attend(query.cpu(), cache.cpu(), group, scratch)
+
+    actual = paged_attention_reference(query, cache, rows, rule)
+    torch.testing.assert_close(actual.flatten(1).cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,10 +83,10 @@ def attended_on_a_cpu(
 )
 @pytest.mark.parametrize(
     ("starts", "counts"),
-    [([0, 15, 16, 64], [1, 1, 1, 1]), ([5, 0, 62], [4, 4, 4]), ([0, 7, 60], [5, 1, 4])],
-    ids=["decode", "equal chunks", "unequal chunks"],
+    [([0, 15, 16, 64], [1, 1, 1, 1]), ([0, 7, 60], [5, 1, 4])],
+    ids=["decode", "chunks"],
 )
-def test_rows_attend_as_on_a_cpu(
+def test_rows_attend_as_the_reference_does(
     starts: list[int],
     counts: list[int],
     heads: tuple[int, int],
@@ -91,7 +95,7 @@ def test_rows_attend_as_on_a_cpu(
 ) -> None:
     case = make_case(starts, counts, heads=heads, head_dim=head_dim, dtype=dtype)
 
-    assert_close(paged_attention_triton(*case), attended_on_a_cpu(*case))
+    assert_close(paged_attention_triton(*case), paged_attention_reference(*case))
 
 
 @pytest.mark.parametrize("window_tokens", [1, 5, 16, 40, 1000])
@@ -100,7 +104,7 @@ def test_a_sliding_window_masks_older_positions(window_tokens: int, counts: list
     query, cache, rows, rule = make_case([90, 2], counts)
     rule = replace(rule, window_tokens=window_tokens)
 
-    expected = attended_on_a_cpu(query, cache, rows, rule)
+    expected = paged_attention_reference(query, cache, rows, rule)
 
     assert_close(paged_attention_triton(query, cache, rows, rule), expected)
 
@@ -110,7 +114,7 @@ def test_scores_are_capped_softly_however_large(soft_cap: float) -> None:
     query, cache, rows, rule = make_case([20, 3], [2, 5])
     rule = replace(rule, soft_cap=soft_cap, scale=30.0)
 
-    expected = attended_on_a_cpu(query, cache, rows, rule)
+    expected = paged_attention_reference(query, cache, rows, rule)
 
     assert_close(paged_attention_triton(query, cache, rows, rule), expected)
 
@@ -118,14 +122,14 @@ def test_scores_are_capped_softly_however_large(soft_cap: float) -> None:
 def test_more_query_tokens_than_a_tile_holds_are_spread_over_programs() -> None:
     case = make_case([3, 0], [45, 2], heads=(3, 1))  # 10 query tokens a tile of 32
 
-    assert_close(paged_attention_triton(*case), attended_on_a_cpu(*case))
+    assert_close(paged_attention_triton(*case), paged_attention_reference(*case))
 
 
 @pytest.mark.parametrize("block_tokens", [1, 4, 48])
 def test_blocks_may_have_any_size(block_tokens: int) -> None:
     case = make_case([30, 5], [1, 3], block_tokens=block_tokens)
 
-    assert_close(paged_attention_triton(*case), attended_on_a_cpu(*case))
+    assert_close(paged_attention_triton(*case), paged_attention_reference(*case))
 
 
 @pytest.mark.parametrize("window_tokens", [None, 20])
@@ -139,7 +143,7 @@ def test_a_long_context_is_split_and_merged(
 
     split = paged_attention_triton(query, cache, rows, rule)
 
-    assert_close(split, attended_on_a_cpu(query, cache, rows, rule))
+    assert_close(split, paged_attention_reference(query, cache, rows, rule))
     assert not torch.equal(split, whole)  # or nothing was split
 
 
@@ -180,7 +184,7 @@ def test_queries_may_be_part_of_a_wider_tensor() -> None:
 
     actual = paged_attention_triton(wide[:, : query.shape[1]], cache, rows, rule)
 
-    assert_close(actual, attended_on_a_cpu(query, cache, rows, rule))
+    assert_close(actual, paged_attention_reference(query, cache, rows, rule))
 
 
 def test_shapes_that_would_give_wrong_addresses_are_refused() -> None:

@@ -1,8 +1,11 @@
 import pytest
 import torch
 
-from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
-from tidegate.kernels.residual_norm import residual_norm_triton
+from tidegate.kernels.norm import rms_norm
+from tidegate.kernels.residual_norm import (
+    residual_norm_reference,
+    residual_norm_triton,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,17 +24,18 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gemma", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 64), (17, 96), (5, 2049)])
-def test_the_sum_is_stored_and_normed_as_an_engine_on_a_cpu_does(
+def test_the_sum_is_stored_and_normed_as_the_reference_does(
     tokens: int, width: int, gemma: bool, dtype: torch.dtype
 ) -> None:
     total, update, weight = randoms((tokens, width), (tokens, width), (width,), dtype=dtype)
-    expected_total = total + update
+    expected_total = total.clone()
+    residual_norm_reference(expected_total, update, weight, 1e-5, gemma=gemma)
 
     normed = residual_norm_triton(total, update, weight, 1e-5, gemma=gemma)
 
     assert_close(total, expected_total)
     assert normed.dtype == dtype
-    assert_close(normed, (rms_norm_plus_one if gemma else rms_norm)(total, weight, 1e-5))
+    assert_close(normed, residual_norm_reference(total, None, weight, 1e-5, gemma=gemma))
 
 
 @pytest.mark.parametrize("weight_shape", [(32,), (3, 32)])
@@ -45,6 +49,13 @@ def test_heads_are_normed_within_a_wider_tensor_without_touching_it(
 
     assert torch.equal(wide, before)
     assert_close(normed, rms_norm(wide[:, :3], weight, 1e-5))
+
+
+def test_without_an_update_it_is_the_cpu_engines_norm() -> None:
+    total, weight = randoms((9, 64), (64,), dtype=torch.bfloat16)
+
+    for function in (residual_norm_reference, residual_norm_triton):
+        assert_close(function(total, None, weight, 1e-6), rms_norm(total, weight, 1e-6))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
