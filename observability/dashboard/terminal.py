@@ -1,7 +1,7 @@
 """Terminal view of a run for `tidegate top`, drawn with rich.
 
-A running run's dashboard is polled over HTTP for its JSON state. A
-finished run's state is made in this process from its files, by ``recorded.py`` and ``frames.py``.
+A running run's dashboard is polled over HTTP for its JSON state. A finished run's state is made in
+this process from its files, by ``recorded.py`` and ``frames.py``.
 """
 
 import http.client

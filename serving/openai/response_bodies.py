@@ -340,7 +340,7 @@ class GenerateBodies(ResponseBodies[GenerateRequest]):
 
 
 class PackedBodies(GenerateBodies):
-    """Bodies of ``/skyrl/v1/generate``, by SkyRL's ``generate_wire.py``.
+    """Writer of the answers of ``/skyrl/v1/generate``, by SkyRL's ``generate_wire.py``.
 
     An array is an object whose first key is ``data``, base64 of its bytes. SkyRL's client cuts
     that out of the JSON before it is parsed, so the JSON has no spaces.
@@ -383,7 +383,7 @@ def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
 
 
 class CompletionBodies(ResponseBodies[CompletionRequest]):
-    """Bodies of ``/v1/completions``."""
+    """Writer of the answers, whole and streamed, of ``/v1/completions``."""
 
     def __init__(self, begun: BegunRequest, request: CompletionRequest) -> None:
         super().__init__(begun, request)
@@ -489,7 +489,7 @@ def _ended_by_calls(output: Output, message: Mapping[str, Any]) -> dict[str, Any
 
 
 class ChatBodies(ResponseBodies[ChatRequest]):
-    """Bodies of ``/v1/chat/completions``."""
+    """Writer of the answers, whole and streamed, of ``/v1/chat/completions``."""
 
     def __init__(
         self, begun: BegunRequest, request: ChatRequest, turns: Sequence[ServedTurn] = ()
