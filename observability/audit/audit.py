@@ -673,7 +673,9 @@ class _PartAudit:
             return [copy for _, copy in pairs if not (copy.is_rounded and copy.is_unrouted)]
 
         # float64 takes twice the time, and matters only where float32 is not near enough.
-        wrong = wrong_tokens(in_double=False) and wrong_tokens(in_double=self._is_float32)
+        wrong = wrong_tokens(in_double=False)
+        if wrong and self._is_float32:
+            wrong = wrong_tokens(in_double=True)
         for segment, copy in pairs:
             # transformers' rounding, though the tokens themselves have to agree to the bit.
             segment.kept_errors = np.where(copy.kept_errors <= copy.tolerance, 0, copy.kept_errors)

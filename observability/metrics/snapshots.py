@@ -6,7 +6,7 @@ core and statistics; nothing here encodes or waits.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 
 from tidegate.observability.metrics.live import CollectedData
 from tidegate.observability.records.trajectories import RolloutSnapshot, snapshot_rollout
@@ -220,8 +220,16 @@ def unconsumed_rollouts(
 
 def find_rollout(core: Core, rollout_id: int) -> RolloutSnapshot | None:
     """Return a copy of a rollout that the trainer has not received; None if there is none."""
-    admitted = ((rollout, group) for group in core.groups.in_order for rollout in group.rollouts)
-    for rollout, group in chain(core.groups.running.values(), admitted):
-        if rollout.rollout_id == rollout_id:
-            return snapshot_rollout(rollout, task=group.task, advantage=None, consumed_version=None)
-    return None
+    found = core.groups.running.get(rollout_id) or next(
+        (
+            (rollout, group)
+            for group in core.groups.in_order
+            for rollout in group.rollouts
+            if rollout.rollout_id == rollout_id
+        ),
+        None,
+    )
+    if found is None:
+        return None
+    rollout, group = found
+    return snapshot_rollout(rollout, task=group.task, advantage=None, consumed_version=None)
