@@ -3,7 +3,8 @@
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.sampling import grammar
-from tidegate.engine.sampling.grammar import GIVEN_UP_MAX
+from tidegate.engine.sampling.grammar import GIVEN_UP_MAX, MaskThread
 from tidegate.engine.sampling.logits import ProcessorSetup, TurnTokens
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
@@ -447,12 +448,19 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_turn_and_no_other(
 ) -> None:
     engine = either_engine
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(grammar, "MASK_WALL_S", 0.02)  # the masks take 0.2 s on a fast machine
+    monkeypatch.setattr(grammar, "MASK_WALL_S", 0.02)
+    found, compute = threading.Event(), MaskThread.compute
+
+    def compute_for_long(self: MaskThread, work: Callable[[], bool]) -> bool:
+        return compute(self, lambda: (work(), found.wait(TIMEOUT_S))[0])
+
+    monkeypatch.setattr(MaskThread, "compute", compute_for_long)
     requested = {"max_tokens": 4, "stop_token_ids": [EOS_TOKEN_ID]}
     for turn in range(GIVEN_UP_MAX + 1):
         engine.submit(turn, [5], ambiguous(900), **requested)
     engine.submit(9, [5, 6], LogitsProcessor("json_schema", {"schema": SCHEMA}), **requested)
     refused = engine.run()
+    found.set()
     assert sorted(refused) == list(range(GIVEN_UP_MAX + 1))
     for turn in range(GIVEN_UP_MAX):
         assert "not found within 0.02 s" in refused[turn]

@@ -32,6 +32,7 @@ def adapter(double: VllmDouble, model: Path, folder: Path) -> Iterator[Path]:
     command = [sys.executable, "-m", "tests.engine.weights.nccl_worker", "--engine", "gpu"]
     command += ["--connect", MEETING.format(folder), "--model", str(model)]
     command += ["--url", f"vllm+{double.url}#weights=nccl"]
+    command += ["--stream-interval-tokens", "1"]  # else the first update keeps no turn's KV
     environment = os.environ | {"NCCL_DOUBLE": str(library), "NCCL_DOUBLE_FOLDER": str(folder)}
     log = folder / "log"
     with log.open("wb") as output:

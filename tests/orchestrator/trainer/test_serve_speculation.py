@@ -19,6 +19,7 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TidegateError, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.reports.report import write_report
+from tidegate.orchestrator.fleet import processes
 
 pytestmark = pytest.mark.wire
 
@@ -86,8 +87,11 @@ def test_a_draft_model_of_another_vocabulary_or_that_transformers_computes_is_re
 
 State = dict[str, torch.Tensor]
 
-PACED: dict[str, Any] = SMALL | {"step_time_min_s": 0.01}
-"""Steps of engines that take longer than drafting does, so that drafts pay and are made."""
+
+@pytest.fixture
+def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines make drafts also where the machine's load would speak against it."""
+    monkeypatch.setattr(processes, "WORKER", "tests.orchestrator.trainer.free_drafts_worker")
 
 
 def two_models(path: Path) -> tuple[Path, Path, State, State]:
@@ -116,6 +120,7 @@ async def accepted_share(rollouts: tidegate.Rollouts) -> float:
     return (now_accepted - accepted) / (now_drafted - drafted)
 
 
+@pytest.mark.usefixtures("drafts_pay")
 @pytest.mark.parametrize("weight_deltas", [False, True, "elements"])
 async def test_a_published_draft_is_accepted_also_on_a_late_engine_and_after_publishes_without(
     tmp_path: Path, weight_deltas: Any
@@ -124,7 +129,7 @@ async def test_a_published_draft_is_accepted_also_on_a_late_engine_and_after_pub
     run = tmp_path / "run"
     async with tidegate.serve(
         model=model,
-        **PACED,
+        **SMALL,
         run_directory=run,
         speculative_method=f"draft:{draft}",
         weight_deltas=weight_deltas,
@@ -150,12 +155,13 @@ async def test_a_published_draft_is_accepted_also_on_a_late_engine_and_after_pub
     )
 
 
+@pytest.mark.usefixtures("drafts_pay")
 async def test_a_draft_sleeps_with_the_policy_and_comes_back_at_a_wake_or_a_publish(
     tmp_path: Path,
 ) -> None:
     model, _, state, contrary = two_models(tmp_path)
     async with tidegate.serve(
-        model=model, **PACED, speculative_method=f"draft:{model}", num_kv_blocks=500
+        model=model, **SMALL, speculative_method=f"draft:{model}", num_kv_blocks=500
     ) as rollouts:
         await rollouts.sleep(2)
         await rollouts.wake()  # both models come from their directories, and the draft also here:
@@ -187,6 +193,7 @@ async def test_a_draft_sleeps_with_the_policy_and_comes_back_at_a_wake_or_a_publ
         assert await accepted_share(rollouts) == 1.0
 
 
+@pytest.mark.usefixtures("drafts_pay")
 async def test_draft_weights_that_do_not_fit_are_refused_by_name_and_the_live_ones_stay(
     tmp_path: Path,
 ) -> None:
@@ -211,7 +218,7 @@ async def test_draft_weights_that_do_not_fit_are_refused_by_name_and_the_live_on
         },
     }
     async with tidegate.serve(
-        model=model, **PACED, speculative_method=f"draft:{directory}"
+        model=model, **SMALL, speculative_method=f"draft:{directory}"
     ) as rollouts:
         await rollouts.publish(state, draft=draft, batches=[])
         for why, tensors in wrong.items():
@@ -235,10 +242,11 @@ async def test_a_draft_for_engines_without_a_draft_model_is_refused_before_it_is
         assert rollouts.version == 0
 
 
+@pytest.mark.usefixtures("drafts_pay")
 async def test_a_remote_trainer_publishes_a_draft_and_not_in_shards(tmp_path: Path) -> None:
     model, directory, state, _ = two_models(tmp_path)
     address = f"ipc://{tmp_path}/trainer"
-    async with tidegate.serve(model=model, **PACED, speculative_method=f"draft:{directory}") as run:
+    async with tidegate.serve(model=model, **SMALL, speculative_method=f"draft:{directory}") as run:
         listen = asyncio.create_task(tidegate.listen(run, address, tasks=range(2), episode=solve))
         async with tidegate.connect(address) as trainer:
             async for batch in trainer.batches():
