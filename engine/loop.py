@@ -138,7 +138,7 @@ class EngineLoop:
         self.end(why)
 
     def _send_hello(self) -> None:
-        """Send a hello. Only turns and live weights outlive the previous connection.
+        """Send a hello. Only turns, live weights and sleep outlive the previous connection.
 
         The next orchestrator may be another process, which has no record of pauses and staged
         weights, and may reuse their version numbers for other weights.

@@ -43,7 +43,7 @@ class BoundedStaleness(StalenessPolicy):
       longer overtake, and the bound is ``η + 1 + ⌊(W - 2)/B⌋``.
     * ``mask``: other groups overtake it (in a window, the next few), and those of its tokens that
       are too old are masked in the loss.
-    * ``split``: if a quarter or more of its rollouts have ended, they are trained in time. Each
+    * ``split``: if two and a quarter of its rollouts have ended, they are trained in time. Each
       other rollout is trained in the first batch after its end, with its too-old tokens masked and
       an advantage relative to the rollouts that were trained first. This costs the least
       (docs/scheduling.md): stragglers hold up neither engines nor other rollouts of their group.

@@ -117,12 +117,13 @@ def split_at_deadline(
     due_version: int,
     split_rollouts_limit: int | None = None,
 ) -> list[G] | None:
-    """Return due groups ended at least by a quarter, then the oldest ended ones, and remainders.
+    """Return due groups of which a quarter and at least two rollouts have ended, then the oldest
+    ended groups, and remainders.
 
     A due group with running stragglers is trained without them: otherwise its ended rollouts would
-    reach the staleness bound while they wait for the group's advantages. A group of which less than
-    a quarter has ended is left for later, and its old tokens are masked then. Of a remainder, each
-    rollout is in the first batch after its end, because a longer sibling would only age it.
+    reach the staleness bound while they wait for the group's advantages. A group of which fewer
+    have ended is left for later, and its old tokens are masked then. Of a remainder, each rollout
+    is in the first batch after its end, because a longer sibling would only age it.
 
     ``split_rollouts_limit``: the batch waits while more rollouts of split groups than this would
     run on. Without a limit, a fast trainer takes one batch after another with few stragglers in

@@ -1,8 +1,8 @@
 """Interface of staleness policies: which groups to admit, select for a batch, and expire.
 
-The orchestrator's core calls a policy after every event. A policy sees only counts and versions,
-not a group's contents or engine, and it is immutable, so the same history gives the same decisions
-and a run can be replayed.
+The orchestrator's core calls a policy when groups, batches or versions change, not for each turn or
+step. A policy sees only counts and versions, not a group's contents or engine, and it is immutable,
+so the same history gives the same decisions and a run can be replayed.
 
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
@@ -87,8 +87,8 @@ class StalenessPolicy:
     """Base class of staleness policies: decides which groups start, are trained next, and expire.
 
     To write one, override :attr:`allowed_groups` and :meth:`select`, and any other method that
-    should differ. The promises of a policy are checked after every event of a simulated run, and
-    before every batch of a real one.
+    should differ. The promises of a policy are checked after every event of a simulated run; a real
+    one refuses only a selection that no batch can be made of.
     """
 
     groups_per_batch: int
@@ -125,7 +125,7 @@ class StalenessPolicy:
     def outstanding_groups_max(self) -> int:
         """Maximum number of groups running, buffered or in training at once.
 
-        Cached, because it is read after every event.
+        Cached, because it is read with every change of groups.
         """
         return min(self.allowed_groups, self.outstanding_groups_limit or self.allowed_groups)
 

@@ -434,8 +434,9 @@ class BaseVersions(msgspec.Struct, frozen=True, array_like=True):
     """Newest version of the range, included."""
 
 
-# A weight update has vLLM's four phases: init, start, update, finish. The orchestrator sends phases
-# 1-4 for each version; the tensors themselves travel through a weight channel.
+# A weight update has vLLM's four phases: init, start, update, finish. The orchestrator sends the
+# first once per connection and the others for each version; the tensors travel through a weight
+# channel.
 
 
 class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):

@@ -1,6 +1,6 @@
 """Converts a step's samples into the columns of a step message, and filters rows without a token.
 
-The columns are numpy arrays, filled sequence by sequence.
+Values are collected in lists, sequence by sequence, and become bytes once per step.
 """
 
 import math

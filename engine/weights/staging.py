@@ -260,7 +260,8 @@ class Staging:
             self._fail(self._update, why)
 
     def swap(self, version: int, live: WeightStore) -> WeightStore:
-        """Return the weights of ``version``; ``live`` becomes the buffer of the next update."""
+        """Return the weights of ``version``; ``live`` becomes the buffer of the next update, unless
+        the version changes adapters only: then it is returned."""
         if not self.is_staged(version) or self.is_busy or self._buffer is None:
             raise AssertionError(f"v{version} is not staged")
         staged, update = self._buffer, self._update

@@ -1,8 +1,9 @@
 """Log-probabilities of sampled tokens under archived weights, for `tidegate audit`.
 
-Computed with `transformers`. Penalties, biases and processors are reimplemented from their
-formulas, without the engine's sampling code, so that an engine's fault can't hide in its own proof.
-User-defined processors and grammars can't be replayed: see :func:`replay_plan.is_replayable`.
+Computed with `transformers`, its repetition penalty included. Other penalties, biases and
+processors are reimplemented from their formulas, without the engine's sampling code, so that an
+engine's fault can't hide in its own proof. User-defined processors and grammars can't be replayed:
+see :func:`replay_plan.is_replayable`.
 
 Letters in shapes: B contexts, P past positions, T new ones, N tokens, V vocabulary, H heads, D
 width.
@@ -485,7 +486,7 @@ def sampled_logprobs(
             min-p.
 
     Returns:
-        [N], float32; -inf if a filter excludes the token.
+        [N], of the dtype of ``logits``; -inf if a filter excludes the token.
     """
     temperature, top_k, top_p, min_p = settings.unbind(1)
     is_greedy = temperature == 0

@@ -100,7 +100,7 @@ class EpisodeReturned(Struct, frozen=True, gc=False):
     rollout_id: int
     reward: float
     agent_rewards: tuple[tuple[str, float], ...] = ()
-    """(adapter, reward) of each agent that has another reward than ``reward``."""
+    """(adapter, reward) of each agent, if the episode returned one for each; else empty."""
 
 
 class EpisodeFailed(Struct, frozen=True, gc=False):

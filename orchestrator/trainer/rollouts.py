@@ -339,7 +339,7 @@ class Rollouts(Scorer, BatchHandle):
         as the tensors are copied, so that the caller may change them. Later failures are raised by
         the next publish or batch.
 
-        A publish started during another one replaces it on engines that have not staged it yet;
+        A publish started during another one replaces it on engines that do not serve it yet;
         both calls return when the newer weights arrive. Batches are held back until the version is
         certain to succeed; a version that fails adds nothing to any batch's staleness.
 

@@ -1,13 +1,15 @@
 """Gateway: OpenAI's and Anthropic's APIs for agents; each rollout is a session with its own key.
 
-gateway = tidegate.Gateway()
+For example::
 
-async def agent(endpoint: tidegate.Endpoint, task: Task) -> float:
-    client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    ...  # any agent, unchanged; each request is a turn of this rollout
-    return reward
+    gateway = tidegate.Gateway()
 
-async for batch in rollouts.batches(tasks, episode=gateway.episode(agent)): ...
+    async def agent(endpoint: tidegate.Endpoint, task: Task) -> float:
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        ...  # any agent, unchanged; each request is a turn of this rollout
+        return reward
+
+    async for batch in rollouts.batches(tasks, episode=gateway.episode(agent)): ...
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 :func:`send_answer` sends a :class:`PendingAnswer`, whole or as an SSE stream. An
 :class:`AnswerForm` writes an answer from turns: OpenAI's responses in :mod:`responses`, Anthropic's
-messages in :mod:`anthropic_messages`. Other answers are written from the choices' outputs
-(:mod:`response_bodies`).
+messages in :mod:`anthropic_messages`, and the gateway's completions. Other completions are written
+from the choices' outputs (:mod:`response_bodies`).
 """
 
 import asyncio

@@ -1,7 +1,9 @@
 """Server of the Tinker API over a run's engines: starts, serves on the run's loop, closes.
 
-with tidegate.tinker_server(model=path, engines=2, port=8000) as server:
-    ...  # tinker.ServiceClient(base_url=server.url, api_key="tml-...")
+For example::
+
+    with tidegate.tinker_server(model=path, engines=2, port=8000) as server:
+        ...  # tinker.ServiceClient(base_url=server.url, api_key="tml-...")
 """
 
 import asyncio
