@@ -22,6 +22,7 @@ SLOW_TIMEOUT_S = 600
 """Timeout of slow tests: a run that takes one minute on an idle machine took more than three beside
 eight others."""
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked_programs.py forks no process with threads
 os.environ.setdefault("TIDEGATE_TRACEBACKS", "full")  # a failing test shows all lines
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns, an error in tests
 # A shell ignores SIGINT in background jobs, and programs that tests start inherit that.
