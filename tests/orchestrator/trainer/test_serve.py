@@ -69,10 +69,17 @@ async def test_a_trainer_that_would_wait_trains_on_groups_again_within_the_bound
 ) -> None:
     weights, run = Weights(model), tmp_path / "run"
     uses: dict[int, list[int]] = {}
+
+    async def two_late_turns(episode: tidegate.Episode, task: int) -> float:
+        # The trainer has nothing but the first groups until it trains on them again.
+        while task > 3 and max(map(len, uses.values()), default=0) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return await two_turns(episode, task)
+
     async with tidegate.serve(
-        model=model, **SMALL, max_staleness=4, max_uses=2, step_time_min_s=0.01, run_directory=run
+        model=model, **SMALL, max_staleness=4, max_uses=2, run_directory=run
     ) as rollouts:
-        async for batch in rollouts.batches(range(12), episode=two_turns):
+        async for batch in rollouts.batches(range(12), episode=two_late_turns):
             assert batch.staleness.max() <= 4
             for group, use in dict(
                 zip(*map(torch.Tensor.tolist, (batch.group_ids, batch.uses)), strict=True)
