@@ -143,6 +143,12 @@ def programs_are_executed() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines make drafts also where the machine's load would speak against it."""
+    monkeypatch.setattr("tidegate.orchestrator.fleet.processes.WORKER", "tests.free_drafts_worker")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_started_by_a_module_outlives_it(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check for leaked processes, so that a later module that counts its processes is not

@@ -36,7 +36,7 @@ import psutil
 PROGRAMS = frozenset(
     {
         "tests.mortal_trainer",
-        "tests.orchestrator.trainer.free_drafts_worker",
+        "tests.free_drafts_worker",
         "tests.remote_trainer",
         "tests.sharded_trainer",
         "tests.shown_process",

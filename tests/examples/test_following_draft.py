@@ -12,6 +12,7 @@ pytestmark = pytest.mark.wire
 SHORT = "--versions 3 --warm-up-batches 1 --warm-up-steps 5 --groups-per-batch 2 --draft-steps 1"
 
 
+@pytest.mark.usefixtures("drafts_pay")
 def test_all_modes_train_and_engines_accept_some_draft_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,6 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TidegateError, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.reports.report import write_report
-from tidegate.orchestrator.fleet import processes
 
 pytestmark = pytest.mark.wire
 
@@ -86,12 +85,6 @@ def test_a_draft_model_of_another_vocabulary_or_that_transformers_computes_is_re
 
 
 State = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have engines make drafts also where the machine's load would speak against it."""
-    monkeypatch.setattr(processes, "WORKER", "tests.orchestrator.trainer.free_drafts_worker")
 
 
 def two_models(path: Path) -> tuple[Path, Path, State, State]:
