@@ -56,14 +56,14 @@ def test_each_stage_runs_without_a_gpu_and_one_that_ended_is_not_run_again(tmp_p
 
 
 def test_a_run_that_is_cut_off_leaves_its_rows_and_starts_that_stage_again(tmp_path: Path) -> None:
-    cut = run(tmp_path, "--minutes", "0.02", "--stages", "kernels")
+    cut = run(tmp_path, "--minutes", "0.02", "--stages", "machine")
     assert cut.returncode == 1
-    assert "time is up before kernels" in cut.stderr
+    assert "time is up before machine" in cut.stderr
     assert not (tmp_path / "rows.jsonl").exists() or not ends(tmp_path)
 
-    again = run(tmp_path, "--stages", "kernels")
+    again = run(tmp_path, "--stages", "machine")
 
-    assert (again.returncode, ends(tmp_path)) == (0, {"kernels": "ended"})
+    assert (again.returncode, ends(tmp_path)) == (0, {"machine": "ended"})
 
 
 def test_a_device_that_is_not_there_is_refused_with_status_2(tmp_path: Path) -> None:

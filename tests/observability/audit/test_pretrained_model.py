@@ -135,7 +135,7 @@ def test_a_wrong_tag_is_found(honest_run: Path, tmp_path: Path, lie: Callable[[R
         (run / weights.relative_to(honest_run)).symlink_to(weights)
     for rollout in read_trajectories(run):
         edit_rollout(run, rollout.rollout_id, lie)
-    assert audit_run(run).verdict == "DISAGREES"
+    assert audit_run(run, rollouts_max=1).verdict == "DISAGREES"
 
 
 def test_an_audit_that_could_not_have_noticed_a_wrong_tag_does_not_agree(tmp_path: Path) -> None:
