@@ -35,8 +35,8 @@ import psutil
 
 PROGRAMS = frozenset(
     {
-        "tests.mortal_trainer",
         "tests.free_drafts_worker",
+        "tests.mortal_trainer",
         "tests.remote_trainer",
         "tests.sharded_trainer",
         "tests.shown_process",
