@@ -31,21 +31,6 @@ HIDDEN_TILE_BYTES = 128
 """64 hidden numbers of bfloat16: with both tiles 24 KB a step, several of which are in flight."""
 
 
-def head_logprobs_reference(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    token_ids: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
-) -> torch.Tensor:
-    """Reference of :func:`head_logprobs_triton` in torch. Slow and obviously right."""
-    logits = hidden.float() @ head.float().t()
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    return torch.log_softmax(logits / temperature, -1).gather(-1, token_ids[:, None]).squeeze(-1)
-
-
 @torch.no_grad()
 def head_logprobs_triton(
     hidden: torch.Tensor,

@@ -62,26 +62,6 @@ class AttentionRule:
     """Scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2, arXiv:2408.00118."""
 
 
-def paged_attention_reference(
-    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
-) -> torch.Tensor:
-    """Reference of :func:`paged_attention_triton`, token by token. Slow and obviously right."""
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    offsets = rows.token_offsets.tolist()
-    for row, start in enumerate(rows.starts.tolist()):
-        context = cache[rows.tables[row].long()].float()  # [B, 2, K, block_tokens, D]
-        keys, values = context.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [K, C, D]
-        for position, token in enumerate(range(offsets[row], offsets[row + 1]), start):
-            window = rule.window_tokens or position + 1
-            attended = slice(max(0, position + 1 - window), position + 1)
-            grouped = query[token].float().view(keys.shape[0], -1, keys.shape[2])  # [K, G, D]
-            scores = rule.scale * grouped @ keys[:, attended].mT
-            if rule.soft_cap is not None:
-                scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
-            out[token] = (torch.softmax(scores, -1) @ values[:, attended]).flatten(0, 1)
-    return out
-
-
 def paged_attention_triton(
     query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
 ) -> torch.Tensor:

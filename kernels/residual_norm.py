@@ -20,24 +20,6 @@ WIDTH_MAX = 32768
 a core's 256 KB."""
 
 
-def residual_norm_reference(
-    total: torch.Tensor,
-    update: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    *,
-    gemma: bool = False,
-) -> torch.Tensor:
-    """Reference of :func:`residual_norm_triton` in torch. Slow and obviously right."""
-    if update is not None:
-        total.add_(update)
-    wide = total.float()
-    unit = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    if gemma:
-        return (unit * (1.0 + weight.float())).to(total.dtype)
-    return unit.to(total.dtype) * weight
-
-
 def residual_norm_triton(
     total: torch.Tensor,
     update: torch.Tensor | None,

@@ -12,33 +12,12 @@ Letters in shapes: T tokens, A query heads, K KV heads, D head_dim, P positions.
 import torch
 
 from tidegate.kernels.optional_triton import jit, next_power_of_2, tl
-from tidegate.kernels.rope import apply_rope
 
 TILE_ELEMENTS = 1024
 """Elements of one program: 8 heads with D = 128, which is 8 elements for each of 128 threads."""
 
 NO_SLOT = -1
 """Slot of tokens whose keys and values are not stored."""
-
-
-def rope_write_reference(
-    qkv: torch.Tensor,
-    cache: torch.Tensor,
-    *,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """Reference of :func:`rope_write_triton`, step by step. Slow and obviously right."""
-    kv_heads, block_tokens = cache.shape[2:4]
-    rotations = table[positions].float()  # [T, 2, D]
-    turned = apply_rope(qkv[:, :-kv_heads].float(), rotations[:, :1], rotations[:, 1:])
-    turned = turned.to(qkv.dtype)
-    is_stored = slots != NO_SLOT
-    block, offset = slots[is_stored] // block_tokens, slots[is_stored] % block_tokens
-    cache[block, 0, :, offset] = turned[is_stored, -kv_heads:]
-    cache[block, 1, :, offset] = qkv[is_stored, -kv_heads:]
-    return turned[:, :-kv_heads].contiguous()
 
 
 def rope_write_triton(

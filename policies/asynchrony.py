@@ -43,10 +43,11 @@ class BoundedStaleness(StalenessPolicy):
       longer overtake, and the bound is ``η + 1 + ⌊(W - 2)/B⌋``.
     * ``mask``: other groups overtake it (in a window, the next few), and those of its tokens that
       are too old are masked in the loss.
-    * ``split``: if two and a quarter of its rollouts have ended, they are trained in time. Each
-      other rollout is trained in the first batch after its end, with its too-old tokens masked and
-      an advantage relative to the rollouts that were trained first. This costs the least
-      (docs/scheduling.md): stragglers hold up neither engines nor other rollouts of their group.
+    * ``split``: if at least a quarter of its rollouts have ended, and at least two, they are
+      trained in time. Each other rollout is trained in the first batch after its end, with its
+      too-old tokens masked and an advantage relative to the rollouts that were trained first. This
+      costs the least (docs/scheduling.md): stragglers hold up neither engines nor other rollouts of
+      their group.
     * ``drop``: the group is discarded as soon as it is too old, and its task is returned to the
       queue. This wastes the group's tokens and biases training towards short answers.
 

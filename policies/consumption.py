@@ -117,8 +117,9 @@ def split_at_deadline(
     due_version: int,
     split_rollouts_limit: int | None = None,
 ) -> list[G] | None:
-    """Return due groups of which a quarter and at least two rollouts have ended, then the oldest
-    ended groups, and remainders.
+    """Return due groups of which enough rollouts have ended, then ended groups, and remainders.
+
+    Enough is at least a quarter of a group, and at least two. Ended groups are the oldest.
 
     A due group with running stragglers is trained without them: otherwise its ended rollouts would
     reach the staleness bound while they wait for the group's advantages. A group of which fewer

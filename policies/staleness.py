@@ -1,6 +1,6 @@
 """Interface of staleness policies: which groups to admit, select for a batch, and expire.
 
-The orchestrator's core calls a policy when groups, batches or versions change, not for each turn or
+The orchestrator's core calls a policy when groups, batches or versions change, not at each turn or
 step. A policy sees only counts and versions, not a group's contents or engine, and it is immutable,
 so the same history gives the same decisions and a run can be replayed.
 

@@ -1,6 +1,7 @@
-"""Engine worker to which every step seems to take as long, with drafts and without.
+"""Engine worker whose steps are recorded as equally long, with drafts and without.
 
-So its drafts always pay, on a busy machine too, and tests of what drafts do see some.
+An engine drafts only where measured times say that it pays. By these times drafts cost nothing, so
+tests of drafts see some, however busy the machine is.
 """
 
 import sys
@@ -10,6 +11,7 @@ from tidegate.engine import worker
 from tidegate.engine.scheduling.drafts import Speculation
 
 STEP_S = 0.01
+"""Recorded time of every step, in seconds."""
 
 if __name__ == "__main__":
     step_took = Speculation.step_took

@@ -260,8 +260,10 @@ class Staging:
             self._fail(self._update, why)
 
     def swap(self, version: int, live: WeightStore) -> WeightStore:
-        """Return the weights of ``version``; ``live`` becomes the buffer of the next update, unless
-        the version changes adapters only: then it is returned."""
+        """Return the weights of ``version``, and keep ``live`` as the buffer of the next update.
+
+        A version that changes adapters only needs no buffer: ``live`` itself is returned.
+        """
         if not self.is_staged(version) or self.is_busy or self._buffer is None:
             raise AssertionError(f"v{version} is not staged")
         staged, update = self._buffer, self._update

@@ -18,7 +18,7 @@ from tidegate.transport.sampling import SamplingParams
 KINDS: tuple[type[msgspec.Struct], ...] = get_args(ev.Event)
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 FIELDS = {kind: [name for name in kind.__struct_fields__ if name != "task"] for kind in KINDS}
-"""Fields of each kind that are written, in order. Of a task itself only ``body`` is."""
+"""Fields of each kind that are written, in order. Of a task, only ``body`` is written."""
 
 APPENDING_EVENTS = (ev.TurnRequested, ev.EpisodeReturned, ev.EpisodeFailed)
 """Events whose record ends with the tokens that the episode appended since its last turn."""

@@ -1,12 +1,11 @@
 """Runs users' episodes, one task per rollout, each within its timeout.
 
 The scheduler makes one runner; episodes send their requests through it. An exception in an episode
-ends that episode only, until too many have failed: the failure policy retries, rewards or discards
-its rollout. When an episode ends, the
-core gets events for its turns' rewards and one for its result; none if its rollout was discarded
-before, the run ends, or the episode never began. All episodes have the same timeout, so they are
-due in the order in which they began: one timer serves all, because one ``asyncio.timeout`` each
-would cost as much as a short episode.
+ends that episode only: the failure policy retries, rewards or discards its rollout. Too many failed
+episodes end the run. When an episode ends, the core gets events for its turns' rewards and one for
+its result; none if its rollout was discarded before, the run ends, or the episode never began. All
+episodes have the same timeout, so they are due in the order in which they began: one timer serves
+all, because one ``asyncio.timeout`` each would cost as much as a short episode.
 """
 
 import asyncio

@@ -7,7 +7,6 @@ import torch
 from tidegate.kernels import fused_sampling as module
 from tidegate.kernels.fused_sampling import (
     SamplingColumns,
-    fused_sample_reference,
     fused_sample_triton,
 )
 from tidegate.kernels.sampling import sample
@@ -17,6 +16,38 @@ pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 256
+
+
+def fused_sample_reference(
+    logits: torch.Tensor, columns: SamplingColumns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of :func:`fused_sample_triton`, row by row in float64. Slow and obviously right."""
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    logprobs = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
+    for row, uniform in enumerate(columns.uniforms.tolist()):
+        row_logprobs = _processed(logits[row], columns, row)
+        cumulative = row_logprobs.exp().cumsum(-1)
+        last = int(row_logprobs.isfinite().nonzero()[-1])
+        token = min(int((cumulative <= uniform * cumulative[-1]).sum()), last)
+        if columns.temperature[row] == 0:
+            token = int(row_logprobs.argmax())
+        tokens[row], logprobs[row] = token, row_logprobs[token]
+    return tokens, logprobs
+
+
+def _processed(logits: torch.Tensor, columns: SamplingColumns, row: int) -> torch.Tensor:
+    """Return one row's log-probabilities after all options, -inf for excluded tokens. [V]"""
+    logits, vocab = logits.double(), len(logits)
+    if (temperature := float(columns.temperature[row])) == 0:
+        return torch.log_softmax(logits, -1)
+    logits = logits / temperature
+    cutoff = logits.amax() + columns.min_p[row].double().log()
+    logits = logits.masked_fill(logits < cutoff, -torch.inf)
+    ranked = logits.sort(descending=True).values[: int(columns.top_k[row]) or vocab]
+    probabilities = torch.softmax(ranked, -1)
+    if (top_p := float(columns.top_p[row])) < 1:
+        ranked = ranked[probabilities.cumsum(-1) - probabilities < top_p]
+    return torch.log_softmax(logits.masked_fill(logits < ranked[-1], -torch.inf), -1)
 
 
 @pytest.fixture(autouse=True)

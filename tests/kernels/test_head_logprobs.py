@@ -5,11 +5,25 @@ from tidegate.kernels import head_logprobs as module
 from tidegate.kernels.head_logprobs import (
     TOKEN_TILE,
     VOCAB_TILE,
-    head_logprobs_reference,
     head_logprobs_triton,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def head_logprobs_reference(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Reference of :func:`head_logprobs_triton` in torch. Slow and obviously right."""
+    logits = hidden.float() @ head.float().t()
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return torch.log_softmax(logits / temperature, -1).gather(-1, token_ids[:, None]).squeeze(-1)
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,28 @@ import torch
 
 from tidegate.kernels.norm import rms_norm
 from tidegate.kernels.residual_norm import (
-    residual_norm_reference,
     residual_norm_triton,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def residual_norm_reference(
+    total: torch.Tensor,
+    update: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    *,
+    gemma: bool = False,
+) -> torch.Tensor:
+    """Reference of :func:`residual_norm_triton` in torch. Slow and obviously right."""
+    if update is not None:
+        total.add_(update)
+    wide = total.float()
+    unit = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    if gemma:
+        return (unit * (1.0 + weight.float())).to(total.dtype)
+    return unit.to(total.dtype) * weight
 
 
 def randoms(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -6,12 +6,31 @@ import torch
 from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.rope_write import (
     NO_SLOT,
-    rope_write_reference,
     rope_write_triton,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS, BLOCK_TOKENS, POSITIONS = 5, 16, 90
+
+
+def rope_write_reference(
+    qkv: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Reference of :func:`rope_write_triton`, step by step. Slow and obviously right."""
+    kv_heads, block_tokens = cache.shape[2:4]
+    rotations = table[positions].float()  # [T, 2, D]
+    turned = apply_rope(qkv[:, :-kv_heads].float(), rotations[:, :1], rotations[:, 1:])
+    turned = turned.to(qkv.dtype)
+    is_stored = slots != NO_SLOT
+    block, offset = slots[is_stored] // block_tokens, slots[is_stored] % block_tokens
+    cache[block, 0, :, offset] = turned[is_stored, -kv_heads:]
+    cache[block, 1, :, offset] = qkv[is_stored, -kv_heads:]
+    return turned[:, :-kv_heads].contiguous()
 
 
 def make_case(
