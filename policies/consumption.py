@@ -42,7 +42,7 @@ class Window:
 
 
 def in_admission_order(waiting: OutstandingGroups[G], groups: int) -> list[G] | None:
-    """Return the groups admitted first, or None until all of them have ended."""
+    """Return the ``groups`` groups that were admitted first; None until all of them have ended."""
     if waiting.ended_ahead < groups:
         return None  # one straggler holds back all groups that ended after it
     return list(itertools.islice(waiting.in_order, groups))

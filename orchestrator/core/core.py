@@ -676,7 +676,10 @@ class Core:
         return (self.are_tasks_exhausted or can_fill) and not is_paused
 
     def _discard_stale(self, batch: list[Group]) -> list[ev.Command]:
-        """Discard groups that are too old, unless the policy masks; admission prevents most."""
+        """Discard the batch's groups that are too old, unless the policy masks their old tokens.
+
+        Admission leaves few of them.
+        """
         if self.policy.masks_old_tokens:
             return []
         commands: list[ev.Command] = []

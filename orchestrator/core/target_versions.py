@@ -178,7 +178,7 @@ class TargetVersions(ABC):
 
     @property
     def is_swapping(self) -> bool:
-        """Whether an engine was ordered to swap and has not confirmed."""
+        """Whether any engine was ordered to swap and has not confirmed it."""
         return any(update.swapping for update in self._updates)
 
     @property

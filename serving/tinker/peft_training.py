@@ -68,7 +68,10 @@ class _Model:
 
 
 class PeftTraining:
-    """Implements :class:`~tidegate.serving.tinker.training.TrainingBackend`."""
+    """Trains LoRA adapters on one base model by PEFT.
+
+    Implements :class:`~tidegate.serving.tinker.training.TrainingBackend`.
+    """
 
     def __init__(self, model: Path, *, device: str = "cpu") -> None:
         """Load the base model, in the dtype of its directory."""

@@ -439,7 +439,7 @@ class SimulatedEngine:
             self._send(TurnFailed(turn=message.turn, message=refusal))
 
     def _end_by_deadly_turn(self, handle: int) -> None:
-        """Crash, or hang until the orchestrator gives the engine up, by the turn's handle."""
+        """Crash if the turn's handle is odd, else hang until the orchestrator gives it up."""
         if handle % 2:
             self._owner.crash(0.0, is_noticed=handle % 4 == 1)
         elif not self._is_hung:

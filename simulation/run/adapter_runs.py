@@ -69,7 +69,7 @@ def adapter_name(number: int) -> str:
 
 
 def draw_adapter_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenario:
-    """Draw a scenario that trains adapters. Its own tasks are those of the base's evaluations."""
+    """Draw a scenario that trains adapters; its own tasks are evaluations of the base."""
     chance = random.Random(f"{seed}/adapters")
     adapters, processes_max = chance.choice((1, 2, 2, 3)), chance.choice((1, PROCESSES_MAX))
     unused = UNUSED_FAULTS | (FAULTS_WITHOUT_CRASHES if processes_max > 1 else set())
