@@ -258,9 +258,9 @@ class LocalEngines:
         pids: list[int] = []
         # Else the program has ended, or an import has printed something.
         with contextlib.suppress(ValueError):
-            told = json.loads(os.read(forks.stdout.fileno(), FORKED_PIDS_BYTES))
-            if isinstance(told, list):
-                pids = told
+            reply = json.loads(os.read(forks.stdout.fileno(), FORKED_PIDS_BYTES))
+            if isinstance(reply, list):
+                pids = reply
         self._loop.remove_reader(forks.stdout)
         libc, was_subreaper = ctypes.CDLL(None), ctypes.c_int()
         libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was_subreaper), 0, 0, 0)

@@ -71,7 +71,8 @@ async def test_a_trainer_that_would_wait_trains_on_groups_again_within_the_bound
     uses: dict[int, list[int]] = {}
 
     async def two_late_turns(episode: tidegate.Episode, task: int) -> float:
-        # The trainer has nothing but the first groups until it trains on them again.
+        # The trainer has nothing but the first groups until it trains on them again. It does so on
+        # another loop, so there is no event to wait for.
         while task > 3 and max(map(len, uses.values()), default=0) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         return await two_turns(episode, task)
