@@ -47,10 +47,10 @@ STEP_LOGITS_MAX = 2**25
 STEP_TOKENS_MAX = 2048
 """Context positions of one step."""
 
-RIVAL_TOKENS = 2
-"""Number of a rival's tokens that are sampled first. Mostly one of them differs from the record,
-which decides: in bfloat16, a step of AdamW by 1e-6 changes the bits of nearly every log-prob. If
-none does, four times as many are sampled next, and so on."""
+RIVAL_TOKENS = 1
+"""Number of a rival's tokens that are sampled first. Mostly it differs from the record, which
+decides: in bfloat16, a step of AdamW by 1e-6 changes the bits of nearly every log-prob. If it does
+not, four tokens are sampled next, then 16, and so on."""
 
 
 class EngineReplay:
@@ -334,22 +334,41 @@ class _Context:
 def _waves(ready: Sequence[_Context]) -> list[list[_Context]]:
     """Return the contexts of a round in the order in which to compute their stages, so that
     positions that they have in common are computed once."""
-    waves: defaultdict[int, list[_Context]] = defaultdict(list)
     alike: defaultdict[object, list[_Context]] = defaultdict(list)
     for context in ready:
         replay, stage = context.replay, context.replay.stage
         context.start, context.leader, context.wave = stage.start, None, 0
-        history = [(each.version, each.start) for each in replay.stages[: replay.stages_done]]
-        key = replay.adapter, stage.start, tuple(history), replay.context[: stage.start].tobytes()
         context.drawn = _drawn(replay)
-        limit = min(context.drawn, default=stage.end)
-        for other in alike[key]:
-            shared = _shared(context, other, limit)
-            if shared > context.start:
-                context.start, context.leader, context.wave = shared, other, other.wave + 1
-        alike[key].append(context)
+        history = [(each.version, each.start) for each in replay.stages[: replay.stages_done]]
+        alike[replay.adapter, stage.start, tuple(history)].append(context)
+    for contexts in alike.values():
+        _find_leaders(contexts)
+    waves: defaultdict[int, list[_Context]] = defaultdict(list)
+    for context in ready:
         waves[context.wave].append(context)
     return [waves[number] for number in sorted(waves)]
+
+
+def _find_leaders(contexts: Sequence[_Context]) -> None:
+    """Choose of which context each takes its first positions.
+
+    In lexicographic order no earlier context has more positions in common with one than the one
+    before it. Rivals may stop early, so the last context that computes all of its stage is tried,
+    too.
+    """
+    last: _Context | None = None
+    last_whole: _Context | None = None
+    for context in sorted(contexts, key=lambda each: each.replay.context.astype(">u4").tobytes()):
+        limit = min(context.drawn, default=context.replay.stage.end)
+        for other in (last_whole, last):
+            if other is None or (shared := _shared(context, other, limit)) <= context.start:
+                continue
+            # Of the one that computes them: leaders of leaders would be computed one by one.
+            while other.leader is not None and other.start >= shared:
+                other = other.leader
+            context.start, context.leader, context.wave = shared, other, other.wave + 1
+        last = context
+        last_whole = last_whole if context.replay.is_rival else context
 
 
 def _shared(context: _Context, other: _Context, limit: int) -> int:

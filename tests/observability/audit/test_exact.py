@@ -6,8 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import tidegate
@@ -18,7 +21,10 @@ from tests.observability.sampled_runs import Row, edit_rollout, move_boundary
 from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import audit_run
+from tidegate.observability.audit.exact import _Context, _find_leaders
+from tidegate.observability.audit.replay_plan import Replay
 from tidegate.observability.records.recording import read_trajectories
+from tidegate.transport.messages import KvSpan
 
 pytestmark = pytest.mark.wire
 
@@ -196,3 +202,23 @@ def test_a_run_that_was_not_deterministic_is_refused(tmp_path: Path) -> None:
 def test_an_exact_audit_refuses_a_tolerance(tmp_path: Path) -> None:
     with pytest.raises(AuditError, match="has no tolerance"):
         audit_run(tmp_path, exact=True, tolerance=0.1)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=20))
+def test_a_prefix_that_contexts_have_in_common_is_computed_once(prompts: list[list[int]]) -> None:
+    contexts = [
+        _Context(Replay(np.array(prompt, np.int32), [KvSpan(1, 0, len(prompt))], []), [])
+        for prompt in prompts
+    ]
+    _find_leaders(contexts)
+    computed = [
+        tuple(prompt[: position + 1])
+        for prompt, context in zip(prompts, contexts, strict=True)
+        for position in range(context.start, len(prompt))
+    ]
+    assert len(computed) == len(set(computed))
+    for prompt, context in zip(prompts, contexts, strict=True):
+        if (leader := context.leader) is not None:
+            assert leader.wave < context.wave
+            assert leader.start < context.start <= len(leader.replay.context)
+            assert leader.replay.context[: context.start].tolist() == prompt[: context.start]
