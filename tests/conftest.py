@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.forked_programs import children, executing, forking
 
@@ -31,6 +32,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+settings.register_profile("untimed", settings.default, deadline=None)  # no test asserts a timing
+settings.load_profile("untimed")
 
 ROOT = Path(__file__).parents[1]
 

@@ -247,7 +247,7 @@ def a_reply(chance: random.Random, end: str) -> str:
     return thought + words + call + (end if chance.random() < 0.8 else "")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(template=st.sampled_from(sorted(TEMPLATES)), seed=st.integers(0, 1 << 32))
 async def test_whatever_is_said_every_row_is_what_the_engine_read_and_wrote(
     tmp_path_factory: pytest.TempPathFactory, template: str, seed: int

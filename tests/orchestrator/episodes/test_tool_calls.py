@@ -259,7 +259,7 @@ calls = st.lists(searches | st.just(NOW), min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("form", WRITERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(said=words, called=calls)
 def test_calls_come_back_as_they_were_written_and_a_stream_never_shows_them(
     form: str, said: str, called: list[ToolCall]
@@ -286,7 +286,7 @@ def test_calls_come_back_as_they_were_written_and_a_stream_never_shows_them(
 THOUGHTS = st.sampled_from(["<think>\nHm.\n</think>\n\n", "<think></think>\n", ""])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(thought=THOUGHTS, said=words, called=st.lists(searches, max_size=2))
 def test_a_stream_shows_the_content_without_the_reasoning(
     thought: str, said: str, called: list[ToolCall]

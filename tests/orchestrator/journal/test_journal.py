@@ -233,7 +233,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(OPERATIONS)
 def test_any_sequence_of_uses_leaves_what_a_list_would_hold(
     operations: list[tuple[str, int]],

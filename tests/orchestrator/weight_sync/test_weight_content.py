@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.orchestrator.core.control_driver import ControlDriver
@@ -175,7 +175,6 @@ class Fleet:
 WORDS = "join,whole,layer,norm,refused,elements,elements,another process,given way,not written"
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*WORDS.split(","), "cancelled"]), max_size=40))
 def test_every_engine_has_the_newest_tensors_whenever_it_joins_and_whatever_fails(
     story: list[str],
