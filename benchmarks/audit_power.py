@@ -1,6 +1,6 @@
 """Share of wrong tags that `tidegate audit` finds, after real steps of Adam.
 
-    python -m benchmarks.audit_power [--json]          # about 15 minutes on two cores
+    python -m benchmarks.audit_power [--json]          # about 25 minutes on two cores
 
 Prints ``name, value, unit, peer, ratio``. Each run is real: engines sample while a trainer takes
 GRPO steps and publishes, and KV is kept over updates. ``demo`` is the calculator task, whose spans
@@ -9,8 +9,9 @@ The audit compares the recorded log-probs under each span's tag and under a wron
 comparison is symmetric, a wrong tag in the right one's place is found as often. ``alarms`` are
 wrong verdicts on the right tags. The peer is the share that the tolerance alone would find.
 ``same`` counts wrong tags that give all tokens the same float32 log-prob: nothing can find them.
-``smollm2`` lists words, a pretrained model of 135 million parameters in bfloat16. Cases named
-``exact`` are of deterministic engines, whose tokens ``tidegate audit --exact`` samples again.
+``smollm2`` lists words, a pretrained model of 135 million parameters in bfloat16; with ``float32``
+in float32. Cases named ``exact`` are of deterministic engines, whose tokens ``tidegate audit
+--exact`` samples again.
 """
 
 import asyncio
@@ -22,8 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import transformers
 
 import tidegate
+from benchmarks.engine.shapes import SHAPES, make_directory
 from benchmarks.table import Row, compared, main
 from examples import async_grpo
 from examples.grpo import load_trainer, train_step
@@ -48,10 +51,23 @@ def demo(directory: Path, learning_rate: float, *, deterministic: bool) -> Path:
 
 def smollm2(directory: Path, learning_rate: float, *, deterministic: bool) -> Path:
     """Train the last layers of SmolLM2-135M in bfloat16; return the run's directory."""
-    arguments = ["--model", str(SMOLLM2), "--task", "words", "--last-layers", "10"]
-    arguments += ["--groups-per-batch", "4", "--group-size", "8", "--rows-max", "8"]
-    arguments += ["--engines", "1", "--step-time-s", "0", "--held-out", "2"]
     run = directory / f"smollm2-{learning_rate}-{deterministic}"
+    return _train_smollm2(SMOLLM2, run, learning_rate, deterministic)
+
+
+def smollm2_float32(directory: Path, learning_rate: float, *, deterministic: bool) -> Path:
+    """Train as :func:`smollm2` does, with engines that compute in float32."""
+    model = make_directory(directory / "smollm2", SHAPES["smollm2"], "float32")
+    transformers.AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(model)
+    run = directory / f"smollm2-float32-{learning_rate}-{deterministic}"
+    return _train_smollm2(model, run, learning_rate, deterministic)
+
+
+def _train_smollm2(model: Path, run: Path, learning_rate: float, deterministic: bool) -> Path:
+    arguments = ["--model", str(model), "--task", "words", "--last-layers", "10"]
+    arguments += ["--groups-per-batch", "4", "--group-size", "8", "--rows-max", "8"]
+    # Slow steps, so that publishes come in the middle of turns.
+    arguments += ["--engines", "1", "--step-time-s", "0.25", "--held-out", "2"]
     return _train(run, learning_rate, deterministic, *arguments)
 
 
@@ -104,14 +120,12 @@ def rows() -> Iterator[Row]:
     """Return the whole table."""
     with tempfile.TemporaryDirectory() as name:
         small = itertools.product((False, True), (long, demo), LEARNING_RATES)
-        real = itertools.product((True,), (smollm2,), LEARNING_RATES[:2])
-        for exact, task, rate in itertools.chain(small, real):
-            if task is smollm2 and not SMOLLM2.exists():
-                continue
+        real = itertools.product((True,), (smollm2, smollm2_float32), LEARNING_RATES[:2])
+        for exact, task, rate in itertools.chain(small, real if SMOLLM2.exists() else ()):
             with contextlib.redirect_stdout(io.StringIO()):
                 run = task(Path(name), rate, deterministic=exact)
                 report = audit_run(run, exact=exact, wrong_tags_max=None)
-            about = f"{task.__name__}{'-exact' * exact}/{rate:g}"
+            about = f"{task.__name__.replace('_', '-')}{'-exact' * exact}/{rate:g}"
             powers = {
                 "version": report.version_power,
                 "boundary": report.boundary_power,

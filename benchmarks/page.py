@@ -104,11 +104,16 @@ def engine_table(rows: Rows) -> Iterator[Sequence[str]]:
             )
         ]
         yield cells
-    for row in prefills:
-        tokens = int(row["name"].split("_")[1])
-        ratios = [f"{row['ratio']:.1f}" if row["peer"] == peer else "-" for peer in PEERS]
-        about = f"{row['model']}, {row['dtype']}, prompts of {tokens:,} tokens"
-        yield [about, f"{row['value']:,.0f}", *ratios, "-", "-", "-"]
+    for about in dict.fromkeys(_prompts(row) for row in prefills):
+        by_peer = {row["peer"]: row for row in prefills if _prompts(row) == about}
+        speed = _number(next(iter(by_peer.values())), "value", ",.0f")
+        ratios = [_number(by_peer.get(peer), "ratio", ".1f") for peer in PEERS]
+        yield [about, speed, *ratios, "-", "-", "-"]
+
+
+def _prompts(row: dict[str, Any]) -> str:
+    tokens = int(row["name"].split("_")[1])
+    return f"{row['model']}, {row['dtype']}, prompts of {tokens:,} tokens"
 
 
 def adapters_table(rows: Rows) -> Iterator[Sequence[str]]:

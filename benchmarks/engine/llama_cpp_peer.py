@@ -144,17 +144,19 @@ class Llama:
         """Prefill all requests in batches, then decode until all have ended."""
         memory = llama_cpp.llama_get_memory(self._context)
         llama_cpp.llama_memory_clear(memory, True)
+        prompts = [
+            (token, i, sequence, i + 1 == len(prompt))
+            for sequence, (prompt, _) in enumerate(requests)
+            for i, token in enumerate(prompt)
+        ]
         last: dict[int, int] = {}
-        waiting = list(enumerate(requests))
-        while waiting:
-            rows: list[tuple[int, int, int, bool]] = []
-            ends: dict[int, int] = {}
-            while waiting and len(rows) + len(waiting[0][1][0]) <= PROMPT_TOKENS_PER_BATCH:
-                sequence, (prompt, _) = waiting.pop(0)
-                rows += [(t, i, sequence, i + 1 == len(prompt)) for i, t in enumerate(prompt)]
-                ends[sequence] = len(rows) - 1
+        for first in range(0, len(prompts), PROMPT_TOKENS_PER_BATCH):
+            rows = prompts[first : first + PROMPT_TOKENS_PER_BATCH]
             self._decode(rows)
-            last |= {sequence: self._sample(row)[0] for sequence, row in ends.items()}
+            ends = [
+                (row, sequence) for row, (_, _, sequence, is_last) in enumerate(rows) if is_last
+            ]
+            last |= {sequence: self._sample(row)[0] for row, sequence in ends}
         tokens, sampled = len(requests), dict.fromkeys(last, 1)
         while last:
             for sequence in [s for s in last if sampled[s] == requests[s][1]]:

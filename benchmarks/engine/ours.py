@@ -100,8 +100,9 @@ def driven(
 ) -> Iterator[Driver]:
     """Run a worker until the end of the `with`; on a GPU it has the GPU for itself."""
     options = ["--threads", "1", "--device", device, "--max-running-turns", str(concurrent)]
+    options += ["--memory-sharers", "1"]
     if device != "cpu":
-        options += ["--memory-sharers", "1", "--max-step-tokens", str(GPU_STEP_TOKENS)]
+        options += ["--max-step-tokens", str(GPU_STEP_TOKENS)]
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         driver = Driver(Path(directory), model, [*options, *arguments], program)
         stack.enter_context(driver)
