@@ -98,7 +98,7 @@ def driven(
     *arguments: str,
     program: str = "tidegate.engine.worker",
 ) -> Iterator[Driver]:
-    """Run a worker until the end of the `with`; on a GPU it has the GPU for itself."""
+    """Run a worker until the end of the `with`; it has the machine's memory for itself."""
     options = ["--threads", "1", "--device", device, "--max-running-turns", str(concurrent)]
     options += ["--memory-sharers", "1"]
     if device != "cpu":
