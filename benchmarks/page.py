@@ -104,14 +104,14 @@ def engine_table(rows: Rows) -> Iterator[Sequence[str]]:
             )
         ]
         yield cells
-    for about in dict.fromkeys(_prompts(row) for row in prefills):
-        by_peer = {row["peer"]: row for row in prefills if _prompts(row) == about}
+    for about in dict.fromkeys(_prefill_case(row) for row in prefills):
+        by_peer = {row["peer"]: row for row in prefills if _prefill_case(row) == about}
         speed = _number(next(iter(by_peer.values())), "value", ",.0f")
         ratios = [_number(by_peer.get(peer), "ratio", ".1f") for peer in PEERS]
         yield [about, speed, *ratios, "-", "-", "-"]
 
 
-def _prompts(row: dict[str, Any]) -> str:
+def _prefill_case(row: dict[str, Any]) -> str:
     tokens = int(row["name"].split("_")[1])
     return f"{row['model']}, {row['dtype']}, prompts of {tokens:,} tokens"
 

@@ -54,7 +54,7 @@ not, four tokens are sampled next, then 16, and so on."""
 
 
 class EngineReplay:
-    """An engine's runner whose weights are exchanged for each stage of the replays."""
+    """Replays contexts by the engine's model runner, which gets each version's weights in turn."""
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class EngineReplay:
                     due[_weights_due(replay)].append(context)
 
     def _share(self, context: "_Context") -> None:
-        """Use the KV of a leader's first positions: its blocks, and a copy of the last one if the
-        context goes on in the middle of it."""
+        """Take the KV of the positions before ``context.start`` from the context's leader: whole
+        blocks as they are, and a copy of the one in the middle of which the context goes on."""
         if context.leader is None:
             return
         blocks, rest = divmod(context.start, self._block_tokens)
@@ -350,11 +350,10 @@ def _waves(ready: Sequence[_Context]) -> list[list[_Context]]:
 
 
 def _find_leaders(contexts: Sequence[_Context]) -> None:
-    """Choose of which context each takes its first positions.
+    """Set each context's leader: the one whose KV it takes for the tokens that both begin with.
 
-    In lexicographic order no earlier context has more positions in common with one than the one
-    before it. Rivals may stop early, so the last context that computes all of its stage is tried,
-    too.
+    In lexicographic order the context just before one shares the longest beginning with it of all
+    before. A rival may stop early, so the last context that is none is compared, too.
     """
     last: _Context | None = None
     last_whole: _Context | None = None
@@ -363,7 +362,7 @@ def _find_leaders(contexts: Sequence[_Context]) -> None:
         for other in (last_whole, last):
             if other is None or (shared := _shared(context, other, limit)) <= context.start:
                 continue
-            # Of the one that computes them: leaders of leaders would be computed one by one.
+            # The context that computes them: a chain of leaders would take as many waves.
             while other.leader is not None and other.start >= shared:
                 other = other.leader
             context.start, context.leader, context.wave = shared, other, other.wave + 1
@@ -372,7 +371,8 @@ def _find_leaders(contexts: Sequence[_Context]) -> None:
 
 
 def _shared(context: _Context, other: _Context, limit: int) -> int:
-    """Return how many positions, ``limit`` at most, another context computes for this one, too."""
+    """Return how many tokens both contexts begin with, of those that ``other`` computes in any case
+    and of the first ``limit``."""
     replay = other.replay
     if replay.is_rival:  # which may stop after its first samples
         limit = min(limit, min(other.drawn, default=limit))
@@ -396,8 +396,8 @@ def _drawn(replay: Replay) -> dict[int, list[tuple[Segment, int]]]:
 
 
 def _is_refuted(segment: Segment, end: int) -> bool:
-    """Return whether one of the tokens sampled after positions before ``end`` differs from the
-    record."""
+    """Return whether a segment's replay differs from the record in a token that was sampled at a
+    position before ``end``."""
     count = max(0, end + 1 - segment.position)
     return not np.array_equal(segment.replayed[:count], segment.recorded[:count])
 

@@ -222,3 +222,22 @@ def test_a_prefix_that_contexts_have_in_common_is_computed_once(prompts: list[li
             assert leader.wave < context.wave
             assert leader.start < context.start <= len(leader.replay.context)
             assert leader.replay.context[: context.start].tolist() == prompt[: context.start]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=2), st.booleans()), max_size=20))
+def test_a_context_takes_of_a_rival_only_what_it_computes_before_its_first_sample(
+    drawn: list[tuple[list[int], bool]],
+) -> None:
+    contexts = [
+        _Context(
+            Replay(np.array(tokens, np.int32), [KvSpan(1, 0, len(tokens))], [], is_rival=is_rival),
+            [],
+            drawn={len(tokens) // 2: []},
+        )
+        for tokens, is_rival in drawn
+    ]
+    _find_leaders(contexts)
+    for context in contexts:
+        assert context.start <= min(context.drawn)
+        if (leader := context.leader) is not None and leader.replay.is_rival:
+            assert context.start <= min(leader.drawn)
